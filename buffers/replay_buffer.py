@@ -457,7 +457,7 @@ class ReplayBuffer(Facts):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values if listed else structure.build(values, shape)
+        data = values if structure is None else structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
         elif listed:
@@ -504,7 +504,7 @@ class ReplayBuffer(Facts):
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
-        values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
+        values = self.storage.read_rows(draw.slots, draw.follow)
         if draw.ahead is None and draw.chosen is None:
             return values
 

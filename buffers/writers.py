@@ -14,6 +14,7 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, overrides
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
@@ -50,11 +51,11 @@ class Writer:
         """Return a ring of ``capacity`` slots, a `TrajectoryIndex` if ``indexed``."""
         return TrajectoryIndex(capacity, first) if indexed else Ring(capacity, first)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise an error if ``batch`` may not be written."""
         return
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise an error if stored rows may not be overwritten with ``data``."""
         return
 
@@ -87,7 +88,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     TypeError: TensorDictRoundRobinWriter takes tensordicts, got Tensor: RoundRobinWriter takes anything
     """
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
         check_tensordicts(batch, type(self).__name__, "RoundRobinWriter takes anything")
 
@@ -113,13 +114,13 @@ class ImmutableDatasetWriter(Writer):
             self.check(None)
         return super().ring(capacity, indexed)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
         raise RuntimeError(
             "this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter"
         )
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
         self.check(data)
 
@@ -158,10 +159,8 @@ class TensorDictMaxValueWriter(Writer):
     def __init__(
         self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
     ) -> None:
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
         self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
-        self.reduction = reduction
+        self.reduction = one_of("reduction", reduction, _REDUCTIONS)
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
         """Raise ValueError for storages of several dimensions, TypeError for samplers that follow writes."""
@@ -177,27 +176,26 @@ class TensorDictMaxValueWriter(Writer):
             )
         if sampler.follows_writes:
             raise TypeError(
-                f"{type(sampler).__name__} overrides claimed or entered, which tell of rows in the ring's order, and "
-                "TensorDictMaxValueWriter keeps the best rows anywhere: ask the ring in draw instead"
+                f"{type(sampler).__name__} overrides claimed or entered, and TensorDictMaxValueWriter keeps rows out "
+                "of the ring's order: ask the ring in draw instead"
             )
 
     @override
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
         if indexed:
             raise TypeError(
-                "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slice samplers, "
-                "n-step transforms and compact_obs need RoundRobinWriter. To keep the best trajectories whole, "
-                "extend with batches [N, T] (RandomCropTensorDict takes slices of them)"
+                "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slices, n-step and "
+                "compact_obs need RoundRobinWriter; whole trajectories are kept as batches [N, T]"
             )
         return RankedRing(capacity, first)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
         for item in batch if isinstance(batch, list) else [batch]:
             require(item, self.rank_key)
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise ValueError if ``data`` contains ``rank_key``."""
         if isinstance(data, TensorDictBase) and data.get(self.rank_key, None) is not None:
             raise ValueError(
@@ -230,7 +228,7 @@ class TensorDictMaxValueWriter(Writer):
 _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "median": "median"}
 
 
-def check_tensordicts(batch: Any, who: str, instead: str) -> None:
+def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
     for item in batch if isinstance(batch, list) else [batch]:
         if not isinstance(item, TensorDictBase):
@@ -246,14 +244,13 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
     padding = ~marker(batch, MASK)
     if bool(padding.any()):
         raise ValueError(
-            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False, which would be "
-            'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
-            "flatroll.layout.join(batch) of what split_trajectories gave"
+            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False: extend with "
+            'batch[batch["collector", "mask"]], or with flatroll.layout.join(batch) of split trajectories'
         )
 
 
 def before_storing(
-    data: Any,
+    data: object,
     transforms: Sequence[TransformLike],
     loose: set[NestedKey],
     final: TensorDictBase | None = None,
@@ -272,7 +269,7 @@ def before_storing(
     return data
 
 
-def _versions(data: Any) -> dict[NestedKey, tuple[Tensor, int]]:
+def _versions(data: object) -> dict[NestedKey, tuple[Tensor, int]]:
     """The tensors of a tensordict by key, and how often each was written to in place."""
     if not isinstance(data, TensorDictBase):
         return {}

@@ -1,6 +1,6 @@
 """Value estimators, advantages and losses for flat batches."""
 
-from flatroll.estimators.functional.returns import (
+from flatroll.estimators.functional import (
     generalized_advantage_estimate,
     reward2go,
     td0_advantage_estimate,
@@ -14,17 +14,27 @@ from flatroll.estimators.functional.returns import (
     vec_td1_return_estimate,
     vec_td_lambda_advantage_estimate,
     vec_td_lambda_return_estimate,
+    vtrace_advantage_estimate,
 )
-from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
-from flatroll.estimators.losses.a2c import A2CLoss
 from flatroll.estimators.losses.action_values import OffPolicyLoss, critic_ensemble
-from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, target_copy
+from flatroll.estimators.losses.base import (
+    HardUpdate,
+    LossInputs,
+    LossModule,
+    SoftUpdate,
+    frozen,
+    target_copy,
+)
 from flatroll.estimators.losses.dqn import DQNLoss
-from flatroll.estimators.losses.kl_penalty import KLPENPPOLoss
-from flatroll.estimators.losses.policy_gradient import ClipPPOLoss, PolicyGradientLoss, PPOLoss
-from flatroll.estimators.losses.reinforce import ReinforceLoss
+from flatroll.estimators.losses.policy_gradient import (
+    A2CLoss,
+    ClipPPOLoss,
+    KLPENPPOLoss,
+    PolicyGradientLoss,
+    PPOLoss,
+    ReinforceLoss,
+)
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
-from flatroll.estimators.losses.target_networks import HardUpdate, SoftUpdate
 from flatroll.estimators.values.estimators import (
     GAE,
     TD0Estimator,

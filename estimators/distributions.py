@@ -10,9 +10,8 @@ from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, 
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
-from flatroll.layout.fast_call import prepare_sampling
 from flatroll.layout.keys import NestedKey
-from flatroll.layout.tensordict_seam import get_entry
+from flatroll.layout.tensordict_seam import get_entry, prepare_sampling
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:

@@ -20,13 +20,6 @@ DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 _LEAST_DEVIATION = 1e-4
 
 
-def one_of(name: str, choice: str, choices: Iterable[str]) -> None:
-    """Raise ValueError unless ``choice`` is one of ``choices``."""
-    if choice not in choices:
-        *most, last = map(repr, choices)
-        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {choice!r}")
-
-
 def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
     """Elementwise regression loss ``|x|``, ``x ** 2`` or Huber's (``x ** 2 / 2`` within 1) of value - target.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
@@ -59,7 +58,6 @@ class Column(ABC):
     Attributes:
         dtype: of the values as they come and go.
         shape: of one row's value.
-        decodes: whether a row read twice in one `take` costs less than in two.
         row_bytes: what ``stats()`` shows as a row's bytes; override it if a row takes fewer than `value_bytes`.
 
     >>> class HalfColumn(Column):
@@ -89,7 +87,6 @@ class Column(ABC):
 
     dtype: torch.dtype
     shape: torch.Size
-    decodes: bool = False
 
     @abstractmethod
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -177,22 +174,19 @@ class Column(ABC):
         if len(values):
             self.write(0, values)
 
-    @property
-    def flat(self) -> Array | None:
-        """The column's memory as a uint8 array, for prefetching; None if it is not one host array."""
-        return None
 
-
-def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return N if a state's ``values`` are a plain tensor ``[N, *shape]`` of ``dtype``, else raise ValueError.
 
     >>> check_values("values", torch.zeros(3, 2), torch.float32, (2,))
     3
     """
-    is_plain = isinstance(values, Tensor) and values.layout is torch.strided and values.device.type != "meta"
-    if not is_plain or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
-        kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise damaged(f"its {name} are {kind}, expected a dense tensor of {dtype} {['N', *shape]}")
+    expected = f"a dense tensor of {dtype} {['N', *shape]}"
+    if not isinstance(values, Tensor):
+        raise damaged(f"its {name} are {type(values).__name__}, expected {expected}")
+    dense = values.layout is torch.strided and values.device.type != "meta"
+    if not dense or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
+        raise damaged(f"its {name} are {values.dtype} {list(values.shape)}, expected {expected}")
     return len(values)
 
 
@@ -336,14 +330,6 @@ class TensorColumn(Column):
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    @property
-    @override
-    def flat(self) -> Array | None:
-        if self.data.device.type != "cpu" or not self.data.numel() or not self.data.is_contiguous():
-            return None
-        memory: Array = self.data.view(-1).view(torch.uint8).numpy()
-        return memory
-
 
 def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
     """Return those of ``columns`` that are plain tensors in host memory, whose rows are copied as bytes.
@@ -360,6 +346,8 @@ def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey
             for key, column in columns.items()
             if isinstance(column, TensorColumn)
             and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
-            and column.flat is not None
+            and column.data.is_cpu
+            and column.data.numel()
+            and column.data.is_contiguous()
         }
     )

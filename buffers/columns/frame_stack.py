@@ -58,6 +58,10 @@ class FrameColumn(Column):
         make: makes a column of frames, given (frames, shape in words, integer dtype); default is a `TensorColumn`
             in memory. It is called again when the pool is full, for more frames.
 
+    Attributes:
+        frames: the `FramePool`, which :meth:`pool` columns share.
+        refs: the numbers of each row's frames in it, oldest first, int32 ``[rows, stack]``.
+
     Raises:
         ValueError: a stack of less than 2, or values whose first axis is not the stack.
 
@@ -84,14 +88,14 @@ class FrameColumn(Column):
         device = torch.device(device)
         make = partial(_in_memory, device=device) if make is None else make
         # One frame per row, and 2 % more for the first frames of episodes; the pool grows when that is too little.
-        self._frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
+        self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self._main = self
-        self._refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
+        self.refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate without a hint, too.
-        slot_before = (slot - 1) % len(self._refs) if self._main is self else None
+        slot_before = (slot - 1) % len(self.refs) if self._main is self else None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
@@ -104,7 +108,7 @@ class FrameColumn(Column):
         """Store rows, sharing frames with the rows they continue: those of ``after``, row 0 that in ``slot_before``."""
         if not len(slots):
             return
-        pool, rows, stack = self._frames, len(slots), self._refs.shape[1]
+        pool, rows, stack = self.frames, len(slots), self.refs.shape[1]
         words = pool.words(values, rows, stack)
         # hint[j]: which of the stored rows ``candidates`` new row j may continue, -1 for none.
         hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
@@ -113,19 +117,19 @@ class FrameColumn(Column):
             candidates = after.slots.numpy(force=True)
         if slot_before is not None and hint[0] < 0:
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
-        held = self._main._refs.take(candidates, 0)
+        held = self._main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
         # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
-        kernels().replace(pool.state, pool.counts, self._refs, slots, hint, held, shares)
+        kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
         frames, source = pool.allocate(new), np.empty(new, np.int64)
-        kernels().assign(pool.counts, self._refs, slots, shares, repeats, frames, source)
+        kernels().assign(pool.counts, self.refs, slots, shares, repeats, frames, source)
         pool.put(frames, words.flatten(0, 1), source)
 
     @override
     def take(self, slots: Tensor) -> Tensor:
         # The numbers first, the frames after them: a pool that has grown in between is larger, not smaller.
-        refs = self._refs.take(slots.numpy(force=True), 0)
-        words = self._frames.take(refs)
+        refs = self.refs.take(slots.numpy(force=True), 0)
+        words = self.frames.take(refs)
         return words.view(-1).view(self.dtype).view(len(slots), *self.shape)
 
     @override
@@ -133,22 +137,22 @@ class FrameColumn(Column):
         # A side column names frames of the same pool; its `After` still names slots of the main column.
         side = object.__new__(FrameColumn)
         side.dtype, side.shape = self.dtype, self.shape
-        side._frames, side._main = self._frames, self._main
-        side._refs = np.zeros((0, self._refs.shape[1]), np.int32)
+        side.frames, side._main = self.frames, self._main
+        side.refs = np.zeros((0, self.refs.shape[1]), np.int32)
         return side
 
     @override
     def grow(self, rows: int) -> None:
-        if rows > len(self._refs):  # the pool of frames grows when frames are needed
-            larger = np.zeros((rows, self._refs.shape[1]), np.int32)
-            larger[: len(self._refs)] = self._refs
-            self._refs = larger
+        if rows > len(self.refs):  # the pool of frames grows when frames are needed
+            larger = np.zeros((rows, self.refs.shape[1]), np.int32)
+            larger[: len(self.refs)] = self.refs
+            self.refs = larger
 
     @property
     @override
     def nbytes(self) -> int:
         """Bytes of the frame indices and, unless this is a :meth:`pool` column, of all frames."""
-        pool, own = self._frames, int(self._refs.nbytes)
+        pool, own = self.frames, int(self.refs.nbytes)
         if self._main is not self:
             return own
         return own + sum(column.nbytes for _, column in pool.columns) + int(pool.counts.nbytes)
@@ -157,18 +161,18 @@ class FrameColumn(Column):
     @override
     def row_bytes(self) -> int:
         """Bytes of a row that shares all frames but one: that frame, its count, and the numbers of the stack."""
-        pool = self._frames
+        pool = self.frames
         return pool.columns[0][1].row_bytes + pool.counts.itemsize + 4 * self.shape[0]
 
     @property
     def frames_in_use(self) -> int:
         """Number of stored frames that rows refer to, including rows of :meth:`pool` columns."""
-        return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
+        return int(self.frames.state["high"][0] - self.frames.state["spare"][0]) - 1
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the frames that each row adds to those before it, and how many frames back those of its stack are."""
-        refs = self._refs.take(slots.numpy(force=True), 0)
+        refs = self.refs.take(slots.numpy(force=True), 0)
         distinct, firsts, inverse = np.unique(refs, return_index=True, return_inverse=True)
         order = np.argsort(firsts)  # distinct frames in the order in which rows name them first
         place = np.empty_like(order)
@@ -177,12 +181,12 @@ class FrameColumn(Column):
         # Counted back from the frames that are there after the row, so that parts can be laid end to end.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
-        return dumped | by_row(self._frames.dump(distinct[order]), added)
+        return dumped | by_row(self.frames.dump(distinct[order]), added)
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
-        kind = dict.fromkeys(by_row(self._frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
+        kind = dict.fromkeys(by_row(self.frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
         for slots, dumped in parts:
             check_dumped(dumped, {"back": False, **kind})
             back = dumped["back"]
@@ -199,13 +203,13 @@ class FrameColumn(Column):
             frames.append(Part(torch.arange(first, first + count), pieces))
             first += count
         refs = scattered(numbered, "refs", rows, torch.int32, self.shape[:1])
-        return {"refs": refs, "frames": self._frames.restore(frames, first)}
+        return {"refs": refs, "frames": self.frames.restore(frames, first)}
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
         if self._main is not self:  # a side column gives values, so that each state stands alone
             return super().state_dict(rows)
-        return {"refs": torch.from_numpy(self._refs[:rows].copy()), "frames": self._frames.state_dict()}
+        return {"refs": torch.from_numpy(self.refs[:rows].copy()), "frames": self.frames.state_dict()}
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
@@ -213,7 +217,7 @@ class FrameColumn(Column):
             return check_values("values", state["values"], self.dtype, self.shape)
         refs = state["refs"]
         rows = check_values("frame numbers", refs, torch.int32, self.shape[:1])
-        frames = self._frames.check_state_dict(state["frames"])
+        frames = self.frames.check_state_dict(state["frames"])
         if rows and not 0 <= int(refs.min()) <= int(refs.max()) < frames:
             raise damaged(f"a row names a frame that is none of its {frames} frames")
         return rows
@@ -226,9 +230,9 @@ class FrameColumn(Column):
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
         # Rows name the blank frame while the pool is replaced, so that a reader finds every number in it.
-        self._refs[:] = 0
-        self._frames.load_state_dict(state["frames"], refs)
-        self._refs[: len(refs)] = refs
+        self.refs[:] = 0
+        self.frames.load_state_dict(state["frames"], refs)
+        self.refs[: len(refs)] = refs
 
 
 def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:

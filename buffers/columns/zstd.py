@@ -14,6 +14,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.column import After, Column, Dumped, Part, check_dumped, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.layout.checks import whole_number
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
 _DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
@@ -59,8 +60,8 @@ class ZstdColumn(Column):
         level: int = 3,
         threads: int | None = None,
     ) -> None:
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads must be an integer of at least 1 or None, got {threads!r}")
+        if threads is not None:
+            whole_number("threads", threads)
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
         self._codec = _Codec(level, threads)
         # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
@@ -127,12 +128,12 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        return _joined(self._rows[:rows].tolist(), self._codec.prefix)
+        return _join(self._rows[:rows].tolist(), self._codec.prefix)
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the compressed rows; the first row has the dictionary of all."""
-        state = _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        state = _join(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
@@ -165,7 +166,7 @@ class ZstdColumn(Column):
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 compressed[at[at >= 0]] = self._recoded(part, codec)[at >= 0]
-        return _joined(compressed.tolist(), codec.prefix)
+        return _join(compressed.tolist(), codec.prefix)
 
     def _recoded(self, part: dict[str, Any], codec: "_Codec") -> Array:
         """The rows of a state, compressed with the dictionary of ``codec``, which takes theirs if it has none."""
@@ -236,7 +237,7 @@ class ZstdColumn(Column):
         self._rows[slots] = rows
 
 
-def _joined(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
+def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
     """The state of compressed rows: they end to end, their sizes to cut them apart again, and their dictionary."""
     joined = torch.zeros(0).byte()
     if compressed:
@@ -249,8 +250,7 @@ class _Codec:
     """zstd with one dictionary for all rows, in threads where there is enough to do."""
 
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
-        if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= 22:
-            raise ValueError(f"level must be an integer from 1 to 22, got {level!r}")
+        whole_number("level", level, 1, 22)
         _zstandard()
         self.level, self.threads, self.prefix = level, threads, b""
         self._dictionary: Any = None

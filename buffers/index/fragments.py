@@ -110,9 +110,7 @@ class Fragments(NamedTuple):
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
             raise ValueError(
                 f"row {-count} of the batch does not follow row {-count - 1} in its trajectory: {keys.step_count!r} is "
-                f"{now} after {before}, and slices would join the two. Give all rows of a trajectory in order (no "
-                f"batch[::2]), or say that another one begins there, by {keys.is_init!r} or another id. "
-                "Nothing was stored"
+                f"{now} after {before}. Keep trajectories whole, or set {keys.is_init!r} or another id where one begins"
             )
         firsts, lasts, names, step_first, step_last = numbers[:, :count]
         joined, first_init, last_done = marks[:, :count]

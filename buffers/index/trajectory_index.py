@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_fragments import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
+from flatroll.layout.checks import one_of, whole_number
 
 By = Literal["trajectory", "start"]
+BY: tuple[By, ...] = ("trajectory", "start")
 Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
@@ -25,6 +28,20 @@ Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 NONE: Array = np.zeros(0, np.int64)
 NO_PATCH: Array = np.zeros((2, 0), np.int64)
 NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
+
+
+class _Kernels(NamedTuple):
+    publishing: ModuleType
+    drawing: ModuleType
+    starts: ModuleType
+
+
+@cache
+def _kernels() -> _Kernels:
+    """The compiled kernels, imported when they are first needed: numba takes 0.3 s to load."""
+    from flatroll.kernels.slices import drawing, publishing, starts
+
+    return _Kernels(publishing, drawing, starts)
 
 
 class TrajectoryIndex(Ring):
@@ -69,18 +86,6 @@ class TrajectoryIndex(Ring):
         self._changing = False  # whether weights may be out of date
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
-    # Modules of compiled kernels, loaded with the first index: numba takes 0.3 s.
-    _publishing: ClassVar[ModuleType]
-    _drawing: ClassVar[ModuleType]
-    _starts: ClassVar[ModuleType]
-
-    def __new__(cls, *arguments: Any, **named: Any) -> "TrajectoryIndex":
-        """An index without tables yet; copies and pickles, which pass by ``__init__``, have the kernels too."""
-        from flatroll.kernels.slices import drawing, publishing, starts
-
-        cls._publishing, cls._drawing, cls._starts = publishing, drawing, starts
-        return super().__new__(cls)
-
     # -- writing -----------------------------------------------------------------------------------------------
 
     def write(self, fragments: Fragments) -> None:
@@ -96,7 +101,7 @@ class TrajectoryIndex(Ring):
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
         # Dropping rows shortens trajectories, so their weights change before anybody draws again.
         tables = self._fragments, self._chains, self._spare, self._touched
-        count = self._publishing.claim(self._state, self.capacity, rows, *tables)
+        count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
@@ -115,7 +120,7 @@ class TrajectoryIndex(Ring):
         rows, firsts, lasts, joined, ids, init, done, *steps = fragments
         tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
         columns = joined, ids, init, done, *steps, firsts, lasts
-        return found, self._publishing.link(*tables, *columns, *compare, found)
+        return found, _kernels().publishing.link(*tables, *columns, *compare, found)
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
@@ -132,7 +137,7 @@ class TrajectoryIndex(Ring):
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
         entries = NONE if pool is None else pool, self._spare, NONE if released is None else released
         tables = self._state, self._fragments, self._chains, self._table
-        self._publishing.publish(*tables, *columns, *entries, self._touched)
+        _kernels().publishing.publish(*tables, *columns, *entries, self._touched)
         self._update_weights(self._touched, count)
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
@@ -157,6 +162,11 @@ class TrajectoryIndex(Ring):
         """Number of pool entries, free ones included."""
         return len(self._spare)
 
+    @property
+    def pool_used(self) -> int:
+        """Number of pool entries that hold a next observation."""
+        return len(self._spare) - int(self._state["spare"][0])
+
     def tail_entries(self, chains: Array) -> Array:
         """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
         # Fragment n stands at n modulo the table's length, a power of two.
@@ -174,6 +184,11 @@ class TrajectoryIndex(Ring):
     def open_trajectories(self) -> int:
         """Number of stored trajectories whose last row is not done, so that new rows may continue them."""
         return int(self._state["open"][0])
+
+    @property
+    def fragments(self) -> int:
+        """Number of stretches of consecutive rows that the stored trajectories consist of."""
+        return int(self._state["end"][0] - self._state["first"][0])
 
     @property
     def longest(self) -> int:
@@ -232,7 +247,7 @@ class TrajectoryIndex(Ring):
         # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", *span
-        return self._make_slices(self._drawing.draw, arguments, count, count * length, follow)
+        return self._make_slices(_kernels().drawing.draw, arguments, count, count * length, follow)
 
     def marked_starts(
         self,
@@ -260,7 +275,7 @@ class TrajectoryIndex(Ring):
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        if self._starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+        if _kernels().starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
             raise RuntimeError(
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
@@ -272,7 +287,7 @@ class TrajectoryIndex(Ring):
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
         lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
         arguments, most = (starts.numpy(), lengths), int(lengths.clip(0).sum())
-        return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
+        return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
         self,
@@ -309,7 +324,7 @@ class TrajectoryIndex(Ring):
         most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        count = self._starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
+        count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
         if not count:
             raise self.too_short(length)
         return torch.from_numpy(slices[:, :count])
@@ -342,7 +357,7 @@ class TrajectoryIndex(Ring):
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         # The kernel fills slots from the front and returns how many it found.
-        return slots[: self._starts.new_starts(*tables, first, length, strict, slots)]
+        return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
         """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
@@ -352,7 +367,7 @@ class TrajectoryIndex(Ring):
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        return slots[: self._starts.shortened_trajectories(*tables, touched, length, slots)]
+        return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
@@ -381,7 +396,7 @@ class TrajectoryIndex(Ring):
     def follow(self, slots: Tensor) -> Follow:
         asked = np.ascontiguousarray(slots.numpy(force=True))
         following, patch = np.empty(len(asked), np.int64), np.empty((2, len(asked)), np.int64)
-        patched = self._drawing.follow_rows(
+        patched = _kernels().drawing.follow_rows(
             self._state, self.capacity, self._fragments, asked, following, patch
         )
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
@@ -399,7 +414,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         ahead = np.empty((len(asked), n), np.int64)
-        self._drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        _kernels().drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
         return torch.from_numpy(ahead)
 
     def extents(self, slots: Tensor) -> Array:
@@ -410,7 +425,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         found = np.empty((3, len(asked)), np.int64)
-        self._drawing.extents(*self.tables, asked, found)
+        _kernels().drawing.extents(*self.tables, asked, found)
         return found
 
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
@@ -424,7 +439,9 @@ class TrajectoryIndex(Ring):
             np.ones(count, np.int64),
             np.arange(count),
         )
-        self._drawing.walk(self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH)
+        _kernels().drawing.walk(
+            self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH
+        )
         return torch.from_numpy(slots)
 
     @property
@@ -471,7 +488,7 @@ class TrajectoryIndex(Ring):
         # From the first stored row on of each, to the position behind the rows of those before it.
         stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
         tables = self._state, self.capacity, self._fragments
-        self._drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
+        _kernels().drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -494,7 +511,7 @@ class TrajectoryIndex(Ring):
         self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
         self._chains, self._table = np.zeros(_power_of_two(len(saved.ids)), CHAIN), np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
-        self._publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
+        _kernels().publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False
@@ -503,10 +520,10 @@ class TrajectoryIndex(Ring):
 
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
         """The sums of the weights by which trajectories are drawn this way; the last entry is their total."""
-        if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        if by not in BY:
+            one_of("by", by, BY)
         if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+            whole_number("length", length)
         if by == "trajectory":  # each trajectory that may be drawn has weight 1: all of them, unless strict
             length, strict, span = (length, True, 0) if strict else (1, True, 0)
         key = (length, by == "start", strict, span)
@@ -516,7 +533,7 @@ class TrajectoryIndex(Ring):
         if key not in self._weights:
             used, chains = int(self._state["slots"][0]), len(self._chains)
             weight, tree = np.zeros(chains, np.int64), np.zeros(chains + 1, np.int64)
-            self._publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
             self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
@@ -526,7 +543,7 @@ class TrajectoryIndex(Ring):
     def _update_weights(self, touched: Array, count: int) -> None:
         """Bring all weights up to date, which ends a change."""
         for key, (weight, tree) in self._weights.items():
-            self._publishing.weigh(self._chains, touched, count, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
 
     def _reserve(self, fragments: int, chains: int) -> None:
@@ -546,7 +563,7 @@ class TrajectoryIndex(Ring):
         # The hash table of ids stays at most half full; a new one leaves out the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
-            self._state["ids"] = self._publishing.rehash(self._table, self._chains, larger)
+            self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)

@@ -17,7 +17,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, indexed, spans
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
@@ -51,6 +51,9 @@ class PrioritizedSampler(RandomSampler):
         max_priority_within_buffer: a new row gets the highest priority of the rows stored now.
         max_policy_lag: rows that are older get no weight, see `RandomSampler`. Default: none are too old.
 
+    Attributes:
+        priorities: those of all slots, and the weights that follow from them (a `Priorities`).
+
     Raises:
         ValueError: a number out of range, or an unknown ``reduction`` or ``dtype``.
 
@@ -82,11 +85,10 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
         whole_number("max_capacity", max_capacity)
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.max_capacity, self.reduction, self.dtype = max_capacity, reduction, dtype
+        self.max_capacity, self.dtype = max_capacity, dtype
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
-        self._priorities = Priorities(
+        self.priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
         )
         # The ring's counters up to which the priorities are brought: rows _head ... _written - 1 are in the tree.
@@ -97,18 +99,18 @@ class PrioritizedSampler(RandomSampler):
     @property
     def alpha(self) -> float:
         """Exponent of the priorities. After it is set, the next use recomputes the weights of all slots."""
-        return self._priorities.alpha
+        return self.priorities.alpha
 
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
         alpha = _number("alpha", value)
-        most = self._priorities.most(alpha)
-        if self._priorities.ever > most:
+        most = self.priorities.most(alpha)
+        if self.priorities.ever > most:
             raise ValueError(
-                f"alpha={alpha} makes weights too large: priorities up to {self._priorities.ever} were given, and the "
+                f"alpha={alpha} makes weights too large: priorities up to {self.priorities.ever} were given, and the "
                 f"largest possible would be {most:.3g}"
             )
-        self._priorities.alpha = alpha
+        self.priorities.alpha = alpha
 
     @property
     def beta(self) -> float:
@@ -122,12 +124,12 @@ class PrioritizedSampler(RandomSampler):
     @property
     def eps(self) -> float:
         """Constant added to every priority."""
-        return self._priorities.eps
+        return self.priorities.eps
 
     @property
     def default_priority(self) -> float:
         """Priority that the next new row will get."""
-        return self._priorities.top(self._written - self._head)
+        return self.priorities.top(self._written - self._head)
 
     # -- in step with the ring ---------------------------------------------------------------------------------
 
@@ -140,9 +142,9 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def emptied(self) -> None:
-        self._priorities.keep([])
-        self._priorities.ever = 1.0
-        self._priorities.weigh_all()
+        self.priorities.keep([])
+        self.priorities.ever = 1.0
+        self.priorities.weigh_all()
         self._head = self._written = 0
 
     _saved = "priority"
@@ -160,7 +162,7 @@ class PrioritizedSampler(RandomSampler):
                 f"{type(self).__name__} at least max_capacity={ring.capacity}"
             )
         head, written = ring.head, ring.written
-        in_order = not self._changing and self._priorities.in_step
+        in_order = not self._changing and self.priorities.in_step
         if in_order and (self._head, self._written) == (head, written):
             return
         if not in_order or not self._head <= head <= self._written <= written:
@@ -168,12 +170,12 @@ class PrioritizedSampler(RandomSampler):
             return
         self._changing = True
         for slots in _stretches(self._head, head, ring.capacity):  # rows dropped
-            self._priorities.fill(slots, 0.0, drawable=False)
+            self.priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
             self._allow_starts(ring, None)
-        default = self._priorities.top(self._written - head)
+        default = self.priorities.top(self._written - head)
         for slots in _stretches(self._written, written, ring.capacity):  # rows written
-            self._priorities.fill(slots, default, drawable=self._every_row)
+            self.priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._allow_starts(ring, self._written)
         self._head, self._written = head, written
@@ -184,7 +186,7 @@ class PrioritizedSampler(RandomSampler):
         ``alpha``, a state loaded, or rows that were written before the sampler was there."""
         self._changing = True
         self._fresh = None
-        head, written, priorities = ring.head, ring.written, self._priorities
+        head, written, priorities = ring.head, ring.written, self.priorities
         # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
@@ -218,7 +220,7 @@ class PrioritizedSampler(RandomSampler):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Slots, weights and generations of ``count`` drawable rows, drawn independently; each ``[count]``."""
         ring.check_not_empty()
-        priorities, tree = self._priorities, self._priorities.tree
+        priorities, tree = self.priorities, self.priorities.tree
         if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
             # Another list than at the last draw: rows that became too old get no weight.
             stale = priorities.drawable.copy()
@@ -258,17 +260,17 @@ class PrioritizedSampler(RandomSampler):
             ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
         """
         index = _host_integers("index", slots)
-        values = _reduced(priority, len(index), self.reduction)
+        values = _reduce(priority, len(index), self.reduction)
         generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
             )
         self._catch_up(ring)
-        most = self._priorities.most(self.alpha)
+        most = self.priorities.most(self.alpha)
         # The kernel moves the slots whose rows are still stored, and their priorities, to the front of both arrays.
         stored, new = index.copy(), values.to(self.dtype, copy=True).numpy()
-        count, outside, bad = self._priorities.kernels.standing(
+        count, outside, bad = self.priorities.kernels.standing(
             ring.head, ring.written, ring.capacity, most, stored, new, generations
         )
         if outside >= 0:
@@ -282,7 +284,7 @@ class PrioritizedSampler(RandomSampler):
                 f"{self.dtype} can hold"
             )
         self._changing = True
-        self._priorities.put(stored[:count], new[:count])
+        self.priorities.put(stored[:count], new[:count])
         self._changing = False
 
     @override
@@ -297,8 +299,8 @@ class PrioritizedSampler(RandomSampler):
         used = min(self._written, self.max_capacity)
         return {
             **super().state_dict(),
-            "priority": torch.from_numpy(self._priorities.values[:used].copy()),
-            "highest": self._priorities.ever,
+            "priority": torch.from_numpy(self.priorities.values[:used].copy()),
+            "highest": self.priorities.ever,
             "head": self._head,
             "written": self._written,
             "alpha": self.alpha,
@@ -313,7 +315,7 @@ class PrioritizedSampler(RandomSampler):
         alpha, _, _ = (_number(name, state[name]) for name in ("alpha", "beta", "eps"))
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
-        head, written, most = state["head"], state["written"], self._priorities.most(alpha)
+        head, written, most = state["head"], state["written"], self.priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
@@ -328,9 +330,9 @@ class PrioritizedSampler(RandomSampler):
         priority = state["priority"].detach()
         self._check_fits(priority)
         self._changing = True  # the weights follow at the next use, when the ring is there
-        self._beta, self._priorities.alpha, self._priorities.eps = state["beta"], state["alpha"], state["eps"]
-        self._priorities.values[: len(priority)] = priority.numpy(force=True)
-        self._priorities.ever = state["highest"]
+        self._beta, self.priorities.alpha, self.priorities.eps = state["beta"], state["alpha"], state["eps"]
+        self.priorities.values[: len(priority)] = priority.numpy(force=True)
+        self.priorities.ever = state["highest"]
         self._head, self._written = state["head"], state["written"]
 
     def _check_fits(self, priority: Tensor) -> None:
@@ -436,9 +438,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if self._least is None or not isinstance(ring, TrajectoryIndex):
             return
         if first is not None:
-            self._priorities.weigh(ring.new_starts(first, self._least, strict=self.strict_length), allow=True)
+            self.priorities.weigh(ring.new_starts(first, self._least, strict=self.strict_length), allow=True)
         elif not self.strict_length:
-            self._priorities.weigh(ring.shortened_trajectories(self._least, self._head), allow=True)
+            self.priorities.weigh(ring.shortened_trajectories(self._least, self._head), allow=True)
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
@@ -452,7 +454,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if least != self._least:  # other starts than before: all are looked for again
             self._least, self._changing = least, True
         self._catch_up(ring)
-        if len(ring) and not self._priorities.tree.total > 0 and not self._priorities.drawable.any():
+        if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
             raise index.too_short(least)
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
@@ -468,7 +470,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
         generation = torch.empty_like(draw.slots)
         rows = draw.slots.numpy(), row_weights.numpy(), generation.numpy()
-        self._priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
+        self.priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
         draw.info = {"priority_weight": row_weights, "index_generation": generation}
         return draw
 
@@ -492,8 +494,7 @@ class Priorities:
     ) -> None:
         from flatroll.kernels.trees.sum_tree import SumTree  # numba: 0.3 s, only where priorities are kept
 
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        one_of("dtype", dtype, _DTYPES)
         self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
         # The highest priority of each block of 256 slots, so that a change looks at its blocks only.
@@ -593,7 +594,7 @@ class Priorities:
         self.kernels.weigh_all(tree.nodes, tree.levels, values, self.drawable, self.eps, self._used)
 
 
-def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
+def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
     """One priority per slot, float64 ``[count]`` in host memory; ``reduction`` makes one of several per slot."""
     if priority.is_complex():
         raise TypeError(f"priority must be real numbers, got {priority.dtype}")

@@ -47,7 +47,7 @@ class Freshness:
         self.newest = -1
         self.storage: StoredColumns | None = None
         self._seen = 0  # rows below this number were looked at for the newest version
-        self._listed: tuple[tuple[int, int, int], Tensor] | None = (
+        self._fresh: tuple[tuple[int, int, int], Tensor] | None = (
             None  # what the list rests on, and fresh slots
         )
 
@@ -58,7 +58,7 @@ class Freshness:
     def begin_from(self, newest: int) -> None:
         """Know of ``newest`` only, -1 for no version: other rows are stored now."""
         self.newest, self._seen = newest, 0
-        self._listed = None
+        self._fresh = None
 
     def versions(self, slots: Tensor) -> Tensor:
         """The policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` in host memory."""
@@ -93,12 +93,12 @@ class Freshness:
     def stored(self, ring: Ring) -> Tensor:
         """The slots of all fresh rows, oldest first, int64; RuntimeError if there are none."""
         basis = self.look(ring), ring.head, ring.written
-        if self._listed is None or self._listed[0] != basis:
+        if self._fresh is None or self._fresh[0] != basis:
             slots = ring.stored()
-            self._listed = basis, slots[self.versions(slots) >= basis[0]]
-        if not len(self._listed[1]):
+            self._fresh = basis, slots[self.versions(slots) >= basis[0]]
+        if not len(self._fresh[1]):
             raise self.too_old()
-        return self._listed[1]
+        return self._fresh[1]
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
@@ -152,8 +152,7 @@ class Freshness:
         """The error where no row that could be drawn is fresh."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
-            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later. Collect with the newest "
-            "policy, or allow a larger lag"
+            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with a newer policy"
         )
 
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
+from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -125,8 +125,7 @@ class SliceSampler(Sampler):
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
             if number is not None:
                 whole_number(name, number)
-        if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError(
                 "pad_output=True needs strict_length=False: with strict_length=True no slice is short"
@@ -139,7 +138,7 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._told = fill is False  # whether no warning of short samples is due, or it was given
+        self._warned = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -186,9 +185,8 @@ class SliceSampler(Sampler):
                 marker(batch, self.start_key)  # TypeError unless bool
                 if why_not:
                     raise ValueError(
-                        f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: "
-                        f"{why_not}. Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin "
-                        f"anywhere, leave the entry out: batch.exclude({self.start_key!r})"
+                        f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
+                        "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
                     )
         for key in self._flags:
             if batch.get(key, None) is not None:
@@ -238,7 +236,7 @@ class SliceSampler(Sampler):
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
         rows = len(draw.slots)
-        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told
+        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._warned
         if enough and not self.pad_output:
             return draw
         more = partial(draw_slices, length=length, follow=follow, **way)
@@ -253,13 +251,13 @@ class SliceSampler(Sampler):
             return pad_slices(draw, length, ring)
         if self.fill and more is not None:
             return fill(draw, rows, more)
-        if 2 * len(draw.slots) < rows and not self._told:
-            self._told = True
+        if 2 * len(draw.slots) < rows and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
                 f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
                 "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
-                "samples are wanted (told once)",
+                "samples are wanted (this is said once)",
                 stacklevel=7,  # of buffer.sample()
             )
         return draw

@@ -150,7 +150,7 @@ class StepCopies:
         names: tuple[NestedKey, ...] | None,
     ) -> None:
         self.marks = names is None or IS_INIT in names or not {*names} <= {*given}
-        self._of = storage._plain, storage.pool
+        self._of = storage.known, storage.pool
         self.rows = -1
         if not storage.copies_bytes or storage.by_reference:
             return
@@ -184,7 +184,7 @@ class StepCopies:
 
     def still(self, storage: ColumnStorage) -> bool:
         """Return whether the columns are still those of ``storage``."""
-        return self._of[0] is storage._plain and self._of[1] is storage.pool
+        return self._of[0] is storage.known and self._of[1] is storage.pool
 
     def read(self, places: Tensor, num_envs: int, where: Where, ring: Ring) -> Columns | None:
         """Return copies of the rows at these places by key; None if one was overwritten.

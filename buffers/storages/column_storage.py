@@ -34,7 +34,27 @@ from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
 if TYPE_CHECKING:
-    from flatroll.kernels.rows.gather import HostColumns
+    pass
+
+
+class Known:
+    """What holds of a storage's columns while their memory stays where it is; found once, for all batches and samples.
+
+    Attributes:
+        compiled: `Storage.compiled` when it was found.
+        host: the columns that one call copies; None if the storage is not on the host, or not ``compiled``, so that
+            random sampling does without numba.
+        memory: of all columns that are tensors.
+        compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
+    """
+
+    def __init__(self, columns: Mapping[NestedKey, Column], device: torch.device, compiled: bool) -> None:
+        self.compiled = compiled
+        self.host = plain_columns(columns) if compiled and columns and device.type == "cpu" else None
+        self.memory = Spans.of(
+            [column.data for column in columns.values() if isinstance(column, TensorColumn)]
+        )
+        self.compared: Compared | None = None
 
 
 class ColumnStorage(Storage):
@@ -74,8 +94,7 @@ class ColumnStorage(Storage):
         self.ndim = whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
-        self._plain: HostColumns[NestedKey] | None = None
-        self._spans: Spans | None = None
+        self.known: Known | None = None
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -99,7 +118,7 @@ class ColumnStorage(Storage):
     ) -> dict[NestedKey, Column]:
         """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
         made: dict[NestedKey, Column] = {}
-        if self.contents is None:  # what the caller gave stays in its tensors
+        if not self.filling:  # what the caller gave stays in its tensors
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
             for option in ("frame_stack", "codec", "sparse"):
@@ -139,9 +158,15 @@ class ColumnStorage(Storage):
         plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
         return plain * self.capacity - self.nbytes
 
+    def _know(self) -> Known:
+        """Find what holds of the columns there are."""
+        known = Known(self.columns, self.device, self.compiled)
+        self.known = known if self.columns else None
+        return known
+
     @override
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
@@ -153,58 +178,64 @@ class ColumnStorage(Storage):
             raise ValueError("final comes with a compact tensordict batch only")
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
-
-        count = next(iter(columns.values())).shape[0]
-        source, plain = None, self._plain or self._plain_columns()
-        if plain is not None and final is None and count <= self.max_size and not self.compact_obs:
-            source = plain.find(columns, count)
+        known, count = self.known, next(iter(columns.values())).shape[0]
+        if known is None or known.compiled is not self.compiled:
+            known = self._know()
+        source = None
+        if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
+            source = known.host.find(columns, count)
         # Most batches are what one call copies, and nothing else: they need no other checks.
         usual = source is not None and len(source) == len(columns) == len(self.columns)
         if not usual:
-            check_kinds(columns, self._spans or self._own_spans())
-        final_rows = None if final is None else read_final(final)
-        row = None if final_rows is None else check_final(final_rows, columns, count)
+            check_kinds(columns, known.memory)
         # Where lanes make the capacity less than max_size, count is a multiple of them too.
         skip = 0 if whole or count <= self.max_size else count - self.capacity
+        late = None
+        if final is not None:
+            late = self._late_final(
+                read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
+            )
         if skip:
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
-        if final_rows is not None and row is not None:
-            names = keys or BoundaryKeys.probe(batch)
-            if skip:  # the rows that are left are counted from the first of them
-                late, batch = row >= skip, batch[skip:]
-                row = row[late] - skip
-                final_rows = Final(row, {key: obs[late] for key, obs in final_rows.next.items()})
-            ends = run_ends(batch, is_init_key=names.is_init, done_key=names.done, traj_key=names.traj)
-            check_final_covers(row, ends, columns)
-
-        if self.compact_obs and keys is None:
-            keys = BoundaryKeys.probe(batch)
-        marked = columns
-        if self.lanes and keys is not None and keys.traj not in columns:
-            # Rows of lanes without ids come step by step, one of each lane: the lane's number is the id.
-            lanes = self.lanes.numel()
-            marked = columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
-
-        if self.compact_obs and keys is not None:
-            return self._prepare_compact(structure, columns, count, final_rows, marked, keys)
-        if final_rows is not None:
-            columns |= {next_key(key): obs for key, obs in next_columns(columns, final_rows).items()}
+        if self.compact_obs:
+            return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
+        if late is not None:
+            columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
+        marked = columns if keys is None or not self.lanes else self._marked(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
 
+    @staticmethod
+    def _late_final(
+        final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
+    ) -> Final:
+        """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
+        row = check_final(final, columns, len(batch))
+        late = row >= skip
+        final = (
+            Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()}) if skip else final
+        )
+        kept = batch[skip:] if skip else batch
+        ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
+        return final
+
+    def _marked(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
+        """The columns by which fragments are found; rows of lanes come step by step, one of each lane, and where they
+        have no ids, the lane's number is the id."""
+        if keys.traj in columns:
+            return columns
+        lanes = self.lanes.numel()
+        return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+
     def _prepare_compact(
-        self,
-        structure: Structure,
-        columns: Columns,
-        count: int,
-        final: Final | None,
-        marked: Columns,
-        keys: BoundaryKeys,
+        self, structure: Structure, columns: Columns, count: int, final: Final | None, keys: BoundaryKeys
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
         from_final: Columns = {} if final is None else final.next
+        marked = self._marked(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
@@ -223,19 +254,20 @@ class ColumnStorage(Storage):
                 raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
-        source = None if self._plain is None else self._plain.find(stored, count)
+        host = None if self.known is None else self.known.host
+        source = None if host is None else host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns)
-            self.pool = pool
+            self.pool, self.known = pool, None
         return Rows(count, stored, fragments, tails, source)
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
         if not self.columns:
             self.columns = self._make_columns({key: like(column) for key, column in columns.items()})
-            self.structure = structure
+            self.structure, self.known = structure, None
             return
         for key, column in columns.items():
             kept = self.columns.get(key)
@@ -255,12 +287,12 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        plain = self._plain or self._plain_columns()
+        host = (self.known or self._know()).host
         written: Collection[NestedKey] = ()
-        if plain is not None and rows.source is not None:
-            written = plain.columns if plain.write_found(slot, rows.source, rows.count) else ()
-        elif plain is not None:
-            written = plain.write(slot, rows.columns, rows.count, plain.rows)
+        if host is not None and rows.source is not None:
+            written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
+        elif host is not None:
+            written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
             return
         # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
@@ -286,9 +318,10 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         assert rows.fragments is not None
-        compared, source, pool = self.compared, rows.source, self.pool
+        known, source, pool = self.known or self._know(), rows.source, self.pool
+        compared = known.compared
         if compared is None or compared.loose != len(self.loose):
-            compared = self.compared = Compared.of(self, pool, self._plain or self._plain_columns())
+            compared = known.compared = Compared.of(self, pool, known.host)
         compare = NOTHING
         if source is not None and compared.pairs is not None:
             ends: list[Tensor] = []
@@ -320,11 +353,11 @@ class ColumnStorage(Storage):
         )
 
     @override
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns, self._spans or self._own_spans())
+        check_kinds(columns, (self.known or self._know()).memory)
         fixed = (
             set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         )
@@ -359,7 +392,6 @@ class ColumnStorage(Storage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
         if follow is None and self.pool is not None and self.needs_follow(keys):
@@ -367,32 +399,28 @@ class ColumnStorage(Storage):
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
             )
-        plain, pool = self._plain or self._plain_columns(), None if follow is None else self.pool
-        columns = {} if plain is None else plain.take(slots, keys)
-        # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
+        known, pool = self.known, None if follow is None else self.pool
+        if known is None or known.compiled is not self.compiled:
+            known = self._know()
+        # First the columns that one call copies, then each of the others by itself.
+        columns: Columns = {} if known.host is None else known.host.take(slots, keys)
+        later: Columns = {}  # the rows that follow, of the entries that are kept once
         names = {} if pool is None else pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
-        later: Columns = {}
-        if plain is not None and follow is not None and pairs:
-            later = plain.take_next(slots, follow.slots, columns, pairs)
+        if known.host is not None and follow is not None and pairs:
+            later = known.host.take_next(slots, follow.slots, columns, pairs)
         if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
             slots = slots.to(self.device)
-            taken, columns = columns, {}
-            for key, column in self.columns.items():
-                if keys is not None and key not in keys:
-                    continue
-                if key in taken:
-                    columns[key] = taken[key]
-                elif follow is not None and column.decodes and key in pairs:
-                    # Both at once, so that each row is decoded once.
-                    both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
-                    columns[key], later[key] = both[: len(slots)], both[len(slots) :]
-                else:
-                    columns[key] = column.take(slots)
+            columns = {
+                key: columns[key] if key in columns else column.take(slots)
+                for key, column in self.columns.items()
+                if keys is None or key in keys
+            }
+        # Last the next observations: those of the rows that follow, and from the pool those that no row holds.
         if pool is not None and follow is not None:
             for key in pairs:
                 rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
-                if follow.patch.shape[1]:  # those that no row holds come from the pool
+                if follow.patch.shape[1]:
                     at, entries = follow.patch
                     put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
                 columns[names[key]] = rows
@@ -401,25 +429,13 @@ class ColumnStorage(Storage):
     @property
     @override
     def copies_bytes(self) -> bool:
-        rows = self._plain is not None and len(self._plain.columns) == len(self.columns)
+        host = None if self.known is None else self.known.host
+        rows = host is not None and len(host.columns) == len(self.columns)
         return rows and (self.pool is None or self.pool.plain)
 
-    def _plain_columns(self) -> "HostColumns[NestedKey] | None":
-        """The columns that are copied by one call; None if the storage is not on the host, or not ``compiled``, so
-        that random sampling does without numba."""
-        if self.compiled and self.columns and self.device.type == "cpu":
-            self._plain = plain_columns(self.columns)
-        return self._plain
-
-    def _own_spans(self) -> Spans:
-        """The memory of the columns that are tensors."""
-        tensors = [column.data for column in self.columns.values() if isinstance(column, TensorColumn)]
-        self._spans = Spans.of(tensors) if tensors else None
-        return self._spans or Spans()
-
     @override
-    def build(self, values: Any, shape: torch.Size) -> Any:
-        assert self.structure is not None
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
+        assert self.structure is not None and isinstance(values, dict)
         return self.structure.build(values, shape)
 
     @override
@@ -474,10 +490,10 @@ class ColumnStorage(Storage):
                 self.columns = self._make_columns(state["like"])
             finally:
                 self.lanes = self.lanes if self.columns else before
-            self.structure = state["structure"]
+            self.structure, self.known = state["structure"], None
         saved_columns.load(self.columns, state["columns"], new and self.own_column is None)
         if self.compact_obs:
-            self.pool, self.compared = NextPool(list(state["pool"])), None
+            self.pool, self.known = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
@@ -492,7 +508,4 @@ class ColumnStorage(Storage):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_plain": None,
-            "_spans": None,
-        }  # of memory that a copy would not share
+        return super().__getstate__() | {"known": None}  # a copy has other memory

@@ -1,7 +1,7 @@
 """Checks that rows go on where the trajectory that their id names stopped."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from flatroll.buffers.columns.column import Column, Columns, differ, put_rows, t
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
@@ -47,17 +48,10 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     pairs = state_pairs(columns)
     from_final = [] if final is None else list(final.next)
     pairs += [key for key in from_final if key not in pairs]
-    if not pairs and final is not None:
-        raise ValueError(
-            "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
-            'next observation ("next", <observation>): there is nothing to keep once. If next observations '
-            "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
-        )
     if not pairs:
         raise ValueError(
-            'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '
-            "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
-            "NextStateReconstructor"
+            'compact_obs=True needs ("next", <observation>), and neither the batch nor its final has one: '
+            "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta instead"
         )
     if len(pairs) == len(from_final):
         return pairs
@@ -106,7 +100,9 @@ class Compared(NamedTuple):
     order: tuple[NestedKey, ...]
 
     @classmethod
-    def of(cls, storage: Storage, pool: Any, plain: "HostColumns[NestedKey] | None") -> "Compared":
+    def of(
+        cls, storage: Storage, pool: NextPool | None, plain: "HostColumns[NestedKey] | None"
+    ) -> "Compared":
         """Find them for a storage with columns, of which ``plain`` are in host memory, and its `NextPool`, if any."""
         columns = storage.columns
         if pool is not None:  # the pairs that are kept once
@@ -138,7 +134,9 @@ class LinkCheck:
         found: int64 ``[3, F]``, what `TrajectoryIndex.link` found; changed where a trajectory is cut.
     """
 
-    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows, found: Array) -> None:
+    def __init__(
+        self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows, found: Array
+    ) -> None:
         assert rows.fragments is not None
         self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
         self.fragments = rows.fragments
@@ -189,11 +187,7 @@ class LinkCheck:
                 row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])
                 raise ValueError(
                     f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is not "
-                    f"what the last stored row of that id has as {next_key(key)!r}. Collectors that write into one "
-                    "buffer need numbers of their own: Collector(..., writer=1). A batch that was left out leaves a "
-                    "gap: store all, or collect with reset_at_each_iter=True. Observations that change between "
-                    "two batches (normalised by what was seen so far, say) are to be changed by the inv of a "
-                    "transform of the buffer, or in samples. Nothing was stored"
+                    f"what the last stored row of that id has as {next_key(key)!r}: two collectors need writer=1"
                 )
             self.before[wrong] = self.slots[wrong] = -1
 

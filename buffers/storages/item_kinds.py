@@ -30,24 +30,24 @@ class Structure(ABC):
     """Converts items of one kind (tensordicts, tensors or trees) to columns and back."""
 
     @abstractmethod
-    def columns(self, batch: Any) -> Columns:
+    def columns(self, batch: object) -> Columns:
         """Return the tensors of ``batch`` by key; ValueError or TypeError if its structure is another."""
 
     @abstractmethod
     def build(self, columns: Columns, shape: torch.Size) -> Any:
         """A batch of batch shape ``shape`` from columns ``[*shape, ...]``."""
 
-    def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
+    def columns_of_rows(self, data: object, shape: torch.Size) -> Columns:
         """Return the tensors of ``data`` by key, its batch shape ``shape`` flattened: ``[N, ...]``."""
 
-        def flat(leaf: Any) -> Any:
-            leaf = as_tensor(leaf)
-            return leaf.reshape(math.prod(leaf.shape[: len(shape)]), *leaf.shape[len(shape) :])
+        def flat(leaf: object) -> Any:
+            rows = as_tensor(leaf)
+            return rows.reshape(math.prod(rows.shape[: len(shape)]), *rows.shape[len(shape) :])
 
         return self.columns(map_rows(data, flat) if shape else one_row(data))
 
     @staticmethod
-    def of(batch: Any) -> "Structure":
+    def of(batch: object) -> "Structure":
         """The structure of a batch: a tensordict, a tensor or a tree of tensors."""
         if isinstance(batch, TensorDictBase):
             return TensorDicts(batch.batch_size[1:])
@@ -71,7 +71,7 @@ class TensorDicts(Structure):
         self.inner = inner
 
     @override
-    def columns(self, batch: Any) -> Columns:
+    def columns(self, batch: object) -> Columns:
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__}")
         if batch.batch_size[1:] != self.inner:
@@ -91,7 +91,7 @@ class Tensors(Structure):
     """Structure of single tensors."""
 
     @override
-    def columns(self, batch: Any) -> Columns:
+    def columns(self, batch: object) -> Columns:
         if not isinstance(batch, _SINGLE):
             raise TypeError(f"the storage holds single tensors, got {type(batch).__name__}")
         values = as_tensor(batch)
@@ -121,7 +121,7 @@ class Trees(Structure):
             self.keys = [str(i) for i in range(len(self.keys))]
 
     @override
-    def columns(self, batch: Any) -> Columns:
+    def columns(self, batch: object) -> Columns:
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.spec:
             raise ValueError(f"the storage holds items of the form {self.spec}, got {spec}")
@@ -222,7 +222,7 @@ def stacked(items: list[Any]) -> Any:
         return items
 
 
-def apart(batch: Any) -> list[Any]:
+def apart(batch: object) -> list[Any]:
     """Split a batch into its items: those of a list or range, or slices along the leading dimension."""
     if isinstance(batch, (list, range)):
         return list(batch)
@@ -238,7 +238,7 @@ def apart(batch: Any) -> list[Any]:
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
 
 
-def dense(batch: Any) -> Any:
+def dense(batch: object) -> Any:
     """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
@@ -265,17 +265,17 @@ def _forms(item: TensorDictBase) -> frozenset[Any]:
     )
 
 
-def one_row(item: Any) -> Any:
+def one_row(item: object) -> Any:
     """Return a batch of one item: adds a leading dimension of size 1."""
     return map_rows(item, lambda leaf: as_tensor(leaf).unsqueeze(0))
 
 
-def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
+def map_rows(batch: object, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to a tensordict, or to each tensor of a tree."""
     return change(batch) if isinstance(batch, TensorDictBase) else pytree.tree_map(change, batch)
 
 
-def as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: object) -> Any:
     """A leaf as a tensor (a tensordict as it is); TypeError, which names the way out, for what is none."""
     if isinstance(leaf, (Tensor, TensorDictBase)):
         return leaf
@@ -312,7 +312,7 @@ def nest(columns: Columns, shape: torch.Size, device: torch.device | None = None
     return tensordict_seam.nest(columns, *shape, device=device)
 
 
-def entry(batch: Any, names: tuple[Any, ...]) -> Any:
+def entry(batch: object, names: tuple[Any, ...]) -> Any:
     """The entry of this name, or path of names, in a tensordict or a tree.
 
     >>> entry({"a": (torch.zeros(1), torch.ones(1))}, ("a", 1))

@@ -7,7 +7,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import After
+from flatroll.buffers.columns.column import After, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
@@ -39,7 +39,7 @@ class ListStorage(Storage):
 
     @override
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         if keys is not None:
             raise TypeError(
@@ -67,7 +67,7 @@ class ListStorage(Storage):
             self._items[slot] = rows.items[i]
 
     @override
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         items = data if shape else [data]
         if not isinstance(items, list) or len(items) != len(draw.slots):
             raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
@@ -79,17 +79,17 @@ class ListStorage(Storage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> list[Any]:
         return [self._items[slot] for slot in slots.tolist()]
 
     @override
-    def batch_of_one(self, item: Any) -> list[Any]:
+    def batch_of_one(self, item: object) -> list[Any]:
         return [item]
 
-    def build(self, values: Any, shape: torch.Size) -> Any:
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         """Return the items stacked if they can be, else as a list."""
+        assert isinstance(values, list)
         return stacked(values)
 
     @override
@@ -139,8 +139,8 @@ class LazyStackStorage(ListStorage):
         super().__init__(max_size, compilable=compilable)
         self.stack_dim = stack_dim
 
-    def build(self, values: Any, shape: torch.Size) -> Any:
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         """Return tensordicts as a lazy stack, other items as `ListStorage` does."""
-        if values and all(isinstance(item, TensorDictBase) for item in values):
+        if isinstance(values, list) and values and all(isinstance(item, TensorDictBase) for item in values):
             return LazyStackedTensorDict.lazy_stack(values, self.stack_dim)
         return super().build(values, shape)

@@ -18,7 +18,7 @@ Index: TypeAlias = (
 )  # positions of rows, or their coordinates, one entry each
 
 
-def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
+def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     """``data`` laid flat, its first ``ndim`` dimensions one, ``dim`` (time) first; and the others' sizes, the lanes.
 
     >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
@@ -26,16 +26,16 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     """
     sizes: set[torch.Size] = set()
 
-    def flat(leaf: Any) -> Any:
-        leaf = as_tensor(leaf)
-        if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
+    def flat(leaf: object) -> Any:
+        values = as_tensor(leaf)
+        if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
-                f"got {list(leaf.shape)}"
+                f"got {list(values.shape)}"
             )
-        sizes.add(leaf.shape[:ndim])
-        leaf = leaf.permute(dim, *(d for d in range(leaf.ndim) if d != dim))
-        return leaf.reshape(math.prod(leaf.shape[:ndim]), *leaf.shape[ndim:])
+        sizes.add(values.shape[:ndim])
+        values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
+        return values.reshape(math.prod(values.shape[:ndim]), *values.shape[ndim:])
 
     data = map_rows(data, flat)
     if len(sizes) != 1:

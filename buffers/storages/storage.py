@@ -16,7 +16,7 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import leaves, nest, one_row
+from flatroll.buffers.storages.item_kinds import Structure, leaves, nest, one_row
 from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
@@ -141,7 +141,6 @@ class Storage(Facts, ABC):
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: what :meth:`link` compares; None until that is known.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
         loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
@@ -151,7 +150,7 @@ class Storage(Facts, ABC):
     lanes: torch.Size = torch.Size([])
     compact_obs: bool = False
     shares: bool = False
-    structure: Any = None
+    structure: Structure | None = None
     own_column: str | None = None
     by_reference: bool = False
     copies_rows: bool = False
@@ -159,14 +158,13 @@ class Storage(Facts, ABC):
     filling: bool = False
     loads_whole: bool = False
 
-    def __init__(self, max_size: int, checkpointer: Any = None, compilable: bool = False) -> None:
+    def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: Any = None
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -184,17 +182,17 @@ class Storage(Facts, ABC):
     def __bool__(self) -> bool:
         return True  # an empty one is one, too
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.get(index)
 
-    def __setitem__(self, index: Any, data: Any) -> None:
+    def __setitem__(self, index: object, data: object) -> None:
         self.set(index, data)
 
     def __iter__(self) -> Iterator[Any]:
         """One item after the other."""
         return map(self.get, range(len(self)))
 
-    def get(self, index: Any) -> Any:
+    def get(self, index: object) -> Any:
         """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
 
         Args:
@@ -232,7 +230,7 @@ class Storage(Facts, ABC):
             return values if slots.ndim else values[0]
         return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
 
-    def set(self, index: Any, data: Any) -> None:
+    def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
         A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
@@ -256,7 +254,7 @@ class Storage(Facts, ABC):
             if mark is not None:
                 mark(index)
 
-    def _set_alone(self, index: Any, data: Any) -> None:
+    def _set_alone(self, index: object, data: object) -> None:
         """Write rows of a storage without a buffer."""
         if self.ndim > 1 or self.compact_obs:
             raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
@@ -279,14 +277,14 @@ class Storage(Facts, ABC):
         ring.publish(len(new))
         self._alone = ring
 
-    def batch_of_one(self, item: Any) -> Any:
+    def batch_of_one(self, item: object) -> Any:
         """Return a batch of one item, for :meth:`prepare`."""
-        if type(item) is not TensorDict:
+        if not isinstance(item, TensorDict):
             return one_row(item)
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
         return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
 
-    def attach(self, buffer: Any) -> None:
+    def attach(self, buffer: object) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
 
         A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
@@ -305,8 +303,7 @@ class Storage(Facts, ABC):
         return [entity for entity in entities if isinstance(entity, StorageOwner)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A buffer attaches itself in each copy; what is compared has addresses.
-        return self.__dict__ | {"_attached": [], "compared": None}
+        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 
@@ -315,7 +312,7 @@ class Storage(Facts, ABC):
         """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
-    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
+    def lay_flat(self, data: object, time: int, started: bool) -> Any:
         """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
 
         Raises:
@@ -331,19 +328,9 @@ class Storage(Facts, ABC):
         self.lanes = lanes
         return data
 
-    @property
-    def contents(self) -> Any:
-        """The dataset that the storage was created with, its rows stored from the start; or None."""
-        return None
-
     def fill(self, write: Callable[[Any, None], Any]) -> None:
         """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
-        self.filling = self.contents is not None
-        try:
-            if self.filling:
-                write(self.contents, None)
-        finally:
-            self.filling = False
+        return
 
     def counts(self) -> dict[str, int]:
         """Return what ``stats()`` of the buffer shows besides."""
@@ -385,7 +372,7 @@ class Storage(Facts, ABC):
 
     @abstractmethod
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         """Check ``batch`` ``[N]`` and lay it out; the first call allocates. Nothing is stored yet.
 
@@ -445,7 +432,7 @@ class Storage(Facts, ABC):
         return False
 
     @abstractmethod
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
 
     @abstractmethod
@@ -454,7 +441,6 @@ class Storage(Facts, ABC):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Any:
         """Return copies of stored rows, as columns by key or as items.
@@ -462,12 +448,11 @@ class Storage(Facts, ABC):
         Args:
             slots: int64 ``[N]``, positions of the rows.
             follow: where their next observations stand; a compact storage needs it to give them.
-            slices: whether the slots come in stretches of neighbours (a hint, for speed).
             keys: which columns, default all.
         """
 
     @abstractmethod
-    def build(self, values: Any, shape: torch.Size) -> Any:
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
 
     @property

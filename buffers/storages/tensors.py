@@ -1,13 +1,14 @@
 """In-memory storages: columns allocated at the first batch, or the caller's own tensors."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
@@ -17,9 +18,9 @@ from flatroll.buffers.columns.zstd import ZstdColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
-from flatroll.buffers.storages.item_kinds import Structure, map_rows
+from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
 from flatroll.buffers.storages.storage import Rows
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
@@ -49,8 +50,7 @@ class Encodings:
         for key, frames in stacks.items():
             whole_number(f"frame_stack of {key!r}", frames, 2)
         for key, name in codecs.items():
-            if name not in CODECS:
-                raise ValueError(f"codec of {key!r} must be one of {CODECS}, got {name!r}")
+            one_of(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # the ImportError now, not at the first extend
         # A storage that is not compact keeps next observations in columns of their own, in the same form.
@@ -191,7 +191,8 @@ class TensorStorage(ColumnStorage):
     """Uses tensors that exist already, such as a dataset: a tensordict, a tensor or a tree of tensors.
 
     Nothing is copied: the buffer reads and writes the caller's tensors. All rows count as stored from the start, so
-    a dataset can be sampled at once; the first row written overwrites row 0. Start empty with ``buffer.empty()``.
+    a dataset can be sampled at once, and ``storage[3]`` reads it without a buffer; the first row written overwrites
+    row 0. Start empty with ``buffer.empty()``.
 
     Args:
         storage: the data, all of one leading size, ``[max_size, ...]``.
@@ -213,7 +214,7 @@ class TensorStorage(ColumnStorage):
 
     def __init__(
         self,
-        storage: Any,
+        storage: object,
         max_size: int | None = None,
         *,
         device: torch.device | str | None = None,
@@ -241,28 +242,52 @@ class TensorStorage(ColumnStorage):
             if column.device != first.device or column.device.type != self.device.type:
                 raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
         self.lanes = first.shape[1:ndim]
-        # The caller's data laid flat, views of whole steps of all lanes; None once a batch has made columns of them.
+        # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        self._contents: Any = map_rows(
-            storage, lambda t: t[:steps] if ndim == 1 else t[:steps].view(-1, *t.shape[ndim:])
-        )
+        self._given: Any = map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
         self._first_columns: dict[NestedKey, Tensor] = {}
 
-    @property
     @override
-    def contents(self) -> Any:
-        return self._contents
+    def __len__(self) -> int:
+        return super().__len__() if self._given is None else self.capacity
+
+    @override
+    def get(self, index: Any) -> Any:
+        if self._given is None:
+            return super().get(index)
+        return map_rows(self._given, lambda leaf: leaf[index].clone())
+
+    @override
+    def _set_alone(self, index: Any, data: object) -> None:
+        if isinstance(self._given, TensorDictBase):
+            self._given[index] = data
+        elif self._given is None:
+            super()._set_alone(index, data)
+        else:
+            for column, values in zip(pytree.tree_leaves(self._given), pytree.tree_leaves(data), strict=True):
+                column[index] = as_tensor(values)
+
+    @override
+    def fill(self, write: Callable[[Any, None], Any]) -> None:
+        if self._given is None:
+            return
+        self.filling = True
+        try:
+            lanes = self.ndim > 1
+            write(map_rows(self._given, lambda t: t.view(-1, *t.shape[self.ndim :]) if lanes else t), None)
+        finally:
+            self.filling = False
 
     @override
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         # The first batch is the storage's own contents: its tensors become the columns, and nothing is copied.
-        if self.columns or self._contents is None:
+        if not self.filling:
             return super().prepare(batch, final, keys, whole)
         self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
-        self._first_columns, self._contents = {}, None
+        self._first_columns, self._given = {}, None
         return rows
 
     @override

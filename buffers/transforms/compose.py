@@ -49,13 +49,12 @@ class Compose(Transform):
         super().__init__()
         if members and transforms is not None:
             raise TypeError("give the transforms one by one or as transforms=[...], not both")
-        if transforms is None:
-            listed = len(members) == 1 and isinstance(members[0], list)
-            self._hold(members[0] if listed else members)
+        if transforms is None and len(members) == 1 and isinstance(members[0], list):
+            self._hold(members[0])
         else:
-            self._hold(transforms)
+            self._hold(members if transforms is None else transforms)
 
-    def _hold(self, transforms: Any) -> None:
+    def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
         members = list(transforms)
         for member in members:

@@ -112,7 +112,7 @@ class SelectTransform(Transform):
 
     def __init__(self, *selected_keys: NestedKey, keep_rewards: bool = True, keep_dones: bool = True) -> None:
         super().__init__()
-        self.selected_keys = _checked_keys("selected_keys", selected_keys)
+        self.selected_keys = _check_keys("selected_keys", selected_keys)
         self.keep_rewards, self.keep_dones = keep_rewards, keep_dones
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class ExcludeTransform(Transform):
 
     def __init__(self, *excluded_keys: NestedKey, inverse: bool = False) -> None:
         super().__init__()
-        self.excluded_keys, self.inverse = _checked_keys("excluded_keys", excluded_keys), inverse
+        self.excluded_keys, self.inverse = _check_keys("excluded_keys", excluded_keys), inverse
 
     def __repr__(self) -> str:
         inverse = ", inverse=True" if self.inverse else ""
@@ -159,7 +159,7 @@ class ExcludeTransform(Transform):
         return batch_of(self, td).exclude(*self.excluded_keys) if self.inverse else td
 
 
-def _checked_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
+def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
     """Return keys given one by one as a list; TypeError if one is no key."""
     for key in keys:
         if not isinstance(key, str) and not (

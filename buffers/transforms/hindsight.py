@@ -14,6 +14,7 @@ from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.transforms.transform import Get, Transform, batch_of, key_list
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
+from flatroll.layout.checks import function, number, one_of
 from flatroll.layout.keys import (
     DONE,
     OBSERVATION,
@@ -98,21 +99,15 @@ class HindsightTransform(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if goal_selection_strategy not in get_args(Strategy):
-            raise ValueError(
-                f"goal_selection_strategy must be 'future', 'final' or 'episode', got {goal_selection_strategy!r}"
-            )
-        if not n_sampled_goal >= 0:
-            raise ValueError(f"n_sampled_goal must be 0 or more, got {n_sampled_goal!r}")
+        one_of("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
+        number("n_sampled_goal", n_sampled_goal, least=0)
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
                 f"generator must be a CPU generator (goals are drawn on the host), got {generator.device}"
             )
-        for name, function in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
-            if not callable(function) and (function is not None or name == "reward_fn"):
-                raise TypeError(
-                    f"{name} must be a function of (achieved_goal, desired_goal, info), got {function!r}"
-                )
+        for name, given in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
+            if given is not None or name == "reward_fn":
+                function(name, given, "a function of (achieved_goal, desired_goal, info)")
         self.reward_fn, self.terminated_fn, self.as_numpy = reward_fn, terminated_fn, as_numpy
         self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
         self.info_keys = key_list("info_keys", info_keys)
@@ -300,7 +295,7 @@ class HindsightTransform(Transform):
         put_rows(terminated, rows, flags)
         put_rows(done, rows, flags | take_rows(truncated, rows))
 
-    def _checked(self, name: str, returned: Any, column: Tensor, rows: int) -> Tensor:
+    def _checked(self, name: str, returned: object, column: Tensor, rows: int) -> Tensor:
         """What a function of the caller returned for ``rows`` rows, in the shape and on the device of ``column``."""
         values = torch.as_tensor(returned, device=column.device)
         if values.shape not in ((rows,), (rows, 1)) or math.prod(column.shape[1:]) != 1:

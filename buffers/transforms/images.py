@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
@@ -83,10 +83,8 @@ class ToTensorImage(_ImageTransform):
         super().__init__(in_keys, out_keys)
         self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if from_int is not False and not self.dtype.is_floating_point:
-            raise ValueError(
-                f"dtype must be floating, as images are divided by 255, got {self.dtype}: or give from_int=False"
-            )
+        if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
+            raise ValueError(f"dtype must be floating, got {self.dtype}: or give from_int=False")
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         """Return images ``[..., H, W, C]`` as ``[..., C, H, W]``.
@@ -146,9 +144,7 @@ class Resize(_ImageTransform):
             w, h = w
         self.w = whole_number("w", w)
         self.h = self.w if h is None else whole_number("h", h)
-        if interpolation not in _INTERPOLATIONS:
-            raise ValueError(f"interpolation must be one of {_INTERPOLATIONS}, got {interpolation!r}")
-        self.interpolation = interpolation
+        self.interpolation = one_of("interpolation", interpolation, _INTERPOLATIONS)
 
     def __repr__(self) -> str:
         return f"Resize({self.w}, {self.h}, {self.interpolation!r}, in_keys={self.in_keys}, out_keys={self.out_keys})"

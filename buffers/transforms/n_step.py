@@ -162,10 +162,8 @@ class NStep(Transform):
         lacking = [next_key(key) for key in roots if next_key(key) not in columns]
         if lacking or not roots:
             raise ValueError(
-                f"n-step transitions need the next observation of every row, and there is no "
-                f"{lacking[0] if lacking else ('next', '<observation>')!r}: store compact batches with "
-                "LazyTensorStorage(..., compact_obs=True) and extend(batch, final=collector.final), or call "
-                "MultiStep.forward(batch, final=collector.final)"
+                f"n-step transitions need {lacking[0] if lacking else ('next', '<observation>')!r} at every row: store "
+                "with compact_obs=True and extend(batch, final=...), or call MultiStep.forward(batch, final=...)"
             )
         self._checked = keys
 

@@ -182,7 +182,7 @@ class Transform(nn.Module):
             td.set(key, value)
 
 
-def batch_of(transform: object, td: Any) -> TensorDictBase:
+def batch_of(transform: object, td: object) -> TensorDictBase:
     """Return ``td`` if it is a tensordict; TypeError that names the transform if it is not."""
     if not isinstance(td, TensorDictBase):
         raise TypeError(f"{name_of(transform)} needs tensordicts, got {type(td).__name__}")
@@ -214,11 +214,11 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
-    return changed if changed is not None else _returned(transform, changed)
+    return changed if changed is not None else _check_returned(transform, changed)
 
 
 def apply_inverses(
-    transforms: Sequence[TransformLike], data: Any, final: TensorDictBase | None = None
+    transforms: Sequence[TransformLike], data: object, final: TensorDictBase | None = None
 ) -> Any:
     """Put a batch to store through the ``inv`` of the transforms that have one, the last transform first.
 
@@ -230,8 +230,13 @@ def apply_inverses(
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
-            result = _returned(transform, inverse(result))
-    if final is not None and isinstance(result, TensorDictBase) and result is not data:
+            result = _check_returned(transform, inverse(result))
+    if (
+        final is not None
+        and isinstance(result, TensorDictBase)
+        and isinstance(data, TensorDictBase)
+        and result is not data
+    ):
         if result.batch_size != data.batch_size:
             raise ValueError(
                 f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
@@ -247,7 +252,7 @@ def apply_inverses(
     return result
 
 
-def _returned(transform: object, result: Any) -> Any:
+def _check_returned(transform: object, result: object) -> Any:
     """Return ``result``; TypeError if it is None."""
     if result is None:
         raise TypeError(f"{name_of(transform)} returned None: a transform must return the batch")
@@ -314,7 +319,7 @@ def read_others(
     return columns
 
 
-def check_row_count(transforms: Iterable[object], data: Any, rows: int) -> None:
+def check_row_count(transforms: Iterable[object], data: object, rows: int) -> None:
     """ValueError unless ``data``, if it is a tensordict, still has the ``rows`` rows that transforms were given."""
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
         names = ", ".join(map(name_of, transforms))

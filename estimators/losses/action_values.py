@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.estimators.functional.returns import (
+from flatroll.estimators.functional import (
     td0_return_estimate,
     td_lambda_return_estimate,
     unit_interval,
@@ -25,15 +25,14 @@ from flatroll.estimators.masked import (
     distance,
     mask_and,
     on_host,
-    one_of,
     zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
-from flatroll.kernels.scans.scan import readable
+from flatroll.kernels.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.fast_call import call_for
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -43,7 +42,7 @@ from flatroll.layout.keys import (
     next_key,
     require,
 )
-from flatroll.layout.tensordict_seam import get_entry, nest
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 
 ActionSpace = Literal["categorical", "one-hot"]
 

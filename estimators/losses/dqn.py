@@ -17,9 +17,8 @@ from flatroll.estimators.losses.action_values import (
 )
 from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
 from flatroll.estimators.masked import Distance, Reduction, masked_mean
-from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
+from flatroll.estimators.values.evaluate import NetworkInputs, ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.estimators.values.options import Evaluation, NetworkInputs
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
@@ -172,7 +171,7 @@ class DQNLoss(OffPolicyLoss):
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
         """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
         reads = NetworkInputs.of(network, self.key("is_init"))
-        return state_values(ValueInputs(reads, self.key("action_value"), batch, at, Evaluation(shifted=True)))
+        return state_values(ValueInputs(reads, self.key("action_value"), batch, at, shifted=True))
 
 
 def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:

@@ -1,36 +1,36 @@
-"""Losses of an actor and its critic: the base of them all, PPO, and clipped PPO."""
+"""Losses of an actor and its critic: their base, PPO, clipped PPO, PPO with a penalty, A2C and REINFORCE."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from difflib import get_close_matches
 from functools import reduce
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import components, distribution_for, entropy_of, joint, log_prob_of
+from flatroll.estimators.distributions import (
+    components,
+    distribution_for,
+    divergence_of,
+    entropy_of,
+    joint,
+    log_prob_of,
+    require_actor,
+)
 from flatroll.estimators.losses.base import (
     LossInputs,
     LossModule,
     NetworkParameters,
     frozen,
     shared_parameters,
-)
-from flatroll.estimators.losses.options import (
-    Coefficient,
-    PolicyOptions,
-    check_networks,
-    clip_distance,
-    clip_limits,
-    entropy_coefficients,
-    keys_written_by,
-    refuse_unknown,
-    weighted_entropy,
+    target_copy,
 )
 from flatroll.estimators.masked import (
     DISTANCES,
@@ -40,17 +40,207 @@ from flatroll.estimators.masked import (
     distance,
     masked_mean,
     masked_variance,
-    one_of,
     ratio_statistics,
     standardized,
     zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import call_for
-from flatroll.layout.keys import ACTION, NestedKey, flat_column
-from flatroll.layout.tensordict_seam import get_entry, nest
+from flatroll.layout.checks import one_of
+from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 from flatroll.modules import set_recurrent_mode
+
+#: A factor: a number, or a tensor of one.
+Coefficient: TypeAlias = float | Tensor
+
+
+class CriticOptions(TypedDict, total=False):
+    """Options of every policy-gradient loss; :class:`PolicyGradientLoss` says what they mean."""
+
+    actor: TensorDictModuleBase | None
+    critic: TensorDictModuleBase | None
+    critic_coeff: Coefficient | None
+    loss_critic_type: Distance
+    clip_value: bool | Coefficient | None
+    normalize_advantage: bool
+    separate_losses: bool
+    burn_in: int
+    reduction: Reduction | None
+    diagnostics: bool
+    functional: bool
+    device: torch.device | str | None
+
+
+class PolicyOptions(CriticOptions, total=False):
+    """Options of the losses with an entropy term."""
+
+    entropy_bonus: bool
+    entropy_coeff: Coefficient | Mapping[NestedKey, float] | None
+    samples_mc_entropy: int
+
+
+#: Arguments that have another name or place here, and where.
+_ELSEWHERE = {
+    "entropy_coef": "entropy_coeff=",
+    "critic_coef": "critic_coeff=",
+    "gamma": "make_value_estimator(gamma=...)",
+    "lmbda": "make_value_estimator(lmbda=...)",
+    "advantage_key": "set_keys(advantage=...)",
+    "value_target_key": "set_keys(value_target=...)",
+    "value_key": "set_keys(value=...)",
+}
+
+
+def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
+    """Raise TypeError if there are unknown arguments, naming the loss, the argument, and what may have been meant.
+
+    >>> refuse_unknown(3, {"gamma": 0.9})
+    Traceback (most recent call last):
+    TypeError: int got an unexpected keyword argument 'gamma': use make_value_estimator(gamma=...)
+    """
+    for name in unknown:
+        makers = [cls.__dict__["__init__"] for cls in type(loss).__mro__[:-1] if "__init__" in cls.__dict__]
+        own = {x for make in makers for x in inspect.signature(make).parameters}
+        near = get_close_matches(name, sorted(own - {"self"}), 1)
+        meant = _ELSEWHERE.get(name, f"{near[0]}=" if near else None)
+        hint = f": use {meant}" if meant else ""
+        raise TypeError(f"{type(loss).__name__} got an unexpected keyword argument {name!r}{hint}")
+
+
+def check_networks(
+    loss: object,
+    actor_network: TensorDictModuleBase | None,
+    critic_network: TensorDictModuleBase | None,
+    actor: TensorDictModuleBase | None,
+    critic: TensorDictModuleBase | None,
+) -> tuple[TensorDictModuleBase, TensorDictModuleBase | None]:
+    """Return actor and critic, each given by either of its two names.
+
+    Raises:
+        TypeError: one is given by both names, the actor is missing, or one is no network of its kind.
+    """
+    for name, by_name, short, by_short in (
+        ("actor_network", actor_network, "actor", actor),
+        ("critic_network", critic_network, "critic", critic),
+    ):
+        if by_name is not None and by_short is not None:
+            raise TypeError(f"give {name}= or {short}=, not both: they are two names of one argument")
+    actor_network = actor if actor_network is None else actor_network
+    critic_network = critic if critic_network is None else critic_network
+    if actor_network is None:
+        raise TypeError(f"{type(loss).__name__} needs an actor_network")
+    require_actor(actor_network)
+    if critic_network is not None and not hasattr(critic_network, "in_keys"):
+        raise TypeError(
+            "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
+            f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
+        )
+    return actor_network, critic_network
+
+
+def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
+    """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it says."""
+    heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
+    if not heads:
+        return {}
+    # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
+    sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
+    keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
+    # it refuses to say where it was built under another set_composite_lp_aggregate
+    with suppress(RuntimeError):
+        log_prob_keys = list(sampler.log_prob_keys)
+        # the log-probability of several parts may stand in one entry, too: the loss looks where it is
+        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
+    return keys
+
+
+def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
+    """Return the largest move of a value, above 0; None where none is set.
+
+    Raises:
+        ValueError: it is True, or not above 0.
+    """
+    if clip_value is True:
+        raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
+    if clip_value is None or clip_value is False:
+        return None
+    is_number = isinstance(clip_value, (int, float)) or (
+        isinstance(clip_value, Tensor) and clip_value.numel() == 1
+    )
+    if is_number and not clip_value > 0:
+        raise ValueError(f"clip_value must be above 0, got {clip_value!r}; None leaves the value unclipped")
+    return clip_value
+
+
+def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = False) -> dict[str, Coefficient]:
+    """Return the limits of probability ratios by the names of their buffers: one of both sides, or a pair.
+
+    With ``single``, ``clip_value=True`` asks for one.
+
+    Raises:
+        ValueError: it is no number or pair, not above 0, or reaches 1 on the lower side.
+
+    >>> clip_limits((0.2, 0.3))
+    {'clip_epsilon_low': 0.2, 'clip_epsilon_high': 0.3}
+    """
+    numbers: dict[str, Coefficient] = {"clip_epsilon": cast(Coefficient, clip_epsilon)}
+    if isinstance(clip_epsilon, Sequence):
+        if len(clip_epsilon) != 2:
+            raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
+        numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
+    low, *_, high = 2 * (*numbers.values(),)  # one number is both
+    if not (0.0 < low < 1.0 and high > 0.0):
+        raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
+    if single and len(numbers) > 1:
+        raise ValueError("clip_value=True needs one clip_epsilon, not a pair: give clip_value a number")
+    return numbers
+
+
+def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[NestedKey, float]:
+    """Return a copy with each key of an action's part in its plain form.
+
+    Raises:
+        ValueError: there are none, or one is not a finite number.
+    """
+    numbers: dict[NestedKey, float] = {}
+    for key, number in coefficients.items():
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(f"entropy_coeff[{key!r}] must be a finite number, got {number!r}")
+        numbers[cast(NestedKey, unravel_key(key))] = float(number)
+    if not numbers:
+        raise ValueError("entropy_coeff must have a number for each part of the action, got an empty mapping")
+    return numbers
+
+
+def weighted_entropy(
+    entropies: Mapping[NestedKey, Tensor], coefficients: Mapping[NestedKey, float]
+) -> Tensor:
+    """Add up the entropies ``[*B]`` of an action's parts, each times its own coefficient.
+
+    A part is named by its action's key, or by the key of its log-probability (``"..._log_prob"``).
+
+    Raises:
+        KeyError: a part has no coefficient, or a coefficient no part.
+
+    >>> parts = {("arm", "action"): torch.tensor([1.0]), ("leg", "action"): torch.tensor([10.0])}
+    >>> weighted_entropy(parts, {("arm", "action"): 0.5, ("leg", "action_log_prob"): 0.1})
+    tensor([1.5000])
+    """
+    left, total = dict(coefficients), None
+    for key, entropy in entropies.items():
+        *path, last = as_tuple(key)
+        names = (key, unravel_key((*path, f"{last}_log_prob")))
+        known = [name for name in names if name in left]
+        if not known:
+            raise KeyError(
+                f"entropy_coeff has no number for the action's part {key!r}: it has {list(coefficients)}"
+            )
+        term = left.pop(known[0]) * entropy
+        total = term if total is None else total + term
+    if left or total is None:
+        raise KeyError(f"entropy_coeff names {list(left)}, but the action's parts are {list(entropies)}")
+    return total
 
 
 class PolicyGradientLoss(LossModule):
@@ -493,3 +683,202 @@ class ClipPPOLoss(PPOLoss):
             return loss, {}
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
         return loss, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}
+
+
+class KLPENPPOLoss(PPOLoss):
+    """PPO with a penalty: ``-ratio * advantage + beta * KL(sampled | current)`` per row.
+
+    The distribution that an action was sampled from is rebuilt from its parameters in the batch (e.g.
+    ``"logits"``, or ``"loc"`` and ``"scale"``), so the policy must write them when it acts. After each call in
+    training mode ``beta`` follows the mean divergence: it grows by ``increment`` where that is above
+    ``1.5 * dtarg``, and shrinks by ``decrement`` where it is below ``dtarg / 1.5``.
+
+    Args:
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+        dtarg: divergence aimed at. Default: 0.01.
+        beta: factor of the penalty to start with. Default: 1.
+        increment, decrement: factors of ``beta``, at least 1 and at most 1. Default: 2 and 0.5.
+        samples_mc_kl: samples per row where the divergence has no closed form. Default: 1.
+
+    Writes what :class:`PPOLoss` writes, and ``kl``, the mean divergence.
+
+    Raises:
+        TypeError: the actor has no ``build_dist_from_params``.
+        ValueError: ``increment`` below 1, ``decrement`` above 1.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "logits": torch.tensor([[0.5, 0.5], [0.1, 0.9]]).log(),
+        ...     "action": torch.tensor([0, 1]), "action_log_prob": torch.tensor([0.5, 0.9]).log(),
+        ...     "advantage": torch.ones(2, 1),
+        ... }, [2])
+        >>> loss = KLPENPPOLoss(actor, dtarg=0.05)
+        >>> loss(batch)["kl"], loss.beta                     # (0 + KL(0.1, 0.9 | 0.5, 0.5)) / 2: beta grows
+        (tensor(0.1840), tensor(2.))
+
+    References:
+        J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
+    """
+
+    diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "kl")
+    beta: Tensor
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        dtarg: float = 0.01,
+        beta: Coefficient = 1.0,
+        increment: float = 2.0,
+        decrement: float = 0.5,
+        samples_mc_kl: int = 1,
+        **options: Unpack[PolicyOptions],
+    ) -> None:
+        if increment < 1.0:
+            raise ValueError(f"increment must be at least 1, got {increment}")
+        if not 0.0 < decrement <= 1.0:
+            raise ValueError(f"decrement must lie in (0, 1], got {decrement}")
+        super().__init__(actor_network, critic_network, **options)
+        if not hasattr(self.actor_network, "build_dist_from_params"):
+            raise TypeError(
+                "actor_network must have build_dist_from_params, as a ProbabilisticTensorDictSequential has, "
+                f"got {type(self.actor_network).__name__}"
+            )
+        self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
+        self.samples_mc_kl = samples_mc_kl
+        self.register_coeff_buffer("beta", beta, device=options.get("device"))
+        self._beta_at_first = float(beta)
+
+    def reset(self) -> None:
+        """Reset ``beta`` to its initial value."""
+        self.beta = torch.full_like(self.beta, self._beta_at_first)
+
+    @override
+    def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
+        super().set_keys(**keys)
+        actor: Any = self.actor_network
+        self.in_keys = list(dict.fromkeys((*self.in_keys, *getattr(actor, "dist_params_keys", ()))))
+
+    @override
+    def objective(
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, diagnostics = super().objective(inputs, dist, log_prob, advantage)
+        actor: Any = self.actor_network
+        for key in actor.dist_params_keys:
+            if inputs.batch.get(key, None) is None:
+                hint = ". It says how the actions were sampled: the policy must write it when it acts"
+                raise self.missing(inputs, key, hint=hint)
+        sampled, current = components(actor.build_dist_from_params(inputs.batch)), components(dist)
+        pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
+        divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
+        divergence = zero_masked(divergence, inputs.mask)
+        mean = masked_mean(divergence.detach(), inputs.mask)
+        loss = loss + self.beta * divergence
+        if self.training:  # beta for the next call: see the class
+            larger, smaller = self.beta * self.increment, self.beta * self.decrement
+            steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
+            # a new tensor, not an in-place change: the graph of this loss keeps the old beta
+            self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)
+        return loss, diagnostics | {"kl": mean}
+
+
+class A2CLoss(PolicyGradientLoss):
+    """Advantage actor-critic: ``-log_prob * advantage`` per row.
+
+    Args:
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+
+    Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
+    ``explained_variance``.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "advantage": torch.tensor([[2.0], [4.0]]),
+        ... }, [2])
+        >>> A2CLoss(ProbabilisticTensorDictSequential(net, head))(batch)["loss_objective"]      # 3 log 2
+        tensor(2.0794)
+
+    References:
+        V. Mnih et al., Asynchronous methods for deep reinforcement learning,
+        https://arxiv.org/abs/1602.01783
+    """
+
+    @override
+    def objective(
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_prob * advantage, {}
+
+
+class ReinforceLoss(PolicyGradientLoss):
+    """REINFORCE with a baseline: ``-log_prob * advantage`` per row, the advantage held constant.
+
+    Args:
+        actor_network: tensordict module with ``get_dist(batch)``.
+        critic_network: tensordict module that writes the value, the baseline. Default: no critic loss.
+        delay_value: advantages that the loss itself computes (``make_value_estimator``) come from a delayed
+            copy of the critic, ``target_critic_network``, which :class:`~flatroll.estimators.SoftUpdate` or
+            :class:`~flatroll.estimators.HardUpdate` moves. Default: False.
+        options: ``critic_coeff``, ``loss_critic_type``, ``clip_value``, ``normalize_advantage``, ``separate_losses``,
+            ``burn_in`` and ``reduction``: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+
+    Writes ``loss_actor``, ``loss_value``, and the detached ``explained_variance``.
+
+    Raises:
+        ValueError: ``delay_value`` without a critic.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "advantage": torch.tensor([[2.0], [4.0]]),
+        ... }, [2])
+        >>> ReinforceLoss(ProbabilisticTensorDictSequential(net, head))(batch)["loss_actor"]    # 3 log 2
+        tensor(2.0794)
+
+    References:
+        R. J. Williams, Simple statistical gradient-following algorithms for connectionist reinforcement
+        learning, 1992.
+    """
+
+    loss_names: ClassVar[tuple[str, str]] = ("loss_actor", "loss_value")
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        delay_value: bool = False,
+        **options: Unpack[CriticOptions],
+    ) -> None:
+        super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
+        critic = self.critic_network
+        if delay_value and critic is None:
+            raise ValueError("delay_value=True needs a critic_network")
+        self.target_critic_network = target_copy(critic) if delay_value and critic else None
+
+    @override
+    def objective(
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_prob * advantage.detach(), {}

@@ -31,10 +31,9 @@ from flatroll.estimators.losses.base import (
     target_copy,
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
-from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import call_for
+from flatroll.estimators.values.evaluate import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
-from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.tensordict_seam import call_for, nest
 
 
 class SACOptions(TypedDict, total=False):

@@ -1,16 +1,15 @@
 """The base class of value estimators: reads the batch, evaluates the network, writes the result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
-from flatroll.estimators.functional.returns import factor_over, unit_interval
+from flatroll.estimators.functional import factor_over, unit_interval
 from flatroll.estimators.masked import (
     WarnOnce,
     expand_mask,
@@ -19,12 +18,19 @@ from flatroll.estimators.masked import (
     standardized_in_groups,
     without_rubbish,
 )
-from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
-from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
+from flatroll.estimators.values.evaluate import (
+    Chunks,
+    NetworkInputs,
+    Parameters,
+    ValueInputs,
+    Values,
+    broadcast_like,
+    state_values,
+)
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, Parameters, evaluation_from
-from flatroll.kernels.scans.scan import zeroed
+from flatroll.kernels.scan import zeroed
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -43,6 +49,33 @@ from flatroll.layout.keys import (
 )
 from flatroll.modules import set_recurrent_mode
 
+BootstrapMissing = Literal["error", "current", "mask"]
+
+
+class EstimatorOptions(TypedDict, total=False):
+    """Keyword arguments shared by all estimators; :class:`ValueEstimator` documents them."""
+
+    differentiable: bool
+    shifted: bool
+    shifted_budget: int | None
+    single_call: bool | None
+    value_chunk_size: int | None
+    num_chunks: int | None
+    num_chunk: int | None
+    value_chunk_dim: int
+    skip_existing: bool | None
+    check_finite: bool
+    bootstrap_missing: BootstrapMissing
+    group_key: NestedKey | None
+    time_dim: int | None
+    advantage_key: NestedKey | None
+    value_target_key: NestedKey | None
+    value_key: NestedKey | None
+    device: torch.device | str | None
+    vectorized: bool | None
+    deactivate_vmap: bool
+
+
 #: Names of entries that stand under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
 
@@ -56,11 +89,11 @@ class EstimatorInputs:
         at: its boundaries.
         value: of each row's observation.
         next_value: of its next one.
-        reward, terminated, ends: as the functions of ``flatroll.estimators.functional.returns`` take them.
+        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
         time_dim: likewise.
         factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
             of these columns.
-        turned: the batch dim in which the caller has time, if that is not the last.
+        chunks: what goes through a network at a time.
     """
 
     batch: TensorDictBase
@@ -72,12 +105,35 @@ class EstimatorInputs:
     ends: Tensor
     time_dim: int
     factors: dict[str, float | Tensor]
-    turned: int | None
+    chunks: Chunks
 
 
-def _of_evaluation(name: str) -> Any:
-    """An attribute of an estimator that stands in its ``evaluation``."""
-    return property(attrgetter(f"evaluation.{name}"), lambda self, x: setattr(self.evaluation, name, x))
+def chunks_from(options: EstimatorOptions) -> Chunks:
+    """What goes through the value network at a time; ``num_chunk`` is another name of ``num_chunks``.
+
+    >>> chunks_from({"num_chunk": 4})
+    Chunks(size=None, number=4, dim=0)
+    """
+    number, num_chunk = options.get("num_chunks"), options.get("num_chunk")
+    if num_chunk is not None and number not in (None, num_chunk):
+        raise ValueError(f"num_chunk is another name of num_chunks, got {num_chunk} and {number}")
+    number = number if num_chunk is None else num_chunk
+    return Chunks(options.get("value_chunk_size"), number, options.get("value_chunk_dim", 0))
+
+
+def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
+    """``shifted``, of which ``single_call`` is another name, and ``shifted_budget``."""
+    shifted, single_call = options.get("shifted", False), options.get("single_call")
+    if not isinstance(shifted, bool):
+        raise ValueError(f"shifted must be True or False, got {shifted!r}")
+    if single_call is not None and shifted and not single_call:
+        raise ValueError(f"single_call is another name of shifted, got {single_call} and {shifted}")
+    shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
+    if budget is not None and whole_number("shifted_budget", budget) and not shifted:
+        raise ValueError(
+            f"shifted_budget={budget} says how long the one call of shifted=True is: give that, too"
+        )
+    return shifted, budget
 
 
 class ValueEstimator(TensorDictModuleBase):
@@ -142,14 +198,6 @@ class ValueEstimator(TensorDictModuleBase):
     #: Whether the value target depends on the values of the rows, not only on those of the next ones.
     target_needs_value: ClassVar[bool] = False
 
-    differentiable = _of_evaluation("differentiable")
-    shifted = _of_evaluation("shifted")
-    shifted_budget = _of_evaluation("shifted_budget")
-    chunks = _of_evaluation("chunks")
-    skip_existing = _of_evaluation("skip_existing")
-    check_finite = _of_evaluation("check_finite")
-    bootstrap_missing = _of_evaluation("bootstrap_missing")
-
     def __init__(
         self,
         *,
@@ -169,7 +217,13 @@ class ValueEstimator(TensorDictModuleBase):
                 f"out_keys=['state_value']), got {type(value_network).__name__}"
             )
         self.value_network = value_network
-        self.evaluation = evaluation_from(options)
+        self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
+        self.differentiable = options.get("differentiable", False)
+        self.skip_existing = bool(options.get("skip_existing"))
+        self.check_finite = options.get("check_finite", False)
+        self.bootstrap_missing = one_of(
+            "bootstrap_missing", options.get("bootstrap_missing", "error"), ("error", "current", "mask")
+        )
         self.standardize, self.average_rewards = standardize, average_rewards
         self.group_key, self.time_dim = options.get("group_key"), options.get("time_dim")
         if self.group_key is not None and not (standardize or average_rewards):
@@ -254,19 +308,16 @@ class ValueEstimator(TensorDictModuleBase):
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
-        dim = self.time_dim if time_dim is None else time_dim
-        batch, turned = time_last(tensordict, dim)
         parameters = Parameters(params, target_params)
-        advantage, target, values = self._estimate(batch, turned, parameters, None, final)
+        advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
         valid_key, valid = self.tensor_keys["valid"], values.valid
         stale = tensordict.get(valid_key, None) is not None  # never leave an old one behind
-        if valid is not None or self.evaluation.shifted or stale:
-            everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=target.device)
+        if valid is not None or self.shifted or stale:
+            everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
             written[valid_key] = everywhere if valid is None else valid
-        # Time goes back to the dim where the caller has it.
         for key, column in written.items():
-            tensordict.set(key, column if turned is None else column.transpose(turned, batch.batch_dims - 1))
+            tensordict.set(key, column)
         return tensordict
 
     def value_estimate(
@@ -286,74 +337,70 @@ class ValueEstimator(TensorDictModuleBase):
                 network is not called for them, nor, by an estimator of temporal differences, at all.
             tensordict, params, target_params, final, time_dim: as in :meth:`forward`, as is what is raised.
         """
-        batch, turned = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
-        last = batch.batch_dims - 1
-        if next_value is not None and turned is not None:
-            next_value = next_value.transpose(turned, last)
-        _, target, _ = self._estimate(batch, turned, Parameters(params, target_params), next_value, final)
-        return target if turned is None else target.transpose(turned, last)
+        parameters = Parameters(params, target_params)
+        return self._estimate(tensordict, time_dim, parameters, next_value, final)[1]
 
     def _estimate(
         self,
         batch: TensorDictBase,
-        turned: int | None,
+        time_dim: int | None,
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
     ) -> tuple[Tensor, Tensor, Values]:
-        """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
-        keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
-        if batch.get(keys["mask"], None) is not None:
-            read: list[Any] = [key for key in self.in_keys if key != keys["reward"]]
-            batch = without_rubbish(batch, keys["mask"], read)
+        """Advantage, target and values of a batch, time in any of its dims: turned to the last one and back here."""
+        last = batch.batch_dims - 1
+        if last < 0:
+            raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
+        time_dim = self.time_dim if time_dim is None else time_dim
+        if time_dim is None:
+            time_dim = batch.names.index("time") if "time" in batch.names else last
+        if not -last - 1 <= time_dim <= last:
+            raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim}")
+        dim = time_dim % (last + 1)
+        series, chunks, factors = (
+            batch,
+            self.chunks,
+            {name: getattr(self, name) for name in self.factor_names},
+        )
+        if dim != last:
+            shape = require(batch, self.places["reward"], REWARD).shape
+            shape = torch.Size([*shape, 1]) if shape == batch.batch_size else shape
+            for name, x in factors.items():  # a factor is in the caller's order, too
+                if isinstance(x, Tensor) and x.ndim:
+                    factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
+            chunks = chunks.transposed(last + 1, dim, last)
+            series = batch.transpose(dim, last)
+            next_value = None if next_value is None else next_value.transpose(dim, last)
+        grad, mask_key = self.differentiable and torch.is_grad_enabled(), self.places["mask"]
+        if series.get(mask_key, None) is not None:
+            read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
+            series = without_rubbish(series, mask_key, read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)
-            valid, ends = values.valid, at.ends
-            if at.unknown is not None and self.evaluation.bootstrap_missing == "mask":
-                valid = mask_and(valid, ~at.unknown)
-            if valid is not None:  # a run stops at the row before one that is left out
-                ends = ends.clone()
-                ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
-            counted = valid  # the rows that moments are taken over; None is all of them
-            if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
-                counted = mask_and(marker(batch, keys["mask"]), valid)
-            factors, dims = {name: getattr(self, name) for name in self.factor_names}, batch.batch_dims
-            if turned is not None:
-                # A factor stands in the caller's order of dims: broadcast it to the reward there, then turn it.
-                shape = reward.transpose(turned, dims - 1).shape
-                for name, x in factors.items():
-                    if isinstance(x, Tensor) and x.ndim:
-                        factors[name] = factor_over(name, x, shape, dims).transpose(turned, dims - 1)
-            steps = batch.get(keys["steps_to_next_obs"], None)
-            if steps is not None:  # the discount over all the steps that a row spans
-                spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
-                gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
-                gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
-                # one power for each row: a reward that spans k rows is discounted k times
-                factors["gamma"] = gamma ** broadcast_like(spanned, reward)
-            if self.average_rewards:
-                reward = self._standardized(batch, reward, counted)
-            columns = (values.value, values.next_value, reward, at.terminated, ends)
-            advantage, target = self.estimate(EstimatorInputs(batch, at, *columns, dims - 1, factors, turned))
-            if self.standardize:
-                advantage = self._standardized(batch, advantage, counted)
-            if valid is not None:  # a row that does not count: no advantage, and its own value for a target
-                rows = broadcast_like(valid, reward)
-                advantage = advantage.masked_fill(~rows, 0.0)
-                target = torch.where(rows, target, values.value)
-            return advantage, target, Values(values.value, values.next_value, valid)
+            reward, advantage, target, values = self._estimate_series(
+                series, factors, chunks, parameters, next_value, final
+            )
+        if dim != last:
+            reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
+            valid = None if values.valid is None else values.valid.transpose(dim, last)
+            values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
+        if self.check_finite:
+            observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
+            check_finite(batch, observed, reward, values.value, values.next_value)
+        return advantage, target, values
 
-    def _evaluate(
+    def _estimate_series(
         self,
         batch: TensorDictBase,
-        turned: int | None,
+        factors: dict[str, float | Tensor],
+        chunks: Chunks,
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-    ) -> tuple[Tensor, Boundaries, Values]:
-        """Reward ``[*B, T, *F]`` (one without feature dims gets a dim of 1), boundaries, and values of its shape."""
-        keys, how, network = self.places, self.evaluation, self.value_network
-        reward = require(batch, keys["reward"], REWARD)
+    ) -> tuple[Tensor, Tensor, Tensor, Values]:
+        """Reward ``[*B, T, *F]``, and advantage, target and values of its shape, of a batch whose last dim is time."""
+        keys, network, dims = self.places, self.value_network, batch.batch_dims
+        reward: Tensor = require(batch, keys["reward"], REWARD)
         if not reward.is_floating_point():
             key = keys["reward"]
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
@@ -362,7 +409,7 @@ class ValueEstimator(TensorDictModuleBase):
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
         if batch.get(NEXT_KNOWN, None) is not None:
-            at = _with_unknown(batch, at, refuse=how.bootstrap_missing == "error")
+            at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
         if next_value is not None and next_value.shape == batch.batch_size:
             next_value = next_value.unsqueeze(-1)
         if next_value is not None and next_value.shape != reward.shape:
@@ -374,24 +421,66 @@ class ValueEstimator(TensorDictModuleBase):
         else:
             if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # somebody has put another network here, which may read other entries
-            n_step = batch.get(keys["steps_to_next_obs"], None) is not None
-            read, value_key = None if network is None else self._inputs, self.tensor_keys["value"]
-            values = state_values(
-                ValueInputs(
-                    read, value_key, batch, at, how, final, parameters, n_step, turned, self._warn_once
-                ),
-                next_value,
+            values_of = ValueInputs(
+                network=None if network is None else self._inputs,
+                value_key=self.tensor_keys["value"],
+                batch=batch,
+                at=at,
+                chunks=chunks,
+                shifted=self.shifted,
+                shifted_budget=self.shifted_budget,
+                skip_existing=self.skip_existing,
+                final=final,
+                parameters=parameters,
+                n_step=batch.get(keys["steps_to_next_obs"], None) is not None,
+                warn=self._warn_once,
             )
+            values = state_values(values_of, next_value)
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
             column = values.next_value if values.value.shape == reward.shape else values.value
             words = "the batch must hold" if network is None else "value_network must write"
             raise ValueError(
                 f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
-        if how.check_finite:
-            observed: list[Any] = [] if network is None else list(network.in_keys)
-            check_finite(batch, observed, reward, values.value, values.next_value, turned)
-        return reward, at, values
+
+        # What counts, and how much: rows left out, standardised rewards, n-step discounts.
+        valid = values.valid
+        if at.unknown is not None and self.bootstrap_missing == "mask":
+            valid = mask_and(valid, ~at.unknown)
+        if valid is not None:  # a run stops at the row before one that is left out
+            ends = ends.clone()
+            ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
+        counted = valid  # the rows that moments are taken over; None is all of them
+        if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
+            counted = mask_and(marker(batch, keys["mask"]), valid)
+        steps = batch.get(keys["steps_to_next_obs"], None)
+        if steps is not None:  # the discount over all the steps that a row spans
+            spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
+            gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
+            gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+            # one power for each row: a reward that spans k rows is discounted k times
+            factors["gamma"] = gamma ** broadcast_like(spanned, reward)
+        discounted = self._standardized(batch, reward, counted) if self.average_rewards else reward
+        inputs = EstimatorInputs(
+            batch=batch,
+            at=at,
+            value=values.value,
+            next_value=values.next_value,
+            reward=discounted,
+            terminated=at.terminated,
+            ends=ends,
+            time_dim=dims - 1,
+            factors=factors,
+            chunks=chunks,
+        )
+        advantage, target = self.estimate(inputs)
+        if self.standardize:
+            advantage = self._standardized(batch, advantage, counted)
+        if valid is not None:  # a row that does not count: no advantage, and its own value for a target
+            rows = broadcast_like(valid, reward)
+            advantage = advantage.masked_fill(~rows, 0.0)
+            target = torch.where(rows, target, values.value)
+        return reward, advantage, target, Values(values.value, values.next_value, valid)
 
     def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
         """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""
@@ -417,18 +506,35 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
     return Boundaries(at.ends, at.terminated, unknown)
 
 
-def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBase, int | None]:
-    """Move the batch's time dim to the end; also return where it was, None if it was last already.
+def check_finite(
+    batch: TensorDictBase,
+    observed: Sequence[NestedKey],
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+) -> None:
+    """Raise ValueError unless rewards and values ``[*B, T, *F]`` are finite, naming the first row where they are not.
 
-    A ``time_dim`` of None is the dim named ``"time"``, else the last. Raises ValueError if there is no such dim.
+    The text says whether what the network read there, the entries ``observed``, was finite.
     """
-    last = batch.batch_dims - 1
-    if last < 0:
-        raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
-    if time_dim is None and "time" in batch.names:
-        time_dim = batch.names.index("time")
-    if time_dim is None or time_dim in (last, -1):
-        return batch, None
-    if not -last - 1 <= time_dim < last:
-        raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim}")
-    return batch.transpose(time_dim, last), time_dim % (last + 1)
+    for column, words, read in (
+        (reward, "", ()),
+        (value, "observation", observed),
+        (next_value, "next observation", tuple(map(next_key, observed))),
+    ):
+        if bool(column.isfinite().all()):
+            continue
+        bad_rows = ~column.isfinite().reshape(*batch.batch_size, -1).all(-1)
+        row = tuple(int(i) for i in torch.nonzero(bad_rows)[0])
+        numbers: list[float] = column[row].reshape(-1).tolist()
+        shown = numbers[0] if len(numbers) == 1 else numbers
+        named = row[0] if len(row) == 1 else row
+        if not words:
+            raise ValueError(f"the reward of row {named} is {shown}")
+        entries = {key: batch.get(key, None) for key in read}
+        bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
+        of_input = f"{bad[0]!r} is not finite there" if bad else "what it reads there is finite"
+        raise ValueError(
+            f"the value of the {words} of row {named} is {shown}, and {of_input}: "
+            + ("mend the data" if bad else "value_network has diverged, or divides by zero")
+        )

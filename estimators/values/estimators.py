@@ -13,19 +13,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.estimators.distributions import components, distribution, joint, log_prob_of, require_actor
-from flatroll.estimators.functional.returns import (
+from flatroll.estimators.functional import (
     generalized_advantage_estimate,
     td0_return_estimate,
     td_lambda_return_estimate,
+    vtrace_advantage_estimate,
 )
-from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
-from flatroll.estimators.masked import one_of
-from flatroll.estimators.values.base import EstimatorInputs, ValueEstimator
-from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
+from flatroll.estimators.values.base import EstimatorInputs, EstimatorOptions, ValueEstimator
+from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
-from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
-from flatroll.kernels.scans.scan import residual_scan
+from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 
 
@@ -350,13 +349,13 @@ class VTrace(ValueEstimator):
         states = [key for key in actor.states if batch.get(key, None) is not None]
         columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
         only = self.tensor_keys["action"]
-        ends, chunks, stops = inputs.at.ends.reshape(-1), self.evaluation.chunks, None
+        ends, chunks, stops = inputs.at.ends.reshape(-1), inputs.chunks, None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
             if not chunks.whole:  # a memory must meet a run in one piece
                 stops = run_stops(ends)
         # Rows that make up one index of the dim that is split, as all batch dims are one here.
-        each = len(ends) // max(batch.shape[chunks.along(dims, inputs.turned)], 1)
+        each = len(ends) // max(batch.shape[chunks.along(dims)], 1)
         log_probs = []
         for start, stop in chunks.spans(len(ends), stops, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
@@ -402,9 +401,7 @@ def name_of(kind: str | type[ValueEstimator]) -> str:
     ('td_lambda', 'gae')
     """
     if isinstance(kind, str):
-        name = str(ValueEstimators.__members__.get(kind, kind))
-        one_of("value_type", name, tuple(_CLASSES))
-        return name
+        return one_of("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
     for name, known in _CLASSES.items():
         if kind is known:
             return name

@@ -9,9 +9,9 @@ ends of its runs. Where neither knows it, the row's own observation stands in, a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -20,7 +20,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import (
     Appended,
     Boundaries,
@@ -28,17 +27,137 @@ from flatroll.estimators.values.extended_stream import (
     Interleaved,
     true_indices,
 )
-from flatroll.estimators.values.options import Evaluation, NetworkInputs, Parameters
-from flatroll.kernels.scans.scan import is_tracing, zeroed
+from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.fast_call import call_network
+from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
+from flatroll.layout.tensordict_seam import call_network
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
 #: Rows and bytes of observations up to which copying them costs less than calling a network twice.
 _FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
+
+
+def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
+    """Append dims of size 1 to a flag ``[*B]``, so that it broadcasts over the features of ``column``."""
+    return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
+
+
+def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
+    """Flatten all batch dims of a column into one."""
+    return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Splits a batch into chunks for the value network, to limit the memory of its activations.
+
+    Attributes:
+        size: rows of a chunk along ``dim``.
+        number: number of chunks, in place of ``size``.
+        dim: the batch dim that is split.
+        whole: whether everything goes through at once, as it does if neither ``size`` nor ``number`` is given.
+
+    >>> list(Chunks(size=4).spans(10))
+    [(0, 4), (4, 8), (8, 10)]
+    """
+
+    size: int | None = None
+    number: int | None = None
+    dim: int = 0
+    whole: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.number is not None:
+            raise ValueError(
+                "give value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
+                f"got {self.size} and {self.number}"
+            )
+        for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
+            if n is not None:
+                whole_number(name, n)
+        object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
+
+    def along(self, batch_dims: int) -> int:
+        """The dim to split of a batch with so many dims."""
+        if not -batch_dims <= self.dim < batch_dims:
+            raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
+        return self.dim % batch_dims
+
+    def transposed(self, batch_dims: int, one: int, other: int) -> "Chunks":
+        """The chunks of a batch whose dims ``one`` and ``other`` have changed places."""
+        dim = self.along(batch_dims)
+        return replace(self, dim={one: other, other: one}.get(dim, dim))
+
+    def spans(
+        self, rows: int, stops: Tensor | None = None, *, each: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the first row and the exclusive end of each chunk.
+
+        Args:
+            rows: past-the-last row of all.
+            stops: past-the-last rows of the runs, ascending int64: then a chunk holds whole runs, as many as
+                fit, and one run alone where it is longer than a chunk. Default: runs may be cut.
+            each: rows that count as one for ``size``, where several batch dims have become one.
+            first: first row of all.
+        """
+        # Rows of a chunk: as many as asked for, or all rows over the number of chunks, rounded up; 1 at least.
+        size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
+        if stops is None or size >= rows - first:
+            for start in range(first, max(rows, first + 1), size):  # no rows at all are one chunk of none
+                yield start, min(start + size, rows)
+            return
+        bounds, start, at = stops.tolist(), first, 0
+        while start < rows:
+            # Take runs on as long as the next one still fits; bounds[at] is the stop of the last one taken.
+            while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
+                at += 1
+            yield start, bounds[at]
+            start, at = bounds[at], at + 1
+
+
+@dataclass(frozen=True)
+class NetworkInputs:
+    """What a value network reads from a batch: observations, next observations and recurrent states.
+
+    Attributes:
+        module: the network.
+        is_init_key: entry that tells a memory where runs start.
+        observed: keys of the observations.
+        next_observed: keys of the next observations.
+        states: recurrent states, of which only the one at a run's first row is read.
+        recurrent: the network remembers, so the rows of a run must reach it together.
+    """
+
+    module: TensorDictModuleBase
+    is_init_key: NestedKey
+    observed: tuple[NestedKey, ...]
+    next_observed: tuple[NestedKey, ...]
+    states: tuple[NestedKey, ...]
+    recurrent: bool
+
+    @classmethod
+    def of(cls, network: TensorDictModuleBase, is_init_key: NestedKey) -> "NetworkInputs":
+        """Determine the inputs from the network's in_keys and out_keys, and from its recurrent modules."""
+        read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
+        written = set(network.out_keys)
+        # What it reads and writes one step later is a state, not an observation.
+        states = tuple(key for key in read if next_key(key) in written)
+        observed = tuple(key for key in read if key not in states and key != is_init_key)
+        recurrent = bool(states) or is_init_key in read
+        if not recurrent:
+            recurrent = any(hasattr(type(x), "make_tensordict_primer") for x in network.modules())
+        return cls(network, is_init_key, observed, tuple(map(next_key, observed)), states, recurrent)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters to use instead of the network's own, for root and for next values (target networks)."""
+
+    now: TensorDictBase | None = None
+    following: TensorDictBase | None = None
 
 
 @dataclass(frozen=True)
@@ -50,11 +169,13 @@ class ValueInputs:
         value_key: entry the network writes its value under, a trailing dim included (``[*B, T, 1]``).
         batch: ``[*B, T]``.
         at: its boundaries.
-        how: whether by one call or two, in which chunks.
+        chunks: what goes through the network at a time.
+        shifted: one call over the extended stream, also where two are possible.
+        shifted_budget: the stream has this many places more than rows in each series; None is what fits.
+        skip_existing: take values that are in the batch from there.
         final: the next observations that no row of a compact batch holds.
         parameters: in place of the network's own.
         n_step: whether the next observation of a row is not that of the row behind it.
-        turned: the batch dim that has changed places with the last one since the chunks were chosen, if any.
         warn: called with a text where the row's own observation stands in and the run is not terminated.
     """
 
@@ -62,11 +183,13 @@ class ValueInputs:
     value_key: NestedKey
     batch: TensorDictBase
     at: Boundaries
-    how: Evaluation
+    chunks: Chunks = Chunks()
+    shifted: bool = False
+    shifted_budget: int | None = None
+    skip_existing: bool = False
     final: TensorDictBase | None = None
     parameters: Parameters = field(default_factory=Parameters)
     n_step: bool = False
-    turned: int | None = None
     warn: Callable[[str], None] = lambda text: None
 
 
@@ -121,7 +244,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if network is None:
         value = require(batch, inputs.value_key)
         next_value = require(batch, next_key(inputs.value_key)) if next_value is None else next_value
-    elif inputs.how.skip_existing:
+    elif inputs.skip_existing:
         value = batch.get(inputs.value_key, None)
         next_value = batch.get(next_key(inputs.value_key), None) if next_value is None else next_value
     if value is not None and next_value is not None:
@@ -135,7 +258,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     from_final = None
     if inputs.final is not None:
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
-    if next_value is None and not (absent or inputs.how.shifted or network.recurrent):
+    if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
     observations = _flattened(inputs, network, root, following, from_final)
     if next_value is not None:  # the rows alone: a stream behind which nothing is inserted
@@ -153,7 +276,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     following_parameters = inputs.parameters.following
     if following_parameters is None:
         return _over_stream(inputs, observations, inputs.parameters.now, value)
-    if inputs.how.shifted:
+    if inputs.shifted:
         raise ValueError(
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
@@ -170,12 +293,12 @@ def _row_by_row(
 
     It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
     """
-    at, chunks, now = inputs.at, inputs.how.chunks, inputs.parameters.now
+    at, chunks, now = inputs.at, inputs.chunks, inputs.parameters.now
     then = now if inputs.parameters.following is None else inputs.parameters.following
     one_call = value is None and now is then and chunks.whole
     dim, spans = 0, iter([(0, len(at.ends))])
     if not chunks.whole or chunks.dim != 0:
-        dim = chunks.along(inputs.batch.batch_dims, inputs.turned)
+        dim = chunks.along(inputs.batch.batch_dims)
         spans = chunks.spans(inputs.batch.shape[dim])
     values, next_values = [] if value is None else [value], []  # one entry for each chunk
     for start, stop in spans:
@@ -241,8 +364,8 @@ def _over_stream(
     at, network, valid = inputs.at, inputs.network, None
     count, first, known = at.ends.numel(), 0, []
     stream: Appended | Interleaved
-    if inputs.how.shifted and inputs.how.shifted_budget is not None:
-        stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.how.shifted_budget)
+    if inputs.shifted and inputs.shifted_budget is not None:
+        stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.shifted_budget)
         valid = stream.valid.view(at.ends.shape)
         if observations.final or observations.nowhere:  # else there is nothing to wait for a device for
             _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
@@ -274,11 +397,11 @@ def _values_at_places(
 ) -> Tensor:
     """What the network writes for the places of the stream from ``first`` on, chunk by chunk."""
     assert inputs.network is not None
-    chunks, ends = inputs.how.chunks, inputs.at.ends.reshape(-1)
+    chunks, ends = inputs.chunks, inputs.at.ends.reshape(-1)
     # A memory must meet a run in one piece.
     stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
     # Rows that make up one index of the dim that is split, as all batch dims are one here.
-    each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims, inputs.turned)], 1)
+    each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
     module, key, values = inputs.network.module, inputs.value_key, []  # one entry for each chunk
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)

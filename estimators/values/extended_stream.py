@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import is_tracing
+from flatroll.kernels.scan import is_tracing
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from flatroll.datasets.formats.h5 import read_h5, write_h5
 from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
 from flatroll.datasets.formats.minari import read_minari, write_minari
-from flatroll.datasets.formats.sources import open_source, written_beside
+from flatroll.datasets.formats.sources import open_source, write_beside
 from flatroll.datasets.formats.tables import (
     MAX_BYTES,
     read_arrow,
@@ -109,7 +109,7 @@ def export(
     """
     write = _WRITERS[one_of("format", format, _WRITERS)]
     rows = open_source(source, chunk_rows)
-    with progress_bar(rows.rows, progress, "exporting") as bar, written_beside(path) as beside:
+    with progress_bar(rows.rows, progress, "exporting") as bar, write_beside(path) as beside:
         write(rows._replace(advance=bar.update), beside, **options)
 
 

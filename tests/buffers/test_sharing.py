@@ -26,7 +26,7 @@ from flatroll.buffers import (
     SliceSampler,
     TensorStorage,
 )
-from flatroll.buffers.storages.mapped_files import FileLock
+from flatroll.buffers.storages.memmap import FileLock
 
 
 def shared(rows: int = 100, **options: Any) -> ReplayBuffer:

@@ -286,7 +286,7 @@ def test_what_does_not_go_with_ranked_rows_is_refused(world: Any) -> None:
         buffer = ReplayBuffer(writer=TensorDictMaxValueWriter(), **made)
         with pytest.raises(TypeError, match="keeps the best rows, which do not follow each other"):
             buffer.extend(batch)
-    with pytest.raises(ValueError, match=r"reduction must be one of sum, max, .*got 'prod'"):
+    with pytest.raises(ValueError, match=r"reduction must be 'sum', 'max', .*got 'prod'"):
         TensorDictMaxValueWriter(reduction="prod")
     buffer = top(3)
     with pytest.raises(TypeError, match="TensorDictMaxValueWriter takes tensordicts, got Tensor"):

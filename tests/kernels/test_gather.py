@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatroll.kernels.rows.gather import Block
+from flatroll.kernels.rows.gather import HostBlock
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (17,), (2, 3), (0,), (84, 84)]
@@ -27,7 +27,7 @@ SLOTS = {
 def test_taken_rows_are_those_of_index_select(slots: list[int]) -> None:
     columns = [column(40, shape, dtype) for dtype in DTYPES for shape in SHAPES]
     index = torch.tensor(slots, dtype=torch.int64)
-    for taken, stored in zip(Block(columns).take(index), columns, strict=True):
+    for taken, stored in zip(HostBlock(columns).take(index), columns, strict=True):
         wanted = stored.index_select(0, index)
         assert taken.dtype == wanted.dtype and taken.stride() == wanted.stride()
         assert torch.equal(taken, wanted)
@@ -37,12 +37,12 @@ def test_rows_beyond_what_is_asked_for_ahead() -> None:
     """Slices longer than the lines asked for, and more of them than are asked for at once."""
     stored = column(3000, (100,), torch.float64)
     index = (torch.randint(2900, (40, 1)) + torch.arange(100)).flatten()
-    assert torch.equal(Block([stored]).take(index)[0], stored[index])
+    assert torch.equal(HostBlock([stored]).take(index)[0], stored[index])
 
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 def test_rows_that_follow_are_taken_from_the_rows_that_were(slots: list[int]) -> None:
-    block = Block([column(41, (3,), torch.float32), column(41, (), torch.uint8)])
+    block = HostBlock([column(41, (3,), torch.float32), column(41, (), torch.uint8)])
     index = torch.tensor(slots, dtype=torch.int64)
     follow = index + 1
     follow[::7] = -1  # none follows
@@ -57,7 +57,7 @@ def test_rows_that_follow_are_taken_from_the_rows_that_were(slots: list[int]) ->
 
 @pytest.mark.parametrize("slot", [-1, 40])
 def test_a_slot_that_is_none_is_refused(slot: int) -> None:
-    block = Block([torch.zeros(40)])
+    block = HostBlock([torch.zeros(40)])
     with pytest.raises(IndexError, match=f"slot {slot} is out of range: there are 40 slots"):
         block.take(torch.tensor([3, slot, 4]))
 
@@ -74,7 +74,7 @@ def test_written_rows_are_those_given_in_any_form() -> None:
         "negative": complex_rows.conj().imag,
     }
     stored = [torch.zeros(10, *form.shape[1:], dtype=form.dtype) for form in forms.values()]
-    Block(stored).write(3, list(forms.values()), 1, 4)
+    HostBlock(stored).write(3, list(forms.values()), 1, 4)
     for column, form in zip(stored, forms.values(), strict=True):
         assert torch.equal(column[3:7], form[1:5])
         assert not column[:3].any() and not column[7:].any()
@@ -83,4 +83,4 @@ def test_written_rows_are_those_given_in_any_form() -> None:
 def test_columns_that_cannot_be_copied_as_bytes_are_refused() -> None:
     for columns in ([torch.zeros(8, 2).T], [torch.zeros(3), torch.zeros(4)], [torch.zeros(3, device="meta")]):
         with pytest.raises(ValueError, match="contiguous CPU tensors of one length"):
-            Block(columns)
+            HostBlock(columns)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from flatroll.kernels import residual_scan, segmented_scan
-from flatroll.kernels.scans import scan
+from flatroll.kernels import residual_scan, scan, segmented_scan
 
 
 def loop(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor:

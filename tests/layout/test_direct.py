@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flatroll.layout import tensordict_seam
-from flatroll.layout.fast_call import call_for, call_network, call_policy
-from flatroll.layout.tensordict_seam import get_entry, nest, plain_actor_parts, plain_function, plain_parts
+from flatroll.layout.tensordict_seam import call_for, call_network, call_policy, get_entry, nest
 
 
 @pytest.fixture(params=[True, False], ids=["private", "public"], autouse=True)
@@ -143,18 +142,33 @@ def test_a_failing_network_is_named(way: bool) -> None:
         assert "in_keys ['a'] and out_keys ['b']" in error.value.__notes__[0]
 
 
-def test_plain_modules_are_recognised(way: bool) -> None:
+def test_plain_modules_are_recognised(way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the private parts renamed, every call would be slow, and no other test would fail."""
-    plain, chained, acting = networks(), networks()["chain"], policies()
-    for name in ("one", "two", "first", "nested", "mapping"):
-        assert (plain_function(plain[name]) is not None) == way, name
-    for name in ("by name", "subclass", "hook", "selected"):
-        assert plain_function(plain[name]) is None, name
-    assert (plain_parts(chained) is not None) == way
-    assert plain_parts(plain["selected chain"]) is None
-    assert (plain_parts(plain["selected chain"], keep_all=True) is not None) == way
-    assert (plain_actor_parts(acting["actor"], samples=True) is not None) == way
-    assert plain_actor_parts(acting["in place"], samples=True) is plain_actor_parts(acting["hooked"]) is None
+    wrapped: list[str] = []
+    for kind in (TensorDictModule, TensorDictSequential, ProbabilisticTensorDictSequential):
+        called = kind.__call__
+        monkeypatch.setattr(
+            kind,
+            "__call__",
+            lambda *args, _called=called, **named: wrapped.append("") or _called(*args, **named),
+        )
+    plain, acting = networks(), policies()
+    for call, modules, names in (
+        (
+            call_network,
+            plain,
+            ("one", "two", "first", "nested", "mapping", "chain", "chain by name", "twice"),
+        ),
+        (call_policy, acting, ("actor", "two parts", "chain", "selected chain")),
+    ):
+        for name in names:
+            wrapped.clear()
+            call(modules[name], rows())
+            assert (not wrapped) == way, name
+    for name in ("by name", "subclass", "hook", "selected", "selected chain"):
+        wrapped.clear()
+        call_network(plain[name], rows())
+        assert wrapped, name
 
 
 def test_a_nested_batch_is_built() -> None:

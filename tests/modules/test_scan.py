@@ -10,7 +10,7 @@ from torch import nn
 
 from flatroll.modules import GRU, LSTM, GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.modules.backends import choice as backends
-from flatroll.modules.backends import recurrent_scan as scan
+from flatroll.modules.backends import scan
 from flatroll.modules.backends.packing import run_index
 
 IN, HIDDEN = 3, 4

@@ -17,7 +17,7 @@ from crafted_states import CAPACITY, KINDS, NUMBERS, batch, filled, same
 from tensordict import TensorDict
 
 from flatroll.buffers import ListStorage, PrioritizedSampler, ReplayBuffer, TensorDictMaxValueWriter
-from flatroll.kernels.rows.gather import Block
+from flatroll.kernels.rows.gather import HostBlock
 from flatroll.kernels.trees.sum_tree import SumTree
 
 #: Tensors without readable memory: a write that meets one must not have dropped rows before.
@@ -223,7 +223,7 @@ def kernels(draw: random.Random) -> None:
     except ValueError as error:
         assert "shares" in str(error)
     columns = [torch.arange(10), torch.arange(20.0).view(10, 2)]
-    block = Block(columns)
+    block = HostBlock(columns)
     slots = torch.tensor([draw.choice([0, 9, 10, *NUMBERS]) for _ in range(3)])
     try:
         assert same(block.take(slots)[0], columns[0][slots])

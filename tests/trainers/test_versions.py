@@ -53,7 +53,7 @@ def test_a_missing_trainer_names_the_extra(name: str, monkeypatch: pytest.Monkey
     for module in [module for module in sys.modules if module.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]  # None: importing it is an error
-    with pytest.raises(ImportError, match=rf"needs .*{package}.*: pip install 'flatroll\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"is needed .*{package}.*: pip install 'flatroll\[{extra}\]'"):
         anew(name)
 
 
@@ -65,9 +65,9 @@ def test_the_range_is_that_of_the_extra(name: str) -> None:
         line for line in project["optional-dependencies"][extra] if line.startswith(f"{distribution}>=")
     )
     text = (ROOT / "src" / "flatroll" / "trainers" / f"{name}.py").read_text()
-    called = re.search(r'require_version\("(.+)", "(.+)", "(.+)"\)', text)
+    called = re.search(r'trainer_imports\("(.+?)", "(.+?)", "(.+?)", "(.+?)"', text)
     assert called is not None
-    assert declared == "{}>={},<{}".format(*called.groups())
+    assert (declared, extra) == ("{}>={},<{}".format(*called.groups()[:3]), called[4])
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class LinkingStorage(ColumnStorage):
         self._offset = rows.offset
         self._use_layout(rows.layout)
         if self.pool is not None:
-            self.compared = None
+            self.known = None
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
 

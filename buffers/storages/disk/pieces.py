@@ -94,7 +94,7 @@ class Pieces:
         Raises:
             IndexError: a number of no row.
         """
-        from flatroll.kernels.rows.gather_pieces import gather_pieces  # numba
+        from flatroll.kernels.rows.gather import gather_pieces  # numba
 
         names = tuple(key for key in self.forms if keys is None or key in keys)
         copied = tuple(key for key in names if self.forms[key].by_address)

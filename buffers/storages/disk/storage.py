@@ -373,7 +373,6 @@ class DiskStorage(LinkingStorage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
         if follow is None or self.pool is None:

@@ -165,10 +165,10 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
 
 def _stamp_of(fn: Any) -> str:
     """What tells a function from another: its code, its constants, and the values that it holds."""
-    return hashlib.sha256(repr(_described(fn, ())).encode()).hexdigest()
+    return hashlib.sha256(repr(_describe(fn, ())).encode()).hexdigest()
 
 
-def _described(value: Any, within: tuple[int, ...]) -> Any:
+def _describe(value: Any, within: tuple[int, ...]) -> Any:
     """A value as text, numbers and tuples of them, alike in all processes; ``within`` has the ids of what holds it.
 
     Of functions: code, defaults, what a closure holds, and the data and functions of the module that the code names. Of
@@ -187,21 +187,21 @@ def _described(value: Any, within: tuple[int, ...]) -> Any:
         content = np.ascontiguousarray(value).tobytes()
         return "array", str(value.dtype), value.shape, hashlib.sha256(content).hexdigest()
     if isinstance(value, CodeType):
-        constants = _described(value.co_consts, within)
+        constants = _describe(value.co_consts, within)
         return value.co_code, value.co_names, value.co_varnames, value.co_freevars, constants
     if isinstance(value, FunctionType):
-        return _described_function(value, within)
+        return _describe_function(value, within)
     if isinstance(value, Mapping):
-        items = [(_described(key, within), _described(item, within)) for key, item in value.items()]
+        items = [(_describe(key, within), _describe(item, within)) for key, item in value.items()]
         return type(value).__qualname__, tuple(items)
     if isinstance(value, set | frozenset):
-        return "set", tuple(sorted(repr(_described(item, within)) for item in value))
+        return "set", tuple(sorted(repr(_describe(item, within)) for item in value))
     if isinstance(value, list | tuple):
-        return type(value).__qualname__, tuple(_described(item, within) for item in value)
+        return type(value).__qualname__, tuple(_describe(item, within) for item in value)
     if isinstance(value, type):
         methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
         own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        return value.__module__, value.__qualname__, _described(methods, within) if own else ()
+        return value.__module__, value.__qualname__, _describe(methods, within) if own else ()
     if isinstance(value, ModuleType):
         return "module", value.__name__
     try:
@@ -211,10 +211,10 @@ def _described(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(kept, str):
         return type(value).__qualname__, kept
     parts = [list(part) if isinstance(part, Iterator) else part for part in kept]
-    return _described(type(value), within), tuple(_described(part, within) for part in parts)
+    return _describe(type(value), within), tuple(_describe(part, within) for part in parts)
 
 
-def _described_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
+def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
     cells = []
     for cell in fn.__closure__ or ():
         try:
@@ -229,7 +229,7 @@ def _described_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
         ):
             used[name] = value
     holds = (fn.__code__, fn.__defaults__, fn.__kwdefaults__, cells, sorted(used.items()))
-    return fn.__module__, fn.__qualname__, _described(holds, within)
+    return fn.__module__, fn.__qualname__, _describe(holds, within)
 
 
 def _names_of(code: CodeType) -> set[str]:

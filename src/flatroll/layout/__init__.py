@@ -34,8 +34,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.step_mdp import step_mdp
-from flatroll.layout.ted.flat import Flat2TED, TED2Flat
-from flatroll.layout.ted.nested import H5Combine, H5Split, Nested2TED, TED2Nested
+from flatroll.layout.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from flatroll.layout.trajectories import join, mark_cuts, split_trajectories
 
 __all__ = [

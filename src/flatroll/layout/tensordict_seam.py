@@ -1,26 +1,31 @@
-"""The private parts of tensordict that flatroll reads, all in this file, each with the public way as a fall-back.
+"""Builds batches, reads entries and calls networks without tensordict's overhead.
 
-Measured with tensordict 0.14.3, one core: :func:`nest` takes 3 µs of the 15 that the public constructor takes for six
-columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a call of the function that :func:`plain_function` returns 60 to
-90 µs less than a call of its module. A small network's update takes a millisecond.
+All private parts of tensordict that flatroll reads are in this file, each with the public way as a fall-back: any
+other module than a plain one (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) is
+called as ever. Measured with tensordict 0.14.3, one core: :func:`nest` takes 3 µs of the 15 that the public constructor
+takes for six columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a plain module's call 60 to 90 µs less than its own.
+An update of a small network takes a millisecond.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
+    set_interaction_type,
     skip_existing,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Whether the private ways are taken: both are there. The tests also run with False.
 USES_PRIVATES = hasattr(TensorDict, "_new_unsafe") and isinstance(
@@ -80,54 +85,157 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     return place if place is None or isinstance(place, Tensor) else batch.get(key, None)
 
 
-def plain_function(network: TensorDictModuleBase) -> Callable[..., Any] | None:
-    """Return the function of a module that does nothing but call it on its inputs; None of any other module."""
-    if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
-        return None
-    own = network.__dict__  # network.module takes longer than all else here
-    function: Callable[..., Any] = own["module"] if "module" in own else own["_modules"]["module"]
-    return function
+def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The attributes of a network of this kind (no subclass) whose call is nothing but that of its ``forward``.
 
-
-def plain_parts(network: object, *, keep_all: bool = False) -> list[TensorDictModuleBase] | None:
-    """Return the parts of a sequence that does nothing but call them in turn; None of any other module.
-
-    With ``keep_all``, a sequence that selects some of its outputs counts, too, as if it did not.
+    None if it is another one, or if its attributes are not all like those in ``plain``.
     """
-    if type(network) is TensorDictSequential:
-        return _parts_if(network, _PLAIN_SEQUENCE if keep_all else _SELECTING_NOTHING)
-    return None
-
-
-def plain_actor_parts(network: object, *, samples: bool = False) -> list[TensorDictModuleBase] | None:
-    """Return the parts of a plain actor, the sampling one last; None of any other module.
-
-    With ``samples``, the actor must draw an action when it is called.
-    """
-    if type(network) is not ProbabilisticTensorDictSequential:
-        return None
-    return _parts_if(network, _PLAIN_ACTOR | _SAMPLING_ACTOR if samples else _PLAIN_ACTOR)
-
-
-def _parts_if(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> list[TensorDictModuleBase] | None:
-    if not _is_plain(network, plain):
-        return None
-    parts: Any = network.__dict__["_modules"]["module"]
-    return list(parts.values() if isinstance(parts, nn.ModuleDict) else parts)
-
-
-def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
-    """Whether calling the network calls its ``forward`` and nothing else, and its attributes are plain."""
     # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
-    if not USES_PRIVATES or torch.compiler.is_compiling() or skip_existing() or any(_GLOBAL_HOOKS):
-        return False
-    own = cast(dict[str, Any], network.__dict__)
+    if type(network) is not kind or not USES_PRIVATES or torch.compiler.is_compiling() or skip_existing():
+        return None
+    own = network.__dict__
     if (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
     ):
-        return False
+        return None
     # network.compile() sets _compiled_call_impl
-    return own.get("_compiled_call_impl") is None and plain.items() <= own.items()
+    if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None or not plain.items() <= own.items():
+        return None
+    return own
+
+
+def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
+    """Return ``network(batch)``, without tensordict's overhead; the outputs are written into ``batch``.
+
+    >>> import torch
+    >>> from tensordict.nn import TensorDictModule
+    >>> net = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
+    >>> call_network(net, TensorDict({"a": torch.ones(2)}, [2]))["b"]
+    tensor([1., 1.])
+    """
+    outputs = _call_function(network, batch)
+    if outputs is not None:
+        for key, value in outputs.items():
+            if key != "_":  # the name of an output that nobody wants
+                batch.set(key, value)
+        return batch
+    own = plain_attributes(network, TensorDictSequential, _SELECTING_NOTHING)
+    if own is None:
+        out: TensorDictBase = network(batch)
+        return out
+    for part in _parts(own):
+        batch = call_network(part, batch)
+    return batch
+
+
+def call_policy(policy: Any, batch: TensorDictBase) -> Any:
+    """Return ``policy(batch)``, without tensordict's overhead; intermediate entries may stay in ``batch``."""
+    own = plain_attributes(policy, TensorDictSequential, _PLAIN_SEQUENCE)
+    if own is not None:
+        for part in _parts(own):
+            batch = call_network(part, batch)
+        return batch
+    if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR) is not None:
+        ready = prepare_sampling(policy, batch)
+        if ready is not None:
+            sampler, batch, _ = ready
+            return sampler(batch)
+    return call_network(policy, batch)
+
+
+def prepare_sampling(
+    actor: TensorDictModuleBase, batch: TensorDictBase, readers: Iterable[TensorDictModuleBase] | None = None
+) -> tuple[ProbabilisticTensorDictModule, TensorDictBase, dict[NestedKey, Any]] | None:
+    """Run an actor up to its last, sampling part.
+
+    Args:
+        actor: any; one that is no plain sequence, or samples in other parts, too, is left alone.
+        batch: what it reads.
+        readers: the networks that read the batch afterwards; then it stays as it is, and its copy, into which the
+            actor's parts write, is only made where one of them may read that. Default: None, anybody; then the parts
+            write into the batch itself.
+
+    Returns:
+        the last part; the batch, or its copy; and all that the last part reads, by key, where that was not written
+        there, else nothing. None, and nothing has run, if the actor is another one.
+    """
+    own = plain_attributes(actor, ProbabilisticTensorDictSequential, _PLAIN_ACTOR)
+    if own is None:
+        return None
+    *parts, last = _parts(own)
+    sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+    if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
+        return None
+    # parts may ask how the actor samples: as the block around the call says, or else as the last part does
+    with set_interaction_type(interaction_type() or last.default_interaction_type):
+        if readers is not None:
+            made: list[Any] = parts[0].out_keys if len(parts) == 1 else []
+            roots = {key if isinstance(key, str) else key[0] for key in made}
+            alone = all(key in made for key in last.in_keys)
+            for reader in readers:  # one that is more than a function may read anything
+                read: Any = reader.in_keys
+                alone = alone and plain_attributes(reader, TensorDictModule, _PLAIN_MODULE) is not None
+                alone = alone and not any((key if isinstance(key, str) else key[0]) in roots for key in read)
+            if made and alone:
+                outputs = _call_function(parts[0], batch)
+                if outputs is not None:
+                    return last, batch, outputs
+            batch = batch.copy()
+        for part in parts:
+            batch = call_network(part, batch)
+    return last, batch, {}
+
+
+def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
+    out_keys: list[Any] = network.out_keys
+    if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
+        return None  # what the batch holds there is another's
+    outputs = _call_function(network, batch) if len(out_keys) == 1 else None
+    if outputs is not None:
+        value = outputs[out_keys[0]]
+        if isinstance(value, Tensor):
+            return value  # a plain function writes nothing into the batch, so no copy is needed
+    found: Tensor | None = call_network(network, batch.copy()).get(key, None)
+    return found
+
+
+def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict[NestedKey, Any] | None:
+    """What the network's function returns, by key; None, and nothing has run, if it is more than a function."""
+    own = plain_attributes(network, TensorDictModule, _PLAIN_MODULE)
+    if own is None:
+        return None
+    inputs = []
+    for key in cast(list[Any], network.in_keys):
+        is_root = type(batch) is TensorDict and type(key) is str
+        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
+        if not isinstance(column, Tensor):
+            return None
+        inputs.append(column)
+    # network.module takes longer than all else here
+    function = own["module"] if "module" in own else own["_modules"]["module"]
+    try:
+        out = function(*inputs)
+    except Exception as error:
+        error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
+        raise
+    keys: list[Any] = network.out_keys
+    if isinstance(out, Tensor) and len(keys) == 1:
+        return {keys[0]: out}
+    if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
+        out = tuple(out[key] for key in keys)
+    elif not isinstance(out, tuple):
+        out = () if out is None else (out,)
+    if len(out) != len(keys):
+        raise ValueError(f"a network with out_keys {keys} returned {len(out)} tensors: give each a key")
+    pairs = zip(keys, out, strict=True)
+    return {key: value if isinstance(value, Tensor) else TensorDict.from_any(value) for key, value in pairs}
+
+
+def _parts(own: Mapping[str, Any]) -> list[TensorDictModuleBase]:
+    """The parts of a sequence with these attributes, which stand in a ModuleList or a ModuleDict."""
+    parts = own["_modules"]["module"]
+    return list(parts.values() if isinstance(parts, nn.ModuleDict) else parts)

@@ -1,10 +1,9 @@
 """Recurrent modules over flat marked batches: single steps in rollouts, unpadded runs in training."""
 
 from flatroll.modules.burn_in import BurnIn
-from flatroll.modules.cells import GRUCell, LSTMCell
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
-from flatroll.modules.networks import GRU, LSTM
+from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 

@@ -15,7 +15,7 @@ def is_whole(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def ordered(numbers: Tensor) -> Tensor:
+def to_ordered(numbers: Tensor) -> Tensor:
     """The numbers in a dtype that torch can clamp and compare, in the same order."""
     if numbers.dtype not in _NOT_ORDERED:
         return numbers
@@ -24,8 +24,8 @@ def ordered(numbers: Tensor) -> Tensor:
     return numbers.long()
 
 
-def unordered(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `ordered`."""
+def from_ordered(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_ordered`."""
     if dtype is torch.uint64:
         return (numbers ^ torch.iinfo(torch.int64).min).view(torch.uint64)
     return numbers.to(dtype)

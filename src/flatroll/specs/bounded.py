@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.checks import one_of
-from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, ordered, whole_range
-from flatroll.specs.shapes import Shape, grid, shortened
-from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, checked_dtype
+from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
+from flatroll.specs.shapes import Shape, grid, shorten
+from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class NumberSpec(TensorSpec):
             self.__class__ = self._by_domain[domain]
 
     def _dtype_or_default(self, dtype: DType) -> torch.dtype:
-        return self._default_dtype or torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
+        return self._default_dtype or torch.get_default_dtype() if dtype is None else as_dtype(dtype)
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        new = self._changed(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        new = self._copy_with(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
         new.__class__ = self._by_domain[new.domain]
         return new
 
@@ -107,9 +107,9 @@ class Bounded(NumberSpec, Ranged):
                 raise ValueError(
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
-            self._parameters[name] = shortened(full).clone()  # the caller may write to its own
+            self._parameters[name] = shorten(full).clone()  # the caller may write to its own
         least, most = self.low, self.high
-        wrong = ordered(least) > ordered(most)
+        wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
             raise ValueError(
@@ -134,8 +134,8 @@ class Bounded(NumberSpec, Ranged):
             below, above: bool, of the spec's shape: where there is no lower, no upper bound.
         """
         opened = {"open_below": below, "open_above": above}
-        opened = {name: shortened(flags.to(self.device)).clone() for name, flags in opened.items()}
-        return self._changed(_parameters={**self._parameters, **opened})
+        opened = {name: shorten(flags.to(self.device)).clone() for name, flags in opened.items()}
+        return self._copy_with(_parameters={**self._parameters, **opened})
 
     @property
     def open_ends(self) -> tuple[bool, bool]:

@@ -97,13 +97,13 @@ class Composite(TensorSpec):
             inner[tuple(rest)] = spec
             return
         self._check_unlocked()
-        self._specs[first] = self._fitting(first, {tuple(rest): spec} if rest else spec)
+        self._specs[first] = self._as_entry(first, {tuple(rest): spec} if rest else spec)
 
     def _check_unlocked(self) -> None:
         if self._locked:
             raise RuntimeError(f"this {type(self).__name__} is locked: call unlock_() to change it")
 
-    def _fitting(self, key: str, spec: SpecLike) -> "TensorSpec | None":
+    def _as_entry(self, key: str, spec: SpecLike) -> "TensorSpec | None":
         """The spec as an entry: with the batch's dims in front, on its device."""
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
@@ -251,7 +251,7 @@ class Composite(TensorSpec):
 
     def empty(self) -> Self:
         """A Composite of this shape without entries."""
-        return self._changed(_specs={}, _locked=False)
+        return self._copy_with(_specs={}, _locked=False)
 
     @property
     def locked(self) -> bool:
@@ -289,7 +289,7 @@ class Composite(TensorSpec):
 
     def _each(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
         specs = {name: None if spec is None else change(spec) for name, spec in self._specs.items()}
-        return self._changed(_specs=specs, _locked=False, **attributes)
+        return self._copy_with(_specs=specs, _locked=False, **attributes)
 
     @override
     def map_dims(self, operation: Operation, dims: int) -> Self:
@@ -324,9 +324,9 @@ class Composite(TensorSpec):
     # --- values -------------------------------------------------------------------------------------------------
 
     def _values(self, shape: Shape, make: Callable[[TensorSpec], Any]) -> Any:
-        return self._filled(shape, {name: make(spec) for name, spec in self.present().items()})
+        return self._fill(shape, {name: make(spec) for name, spec in self.present().items()})
 
-    def _filled(self, shape: Shape, values: dict[str, Any]) -> Any:
+    def _fill(self, shape: Shape, values: dict[str, Any]) -> Any:
         size = self._full_shape(shape)
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
@@ -371,7 +371,7 @@ class Composite(TensorSpec):
             text = spec.problem(entry)
             if text is not None:
                 nested = isinstance(spec, Composite) and text.startswith(("'", "("))
-                return _prefixed(name, text) if nested else f"{name!r}: {text}"
+                return _prefix(name, text) if nested else f"{name!r}: {text}"
         return None
 
     @override
@@ -411,7 +411,7 @@ class Composite(TensorSpec):
                 raise OutsideSpec(f"{name!r}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
-        return self._filled((), encoded)
+        return self._fill((), encoded)
 
     @override
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
@@ -466,7 +466,7 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping) or (is_tensor_collection(value) and hasattr(value, "items"))
 
 
-def _prefixed(name: str, text: str) -> str:
+def _prefix(name: str, text: str) -> str:
     """Put a name in front of the key that a problem's text begins with."""
     key, _, rest = text.partition(": ")
     inner = key.strip("()").replace("'", "").split(", ")

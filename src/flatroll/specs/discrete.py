@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from flatroll.layout.checks import whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
-from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shortened
+from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
 
 
@@ -53,7 +53,7 @@ class Numbered(Ranged):
             raise ValueError(f"the mask must be bool, got {given.dtype}")
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
         try:
-            short = shortened(given.expand(sizes), 1).clone()  # the caller may write to its own
+            short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own
         except RuntimeError as error:
             raise ValueError(f"the mask must broadcast to shape {sizes}, got {tuple(given.shape)}") from error
         for k, part in enumerate(short.split_with_sizes(counts, -1)):
@@ -73,7 +73,7 @@ class Numbered(Ranged):
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         self._check_dtype(dtype)
-        return self._changed(dtype=dtype)
+        return self._copy_with(dtype=dtype)
 
     @abstractmethod
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
@@ -238,8 +238,8 @@ class Encoded(TensorSpec):
         self.categories.update_mask(mask)
 
     @override
-    def _changed(self, **attributes: Any) -> Self:
-        return super()._changed(**{"categories": self.categories.clone(), **attributes})
+    def _copy_with(self, **attributes: Any) -> Self:
+        return super()._copy_with(**{"categories": self.categories.clone(), **attributes})
 
     @override
     def map_dims(self, operation: Operation, dims: int) -> Self:
@@ -249,7 +249,7 @@ class Encoded(TensorSpec):
 
     @override
     def _with_device(self, device: torch.device) -> Self:
-        return self._changed(device=device, categories=self.categories.to(device))
+        return self._copy_with(device=device, categories=self.categories.to(device))
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -473,8 +473,8 @@ class MultiCategorical(Numbered):
         try:
             first = torch.as_tensor(start, device=device).long().expand(full)
             self._parameters = {
-                "nvec": shortened(counts.expand(full), 1).clone(),
-                "start": shortened(first, 1).clone(),
+                "nvec": shorten(counts.expand(full), 1).clone(),
+                "start": shorten(first, 1).clone(),
             }
         except RuntimeError as error:
             raise ValueError(

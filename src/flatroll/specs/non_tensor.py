@@ -84,10 +84,10 @@ class NonTensor(TensorSpec):
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
         """Draw from the space, or repeat the example; one draw for each element of the batch that has its own."""
         if self._space is None:
-            return self._filled(shape, lambda: self.example_data)
+            return self._fill(shape, lambda: self.example_data)
         seed = torch.randint(2**31, (), generator=generator, device=generator.device if generator else None)
         self._space.seed(int(seed))
-        return self._filled(shape, self._space.sample)
+        return self._fill(shape, self._space.sample)
 
     @override
     def zero(self, shape: Shape = ()) -> Any:
@@ -96,14 +96,14 @@ class NonTensor(TensorSpec):
         if example is None and self._space is not None:
             self._space.seed(0)
             example = self._space.sample()
-        return self._filled(shape, lambda: example)
+        return self._fill(shape, lambda: example)
 
     @override
     def one(self, shape: Shape = ()) -> Any:
         """The same as `zero`."""
         return self.zero(shape)
 
-    def _filled(self, shape: Shape, make: Callable[[], Any]) -> Any:
+    def _fill(self, shape: Shape, make: Callable[[], Any]) -> Any:
         sizes = self._full_shape(shape)
         cut = len(sizes) - self.feature_dims
 
@@ -133,7 +133,7 @@ class NonTensor(TensorSpec):
             return value
         if self._space is not None and not self._space.contains(value):
             self.assert_is_in(value)
-        return self._filled((), lambda: value)
+        return self._fill((), lambda: value)
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:

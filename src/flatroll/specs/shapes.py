@@ -28,7 +28,7 @@ def as_shape(*shape: Shape) -> torch.Size:
     return torch.Size([operator.index(size) for size in sizes])
 
 
-def shortened(parameter: Tensor, kept: int = 0) -> Tensor:
+def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
     """A parameter without what repeats: size 1 along dims of stride 0, and no leading dims of size 1.
 
     The last ``kept`` dims stay. It broadcasts to what it was.

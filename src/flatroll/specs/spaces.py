@@ -14,7 +14,7 @@ from flatroll.specs.composite import Composite
 from flatroll.specs.discrete import Binary, Categorical, Encoded, MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.shapes import Shape, as_shape
-from flatroll.specs.tensor_spec import Device, TensorSpec, checked_dtype
+from flatroll.specs.tensor_spec import Device, TensorSpec, as_dtype
 
 
 def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
@@ -41,40 +41,38 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     Categorical(shape=(), n=2, dtype=torch.int64)
     """
     batch = as_shape(batch_size)
-    spec = _unbatched(space, device)
+    spec = _spec_of(space, device)
     return spec.expand(*batch, *spec.shape) if batch else spec
 
 
-def _unbatched(space: Any, device: Device) -> TensorSpec:
+def _spec_of(space: Any, device: Device) -> TensorSpec:
     if isinstance(space, spaces.Dict):
         if not all(isinstance(key, str) for key in space.spaces):
             raise TypeError(f"the keys of a Dict space must be strings, got {list(space.spaces)}")
-        return Composite(
-            {key: _unbatched(child, device) for key, child in space.spaces.items()}, device=device
-        )
+        return Composite({key: _spec_of(child, device) for key, child in space.spaces.items()}, device=device)
     if isinstance(space, spaces.Tuple):
-        children = {str(i): _unbatched(child, device) for i, child in enumerate(space.spaces)}
+        children = {str(i): _spec_of(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)
         spec.of_tuple = True
         return spec
     if isinstance(space, spaces.Box):
-        dtype, shape = checked_dtype(space.dtype), space.shape
+        dtype, shape = as_dtype(space.dtype), space.shape
         below, above = space.bounded_below, space.bounded_above
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
-        low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
+        low, high = (_as_bound(bound, dtype, device) for bound in (space.low, space.high))
         box = Bounded(low, high, shape, device, dtype)
         if is_whole(dtype) and not (below.all() and above.all()):
             return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
         return box
     if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), (), device, checked_dtype(space.dtype), start=int(space.start))
+        return Categorical(int(space.n), (), device, as_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
         counts, start = (torch.as_tensor(part.astype(np.int64)) for part in (space.nvec, space.start))
         start = torch.tensor(0) if not bool(start.any()) else start
-        return MultiCategorical(counts, space.shape, device, checked_dtype(space.dtype), start=start)
+        return MultiCategorical(counts, space.shape, device, as_dtype(space.dtype), start=start)
     if isinstance(space, spaces.MultiBinary):
-        flags = Binary(None, space.shape, device, checked_dtype(space.dtype))
+        flags = Binary(None, space.shape, device, as_dtype(space.dtype))
         flags.by_shape = not isinstance(space.n, int | np.integer)
         return flags
     if not isinstance(space, spaces.Space):
@@ -126,7 +124,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 
-def _repeated(bound: Any, dtype: torch.dtype, device: Device) -> Any:
+def _as_bound(bound: Any, dtype: torch.dtype, device: Device) -> Any:
     """A bound as a tensor; one number where all are the same, to be repeated without memory."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)

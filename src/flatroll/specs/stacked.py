@@ -54,7 +54,7 @@ class Parallel(TensorSpec):
         return self.dim
 
     @abstractmethod
-    def _joined(self, parts: list[Any], dim: int) -> Any:
+    def _join(self, parts: list[Any], dim: int) -> Any:
         """The specs' values as one, along a dim."""
 
     def _split_value(self, value: Any) -> list[Any]:
@@ -118,22 +118,22 @@ class Parallel(TensorSpec):
     def clone(self) -> Self:
         return self._each_spec(lambda spec: spec.clone())
 
-    def _drawn(self, shape: Shape, draw: Callable[[Any], Any]) -> Any:
+    def _draw_all(self, shape: Shape, draw: Callable[[Any], Any]) -> Any:
         added = 0 if shape is None else len(as_shape(shape))
-        return self._joined([draw(spec) for spec in self.specs], self.dim + added)
+        return self._join([draw(spec) for spec in self.specs], self.dim + added)
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
         """Draw values of all specs, joined: ``[*shape, *self.shape]``."""
-        return self._drawn(shape, lambda spec: spec.rand(shape, generator=generator))
+        return self._draw_all(shape, lambda spec: spec.rand(shape, generator=generator))
 
     @override
     def zero(self, shape: Shape = ()) -> Any:
-        return self._drawn(shape, lambda spec: spec.zero(shape))
+        return self._draw_all(shape, lambda spec: spec.zero(shape))
 
     @override
     def one(self, shape: Shape = ()) -> Any:
-        return self._drawn(shape, lambda spec: spec.one(shape))
+        return self._draw_all(shape, lambda spec: spec.one(shape))
 
     @override
     def is_in(self, value: object) -> bool:
@@ -160,7 +160,7 @@ class Parallel(TensorSpec):
             return value
         added = 0 if isinstance(value, Tensor) and value.is_nested else value.ndim - self.ndim
         parts = zip(self.specs, self._split_value(value), strict=True)
-        return self._joined([spec.project(part) for spec, part in parts], self.dim + added)
+        return self._join([spec.project(part) for spec, part in parts], self.dim + added)
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
@@ -170,7 +170,7 @@ class Parallel(TensorSpec):
         if len(parts) != len(self.specs):
             raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
         encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
-        return self._joined(encoded, self.dim)
+        return self._join(encoded, self.dim)
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
@@ -198,7 +198,7 @@ class Parallel(TensorSpec):
             raise ValueError(
                 "the specs have different numbers of values: list them one by one, from spec.unbind()"
             )
-        return self._joined(listed, self.dim + 1)
+        return self._join(listed, self.dim + 1)
 
     @override
     def _settings(self) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ class Stacked(Parallel):
         return [spec.space for spec in self.specs]
 
     @override
-    def _joined(self, parts: list[Any], dim: int) -> Any:
+    def _join(self, parts: list[Any], dim: int) -> Any:
         if all(part.shape == parts[0].shape for part in parts):
             return torch.stack(parts, dim)
         sizes = [tuple(part.shape) for part in parts]
@@ -336,7 +336,7 @@ class StackedComposite(Parallel, Composite):
         return {key: spec for key in self if (spec := self[key]) is not None}
 
     @override
-    def _joined(self, parts: list[Any], dim: int) -> Any:
+    def _join(self, parts: list[Any], dim: int) -> Any:
         return lazy_stack(parts, dim)
 
     @override

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey
-from flatroll.specs.arithmetic import as_double, is_whole, ordered, unordered
+from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
     ANY_LENGTH,
     Gather,
@@ -21,7 +21,7 @@ from flatroll.specs.shapes import (
     as_shape,
     dims_used,
     frame_of,
-    shortened,
+    shorten,
     with_any,
 )
 
@@ -48,7 +48,7 @@ def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     return register
 
 
-def checked_dtype(dtype: DType) -> torch.dtype:
+def as_dtype(dtype: DType) -> torch.dtype:
     """A torch dtype, or the one of this name or of a NumPy dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -84,7 +84,7 @@ class TensorSpec(ABC):
     value_dims: int = 0  # how many of the last dims belong to one value
     _default_device: torch.device | None = torch.device("cpu")
     _frame: Tensor  # one number in memory with the batch dims: operations on it give the new shape
-    _parameters: dict[str, Tensor]  # each broadcasts to [*batch dims, ...]; see `shortened`
+    _parameters: dict[str, Tensor]  # each broadcasts to [*batch dims, ...]; see `shorten`
     _kept: int = 0  # how many of a parameter's last dims belong to one value
     _cache: dict[str, Any]  # computed from the parameters when first needed
 
@@ -99,7 +99,7 @@ class TensorSpec(ABC):
         self.shape = as_shape(shape)
         self._space = space
         self.device = self._default_device if device is None else torch.device(device)
-        self.dtype = None if dtype is None else checked_dtype(dtype)
+        self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
         self._parameters = {}
@@ -126,7 +126,7 @@ class TensorSpec(ABC):
         """Number of dims in front of those of one value."""
         return self._frame.ndim
 
-    def _changed(self, **attributes: Any) -> Self:
+    def _copy_with(self, **attributes: Any) -> Self:
         new = object.__new__(type(self))
         state = new.__dict__
         state.update(self.__dict__)
@@ -158,9 +158,9 @@ class TensorSpec(ABC):
             own = parameter.ndim - self._kept
             if own > behind:  # else it is the same for all of these dims, so also afterwards
                 full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
-                parameter = shortened(operation(full), self._kept)
+                parameter = shorten(operation(full), self._kept)
             parameters[name] = parameter
-        return self._changed(_frame=frame, shape=shape, _parameters=parameters)
+        return self._copy_with(_frame=frame, shape=shape, _parameters=parameters)
 
     def _full(self, name: str) -> Tensor:
         """A parameter with all dims of the spec; those of any length have size 1."""
@@ -249,13 +249,13 @@ class TensorSpec(ABC):
 
     def __getitem__(self, index: Any) -> Any:
         """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
-        full = self._resolved(index)
+        full = self._full_index(index)
         dims = sum(map(dims_used, full))
         if any(isinstance(item, Tensor) for item in full):
             return self.map_dims(Gather(full), dims)
         return self.map_dims(lambda tensor: tensor[full], dims)
 
-    def _resolved(self, index: Any) -> tuple[Any, ...]:
+    def _full_index(self, index: Any) -> tuple[Any, ...]:
         """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
         items = list(index) if isinstance(index, tuple) else [index]
         items = [
@@ -296,11 +296,11 @@ class TensorSpec(ABC):
         return self if device == self.device else self._with_device(device)
 
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return self._changed(dtype=dtype)
+        return self._copy_with(dtype=dtype)
 
     def _with_device(self, device: torch.device) -> Self:
         moved = {name: parameter.to(device) for name, parameter in self._parameters.items()}
-        return self._changed(device=device, _parameters=moved)
+        return self._copy_with(device=device, _parameters=moved)
 
     def cpu(self) -> Self:
         """The spec on the CPU."""
@@ -312,7 +312,7 @@ class TensorSpec(ABC):
 
     def clone(self) -> Self:
         """A copy whose mask can be changed by itself; the parameters are shared."""
-        return self._changed()
+        return self._copy_with()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
@@ -465,7 +465,7 @@ class TensorSpec(ABC):
         given = torch.as_tensor(value)
         if not ignore_device:
             given = given.to(self.device)
-        tensor = self._shaped(self._cast(given))
+        tensor = self._fit_shape(self._cast(given))
         self.assert_is_in(tensor)
         return tensor
 
@@ -482,7 +482,7 @@ class TensorSpec(ABC):
             raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
         return tensor
 
-    def _shaped(self, tensor: Tensor) -> Tensor:
+    def _fit_shape(self, tensor: Tensor) -> Tensor:
         if self._fits(tensor.shape) and tensor.ndim == self.ndim:
             return tensor
         if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
@@ -572,34 +572,34 @@ class Ranged(TensorSpec):
     def _limits(self) -> tuple[Tensor, Tensor]:
         """The least and the largest value: tensors of this dtype that broadcast to the shape."""
 
-    def _ordered_limits(self) -> tuple[Tensor, Tensor]:
+    def _get_limits(self) -> tuple[Tensor, Tensor]:
         limits: tuple[Tensor, Tensor] | None = self._cache.get("limits")
         if limits is None:
             low, high = self._limits()
-            limits = self._cache["limits"] = ordered(low), ordered(high)
+            limits = self._cache["limits"] = to_ordered(low), to_ordered(high)
         return limits
 
     @override
     def all_allowed(self, value: Tensor) -> bool:
-        low, high = self._ordered_limits()
-        numbers = ordered(value)
+        low, high = self._get_limits()
+        numbers = to_ordered(value)
         if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is equal to nothing
             return False
         return not (self._whole and numbers.is_floating_point()) or torch.equal(numbers.round(), numbers)
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        low, high = self._ordered_limits()
-        numbers = ordered(value)
+        low, high = self._get_limits()
+        numbers = to_ordered(value)
         inside = (numbers >= low) & (numbers <= high)
         return (
             inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
         )
 
-    def _clamped(self, value: Tensor) -> Tensor:
+    def _clamp(self, value: Tensor) -> Tensor:
         """The closest values inside to values of this dtype."""
         assert self.dtype is not None
-        return unordered(ordered(value).clamp(*self._ordered_limits()), self.dtype)
+        return from_ordered(to_ordered(value).clamp(*self._get_limits()), self.dtype)
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -613,7 +613,7 @@ class Ranged(TensorSpec):
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
             numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
             numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
-        return self._clamped(numbers.to(self.dtype))
+        return self._clamp(numbers.to(self.dtype))
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:

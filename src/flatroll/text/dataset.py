@@ -65,7 +65,7 @@ class TokenizedDatasetLoader:
         self.root_dir = Path.home() / ".cache/flatroll/text" if root_dir is None else Path(root_dir)
         self.from_disk, self.valid_size, self.num_workers = from_disk, valid_size, num_workers
         if tokenizer is None:
-            source = tokenizer_class or _needed("transformers").AutoTokenizer
+            source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -88,7 +88,7 @@ class TokenizedDatasetLoader:
 
     def _dataset(self) -> Any:
         """The texts: one split of the data set, shortened and changed as asked."""
-        datasets = _needed("datasets")
+        datasets = _import_extra("datasets")
         if self.from_disk:
             dataset = datasets.load_from_disk(str(self.dataset_name))
             if isinstance(dataset, dict):
@@ -250,7 +250,7 @@ def get_dataloader(
     return create_infinite_iterator(buffer) if infinite else buffer
 
 
-def _needed(name: str) -> Any:
+def _import_extra(name: str) -> Any:
     """Import a package of the extra; ImportError if it is missing."""
     try:
         return importlib.import_module(name)

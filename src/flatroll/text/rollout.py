@@ -16,7 +16,7 @@ from flatroll.text.sampling import (
     evaluating,
     generate_tokens,
     is_end,
-    left_padded,
+    pad_left,
     sample_tokens,
     token_log_probs,
 )
@@ -132,7 +132,7 @@ class RolloutFromModel:
             config = self.generation_config
         else:
             check_config(config, self.model, self.max_new_tokens, self.allow_off_policy)
-        prompts, mask = left_padded(batch.input_ids, lengths, self.pad_token_id)
+        prompts, mask = pad_left(batch.input_ids, lengths, self.pad_token_id)
         ends: dict[str, Any] = {"eos": self.eos_token_ids, "pad": self.pad_token_id}
         with evaluating(self.model, self.ref_model):
             log_probs: Tensor | None = None
@@ -325,7 +325,7 @@ def _whole_texts(
     return now, {key: column[:, 1:].clone() for key, column in texts.items()}
 
 
-def _configured(model: object, name: str) -> Any:
+def _config_value(model: object, name: str) -> Any:
     """What the model's generation configuration, or else its configuration, says."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         if getattr(config, name, None) is not None:
@@ -341,7 +341,7 @@ def _in_vocabulary(model: object, name: str, token: int) -> int:
 
 
 def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
-    eos = _configured(model, "eos_token_id") if eos is None else eos
+    eos = _config_value(model, "eos_token_id") if eos is None else eos
     if eos is None:
         raise ValueError(
             "eos_token_id is neither given nor in the model's configuration: pass tokenizer.eos_token_id, or [] if no "
@@ -353,5 +353,5 @@ def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
 
 
 def _pad_of(model: object, pad: int | None) -> int:
-    pad = _configured(model, "pad_token_id") if pad is None else pad
+    pad = _config_value(model, "pad_token_id") if pad is None else pad
     return _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)

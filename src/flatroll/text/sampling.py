@@ -25,7 +25,7 @@ _PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 _REFUSED = ("max_time", "stop_strings", "num_return_sequences", "num_beams")
 
 
-def left_padded(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
     """Move the first ``lengths`` tokens of each row to its right end.
 
     Args:
@@ -36,7 +36,7 @@ def left_padded(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, T
     Returns:
         tokens and mask, int64 ``[B, longest]``.
 
-    >>> left_padded(torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([2, 1]), pad=0)
+    >>> pad_left(torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([2, 1]), pad=0)
     (tensor([[5, 6],
             [0, 8]]), tensor([[1, 1],
             [0, 1]]))
@@ -157,7 +157,7 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
     refused = {name: value for name, value in unlike.items() if name in _REFUSED}
     if refused:
         raise ValueError(
-            f"generation_config has {_listed(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
+            f"generation_config has {_as_text(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
             "max_new_tokens; repeat prompts to get several"
         )
     if config.max_new_tokens not in (None, max_new_tokens):
@@ -167,7 +167,7 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
         )
     if unlike and not allow_off_policy:
         raise ValueError(
-            f"generation_config has {_listed(unlike)}: tokens would come from another distribution than the model's, "
+            f"generation_config has {_as_text(unlike)}: tokens would come from another distribution than the model's, "
             "whose log-probabilities a rollout has. Leave it out (top_k=0, top_p=1.0), or pass allow_off_policy=True"
         )
 
@@ -205,5 +205,5 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _listed(entries: dict[str, Any]) -> str:
+def _as_text(entries: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in entries.items())

@@ -6,19 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, map_tree
 
-try:
-    require_version("rl-games", "1.6", "1.7")
+with trainer_imports("rl-games", "1.6", "1.7", "rl-games", ", in an environment of its own"):
     # Its pins clash with ours, so the linters do without it.
     from rl_games.common import env_configurations, vecenv  # pyright: ignore[reportMissingImports]
     from rl_games.common.ivecenv import IVecEnv  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.rl_games needs rl_games ({error}): pip install 'flatroll[rl-games]', in an environment "
-        "of its own"
-    ) from error
 
 _KIND = "flatroll"  # the type of vector env that `register` makes known
 
@@ -91,16 +85,16 @@ class FlatVecEnv(IVecEnv):
         observations, rewards, terminated, truncated, info = self.env.step(actions)
         infos = {
             "time_outs": truncated & ~terminated,
-            "final_obs": _single(info.get("final_obs", observations)),
+            "final_obs": _as_float32(info.get("final_obs", observations)),
         }
         dones: Any = terminated | truncated
-        return _single(observations), rewards, dones.to(torch.uint8), infos
+        return _as_float32(observations), rewards, dones.to(torch.uint8), infos
 
     def reset(self) -> Any:
         """Reset all envs; with the seed, the first time and after `seed`."""
         observations, _ = self.env.reset(seed=self._seed)
         self._seed = None
-        return _single(observations)
+        return _as_float32(observations)
 
     def seed(self, seed: int | None) -> None:
         """Use a seed at the next reset."""
@@ -177,6 +171,6 @@ class FinalObservations:
         return observations, rewards, dones, infos
 
 
-def _single(observations: Any) -> Any:
+def _as_float32(observations: Any) -> Any:
     """Observations as rl_games takes them: float64 as float32."""
     return map_tree(lambda leaf: leaf.float() if leaf.dtype is torch.float64 else leaf, observations)

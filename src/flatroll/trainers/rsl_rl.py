@@ -7,16 +7,11 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import StepCounter, as_vector_env
 
-try:
-    require_version("rsl-rl-lib", "5.5", "6")
+with trainer_imports("rsl-rl-lib", "5.5", "6", "rsl-rl"):
     from rsl_rl.env import VecEnv  # pyright: ignore[reportMissingImports]  # an extra
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl-rl]'"
-    ) from error
 
 
 class FlatVecEnv(VecEnv):

@@ -10,18 +10,13 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from typing_extensions import override
 
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, find_stream, map_tree
 
-try:
-    require_version("stable-baselines3", "2.7", "3")
+with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
     from stable_baselines3.common.env_util import is_wrapped
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecEnv
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.sb3 needs Stable-Baselines3 ({error}): pip install 'flatroll[sb3]'"
-    ) from error
 
 from flatroll.trainers.sb3_buffer import FlatReplayBuffer as FlatReplayBuffer  # both under one name
 

@@ -30,18 +30,13 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 
-try:
-    require_version("stable-baselines3", "2.7", "3")
+with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
     from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
     from stable_baselines3.common.preprocessing import get_obs_shape
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.common.vec_env import VecNormalize
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.sb3_buffer needs Stable-Baselines3 ({error}): pip install 'flatroll[sb3]'"
-    ) from error
 
 Array: TypeAlias = np.ndarray[Any, Any]
 DISCOUNTS = "discounts"  # entry of n-step rows
@@ -351,15 +346,15 @@ class FlatReplayBuffer(ReplayBuffer):
             rewards = torch.from_numpy(env.normalize_reward(rewards.numpy(force=True)))
         make: Any = DictReplayBufferSamples if self._names else ReplayBufferSamples
         return make(
-            self._observed([columns[key] for key in self._observations], env),
+            self._normalize([columns[key] for key in self._observations], env),
             columns[ACTION].to(self.device),
-            self._observed([columns[key] for key in self._later.values()], env),
+            self._normalize([columns[key] for key in self._later.values()], env),
             columns[TERMINATED].to(self.device, torch.float32),
             rewards.to(self.device),
             discounts if discounts is None else discounts.to(self.device),
         )
 
-    def _observed(self, values: list[Tensor], env: VecNormalize | None) -> Any:
+    def _normalize(self, values: list[Tensor], env: VecNormalize | None) -> Any:
         """Observations, a dict of them for a Dict space, as ``env`` normalizes them."""
         named: Any = dict(zip(self._names or [""], values, strict=True))
         if env is not None:

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from flatroll.modules import LSTMModule
 from flatroll.modules.networks import with_weights_of
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 
-try:
-    require_version("sb3-contrib", "2.7", "3")
+with trainer_imports("sb3-contrib", "2.7", "3", "sb3"):
     from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
     from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
     from sb3_contrib.common.recurrent.type_aliases import (
@@ -19,10 +18,6 @@ try:
         RecurrentRolloutBufferSamples,
         RNNStates,
     )
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.sb3_recurrent needs sb3-contrib ({error}): pip install 'flatroll[sb3]'"
-    ) from error
 
 Model = TypeVar("Model")
 

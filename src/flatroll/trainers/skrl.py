@@ -5,15 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, find_stream
 
-try:
-    require_version("skrl", "2.1", "3")
+with trainer_imports("skrl", "2.1", "3", "skrl"):
     from skrl.envs.wrappers.torch import wrap_env as wrap_adapted
     from skrl.utils.spaces.torch import flatten_tensorized_space, tensorize_space
-except ImportError as error:
-    raise ImportError(f"flatroll.trainers.skrl needs skrl ({error}): pip install 'flatroll[skrl]'") from error
 
 
 def wrap_env(env: Any, **options: Any) -> Any:

@@ -34,16 +34,10 @@ from flatroll.layout import (
 from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 
-try:
-    require_version("tianshou", "2", "3")
+with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of its own"):
     import tianshou.data as peer  # pyright: ignore[reportMissingImports]  # its pins clash with ours
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.tianshou needs tianshou ({error}): pip install 'flatroll[tianshou]', in an environment "
-        "of its own"
-    ) from error
 
 Cuts = Literal["mark", "refuse"]
 _SEPARATOR = "\0"  # in no entry's name

@@ -9,16 +9,11 @@ import torch
 from gymnasium import spaces
 
 from flatroll.layout import ACTION, OBSERVATION
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env
 
-try:
-    require_version("torchrl", "0.13", "0.15")
+with trainer_imports("torchrl", "0.13", "0.15", "torchrl"):
     from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, Unbounded
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.torchrl needs torchrl ({error}): pip install 'flatroll[torchrl]'"
-    ) from error
 
 
 def specs(env: Any) -> Any:

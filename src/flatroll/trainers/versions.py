@@ -1,7 +1,32 @@
-"""Which versions of a trainer an adapter works with."""
+"""Imports of trainers: which versions an adapter works with, and the extra that installs one."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+
+
+@contextmanager
+def trainer_imports(
+    distribution: str, at_least: str, below: str, extra: str, hint: str = ""
+) -> Iterator[None]:
+    """Return a context in which to import a trainer; where it is missing or not supported, the error names the extra.
+
+    Args:
+        distribution, at_least, below: see `require_version`.
+        extra: of flatroll, which installs it.
+        hint: what else to say.
+
+    Raises:
+        ImportError: see above.
+    """
+    try:
+        require_version(distribution, at_least, below)
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{distribution} is needed ({error}): pip install 'flatroll[{extra}]'{hint}"
+        ) from error
 
 
 def require_version(distribution: str, at_least: str, below: str) -> None:

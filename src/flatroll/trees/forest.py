@@ -163,7 +163,7 @@ class MCTSForest:
 
         A state that is not known, such as -1, has none.
         """
-        leaving = self._made_graph().leaving(state) if 0 <= state < self.num_states else []
+        leaving = self._get_graph().leaving(state) if 0 <= state < self.num_states else []
         return torch.tensor(leaving, dtype=torch.int64)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class MCTSForest:
             RuntimeError: there would be more than ``max_size`` transitions.
         """
         keys = self.observation_keys or observation_keys(rollout)
-        columns = self._checked(rollout, keys, final)
+        columns = self._check_batch(rollout, keys, final)
         counts = [(numbers, len(numbers)) for numbers in (self._states, self._pairs, self._edges)]
         done = False
         try:
@@ -211,7 +211,7 @@ class MCTSForest:
         """Add one transition, a tensordict ``[]``; see :meth:`extend`."""
         return self.extend(step.unsqueeze(0), return_node=return_node)
 
-    def _checked(
+    def _check_batch(
         self, rollout: TensorDictBase, keys: list[NestedKey], final: TensorDictBase | None
     ) -> dict[NestedKey, Tensor]:
         """The columns ``[N, *F]`` of a batch, with next observations and without padding."""
@@ -382,7 +382,7 @@ class MCTSForest:
         if state < 0:
             seen = {key: require(root, key).tolist() for key in self.observation_keys}
             raise KeyError(f"no transition of the forest begins or ends at the observation {seen}")
-        return grow_tree(self._made_graph(), state, max_depth, compact)
+        return grow_tree(self._get_graph(), state, max_depth, compact)
 
     def to_string(self, td_root: TensorDictBase, node_format_fn: Callable[[Tree], Any] | None = None) -> str:
         """The tree of an observation as text; see `Tree.to_string`."""
@@ -393,7 +393,7 @@ class MCTSForest:
         """The paths of a tree; see `Tree.valid_paths`."""
         yield from tree.valid_paths()
 
-    def _made_graph(self) -> Graph:
+    def _get_graph(self) -> Graph:
         if self._graph is None:
             source, target, _, count, reward = self.edges
             order = source.argsort(stable=True)
@@ -417,7 +417,7 @@ class MCTSForest:
     @property
     def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
-        return self._made_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
+        return self._get_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
 
     def _hash_edges(self) -> Tensor:
         assert self._states.index is not None and self._pairs.index is not None
@@ -467,10 +467,10 @@ class NodeMap:
                 f"{int((states < 0).sum())} of {states.numel()} observations are no states of the forest: "
                 "ask contains()"
             )
-        found = [self._leaving(int(state)) for state in states.reshape(-1)]
+        found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
         return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))
 
-    def _leaving(self, state: int) -> TensorDict:
+    def _transitions_of(self, state: int) -> TensorDict:
         index = self._forest.children(state)
         return nest(
             {

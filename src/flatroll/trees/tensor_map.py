@@ -91,7 +91,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.query_module, self.index_key = query_module, query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
-        self.collate_fn, self.write_fn = _stacked if collate_fn is None else collate_fn, write_fn
+        self.collate_fn, self.write_fn = _stack_list if collate_fn is None else collate_fn, write_fn
         self._count, self._stored_keys = 0, list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
         limits = [
@@ -318,7 +318,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             self._store(torch.arange(self._count), state["values"])
 
 
-def _stacked(values: Any) -> Any:
+def _stack_list(values: Any) -> Any:
     if isinstance(values, list):
         return torch.stack(values) if values else TensorDict({}, [0])
     return values

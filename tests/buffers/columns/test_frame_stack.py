@@ -68,13 +68,13 @@ def episodes(lengths: list[int], pad: str = "repeat", **options: Any) -> tuple[T
 
 
 def everything(column: FrameColumn) -> Tensor:
-    return column.take(torch.arange(len(column._refs)))
+    return column.take(torch.arange(len(column.refs)))
 
 
 def check_books(column: FrameColumn, *sides: FrameColumn) -> None:
     """Counts, free list and stored numbers agree."""
-    named = Counter(int(f) for c in (column, *sides) for f in c._refs.reshape(-1) if f)
-    pool = column._frames
+    named = Counter(int(f) for c in (column, *sides) for f in c.refs.reshape(-1) if f)
+    pool = column.frames
     state, high = pool.state[0], int(pool.state[0]["high"])
     assert {f: int(pool.counts[f]) for f in range(high) if pool.counts[f] > 0} == dict(named)
     free, at = [], int(state["free"])
@@ -275,7 +275,7 @@ def test_neighbours_stay_neighbours_lap_after_lap() -> None:
     column = column_of(64)
     for first in range(0, 640, 16):
         column.write(first % 64, stacks[first : first + 16])
-    steps = np.diff(column._refs[:, -1])
+    steps = np.diff(column.refs[:, -1])
     assert (steps == 1).mean() > 0.9
 
 
@@ -344,7 +344,7 @@ def test_stacks_that_share_nothing_make_the_pool_grow(make: Any) -> None:
     assert torch.equal(everything(column), values)
     assert torch.equal(side.take(torch.tensor([1])), values[:1])
     assert column.frames_in_use == 3600 + 4
-    assert len(column._frames.counts) < 1.1 * 3605
+    assert len(column.frames.counts) < 1.1 * 3605
     stacks, _ = episodes([100])
     column.write(50, stacks, After(torch.tensor([0, 7]), torch.tensor([49, 56])))
     assert torch.equal(column.take(torch.arange(50, 150)), stacks)

@@ -224,7 +224,7 @@ def test_the_extra_is_named_where_zstandard_is_missing(monkeypatch: pytest.Monke
         ({"level": 0}, "level must be an integer from 1 to 22, got 0"),
         ({"level": 23}, "got 23"),
         ({"level": True}, "got True"),
-        ({"threads": 0}, "threads must be an integer of at least 1 or None, got 0"),
+        ({"threads": 0}, "threads must be an integer of at least 1, got 0"),
         ({"threads": 1.5}, "got 1.5"),
     ],
 )

@@ -37,7 +37,7 @@ def buffer_of(sampler: Any, rows: int = 10, capacity: int = 10, size: int = 1, s
 def leaves(buffer: ReplayBuffer) -> list[float]:
     """Weight of each slot."""
     sampler: Any = buffer.sampler
-    weights: list[float] = sampler._priorities.tree.leaves[: buffer.ring.capacity].tolist()
+    weights: list[float] = sampler.priorities.tree.leaves[: buffer.ring.capacity].tolist()
     return weights
 
 
@@ -237,13 +237,13 @@ class Twins:
 
     def weights_agree(self) -> None:
         sampler: Any = self.buffer.sampler
-        if sampler._changing or not sampler._priorities.in_step or (self.slices and sampler._least is None):
+        if sampler._changing or not sampler.priorities.in_step or (self.slices and sampler._least is None):
             return  # the next use starts over
         if not self.hooks:
             sampler._catch_up(self.buffer.ring)
         weights = self.drawable()
         capacity = self.model.capacity
-        priorities = sampler._priorities
+        priorities = sampler.priorities
         assert np.flatnonzero(priorities.drawable).tolist() == sorted(weights)
         assert leaves(self.buffer) == [weights.get(slot, 0.0) for slot in range(capacity)]
         assert priorities.values[:capacity].tolist() == [self.priority.get(s, 0.0) for s in range(capacity)]
@@ -603,7 +603,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
         ({"eps": -1e-8}, "eps must be"),
         ({"max_capacity": 0}, "max_capacity must be an integer of at least 1, got 0"),
         ({"max_capacity": 2.0}, "max_capacity must be"),
-        ({"reduction": "sum"}, "reduction must be one of max, min, median, mean, got 'sum'"),
+        ({"reduction": "sum"}, "reduction must be 'max', 'min', 'median' or 'mean', got 'sum'"),
         ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64, got torch.float16"),
     ],
 )
@@ -684,7 +684,7 @@ def test_interrupted_change_is_made_good(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for method in ("fill", "put", "weigh_all"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(sampler._priorities, method, interrupted)
+            patch.setattr(sampler.priorities, method, interrupted)
             sampler.alpha = 2.0 if method == "weigh_all" else sampler.alpha
             if method == "put":
                 buffer.update_priority(0, 1.0)
@@ -707,7 +707,7 @@ def test_rows_written_before_the_sampler_came(world: Any) -> None:
         draw = sampler.draw(index, 30, None, follow=False)
         assert draw.firsts is not None
         assert set(draw.slots[draw.firsts].tolist()) <= set(model.starts(3, strict=True))
-        assert np.flatnonzero(sampler._priorities.drawable).tolist() == sorted(model.starts(3, strict=True))
+        assert np.flatnonzero(sampler.priorities.drawable).tolist() == sorted(model.starts(3, strict=True))
 
 
 @pytest.mark.parametrize("rows", [0, 10])

@@ -257,3 +257,25 @@ def test_items_may_be_a_range() -> None:
     storage.set(range(10), range(10))
     assert storage[:] == list(range(10))
     assert ReplayBuffer(ListStorage(4)).extend(range(3)).tolist() == [0, 1, 2]
+
+
+def test_tensors_that_are_there_are_read_and_written_without_a_buffer() -> None:
+    numbers = torch.arange(5)
+    storage = TensorStorage(numbers)
+    assert len(storage) == 5 and storage[3] == 3 and [int(item) for item in storage] == [0, 1, 2, 3, 4]
+    storage[1] = torch.tensor(9)
+    storage[[3, 4]] = torch.tensor([7, 8])
+    assert numbers.tolist() == storage[:].tolist() == [0, 9, 2, 7, 8]
+    storage[:1].fill_(4)  # of a copy
+    assert storage[0] == 0
+    with pytest.raises(IndexError):
+        storage[5]
+    buffer = ReplayBuffer(storage)
+    buffer.extend(torch.tensor([6]))
+    assert storage[:].tolist() == numbers.tolist() == [6, 9, 2, 7, 8]
+    grid = TensorStorage(TensorDict({"x": torch.arange(6).view(3, 2)}, [3, 2]), ndim=2)
+    grid[1] = TensorDict({"x": torch.tensor([8, 9])}, [2])
+    assert len(grid) == 6 and grid[:]["x"].tolist() == [[0, 1], [8, 9], [4, 5]]
+    pair = TensorStorage((torch.arange(3), torch.zeros(3)))
+    pair[2] = (4, 2.0)
+    assert pair[2] == (4, 2.0) and pair[:][1].tolist() == [0.0, 0.0, 2.0]

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.buffers.storages.mapped_files import file_names
+from flatroll.buffers.storages.memmap import file_names
 
 Usage = namedtuple("Usage", "total used free")
 

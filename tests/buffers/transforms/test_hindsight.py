@@ -461,8 +461,8 @@ def test_on_a_batch_goals_come_from_each_run(strategy: str) -> None:
 def test_arguments() -> None:
     for options, text in [
         ({"goal_selection_strategy": "random"}, "'future', 'final' or 'episode', got 'random'"),
-        ({"n_sampled_goal": -1}, "0 or more, got -1"),
-        ({"n_sampled_goal": math.nan}, "0 or more, got nan"),
+        ({"n_sampled_goal": -1}, "n_sampled_goal must be at least 0, got -1"),
+        ({"n_sampled_goal": math.nan}, "n_sampled_goal must be at least 0, got nan"),
         ({"info_keys": ("action", "info")}, "info_keys="),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -124,7 +124,7 @@ def test_edges_of_resize() -> None:
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="w must be an integer of at least 1, got"):
             Resize(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"interpolation must be one of .* got 'cubic'"):
+    with pytest.raises(ValueError, match=r"interpolation must be .* got 'cubic'"):
         Resize(3, interpolation="cubic")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="Resize: batch has no entry 'pixels'"):
         Resize(3)(TensorDict({"frame": raw}))

@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequ
 from torch import Tensor, nn
 
 from flatroll.estimators import GAE
-from flatroll.estimators.values.options import Chunks
+from flatroll.estimators.values.evaluate import Chunks
 from flatroll.modules import GRUModule, recurrent_mode, set_recurrent_mode
 
 BatchOf = Callable[..., TensorDict]

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.ted.flat import Flat2TED, TED2Flat
-from flatroll.layout.ted.nested import H5Combine, H5Split, Nested2TED, TED2Nested
+from flatroll.layout.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
 DTYPES = [
     torch.bool,

@@ -18,17 +18,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.sources import Source, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted.compact import is_shift
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -228,17 +226,10 @@ def _table(
 ) -> Any:
     """The frames of one episode."""
     columns, arrays = to_numpy(rows), dict[str, Any]()
-    ends = torch.zeros(len(rows), dtype=torch.bool)
-    ends[-1] = True
     for field in fields:
         array = columns[field["key"]]
         if field["next"]:
-            root = columns[field["key"].removeprefix(f"{NEXT}.")]
-            if not is_shift(torch.from_numpy(root), torch.from_numpy(array), ends):
-                raise ValueError(
-                    f"{field['key']} is not the observation of the next row (n-step data?), which episodes cannot "
-                    'hold: use format="parquet" or "h5"'
-                )
+            check_follows(_root_of(field), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
             array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
@@ -371,11 +362,11 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if not str(version).startswith("v3"):
         raise ValueError(f"{root} is LeRobot {version}, not v3: convert it by LeRobot first")
-    features = _checked_features(info.get("features"), root / "meta/info.json")
+    features = _check_features(info.get("features"), root / "meta/info.json")
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
         raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
     ours = (root / RECORD).is_file()
-    fields = _checked_fields(_read_json(root / RECORD), root / RECORD) if ours else None
+    fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
     last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
@@ -386,7 +377,11 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     ]
     row_bytes = 8 + sum(map(_bytes_of, columns))
     for number, table in _frames(root, files, row_bytes, max_bytes):
-        yield _foreign(table, features, number) if fields is None else _recorded(table, fields, last, number)
+        yield (
+            _read_foreign(table, features, number)
+            if fields is None
+            else _restore_episode(table, fields, last, number)
+        )
 
 
 def _read_json(path: Path) -> Any:
@@ -400,7 +395,7 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def _checked_features(features: object, path: Path) -> dict[str, Any]:
+def _check_features(features: object, path: Path) -> dict[str, Any]:
     """What ``meta/info.json`` says of the columns, after a look at its form."""
     if not isinstance(features, dict):
         raise ValueError(f"{path} does not say which columns there are ('features')")
@@ -425,7 +420,7 @@ def _checked_features(features: object, path: Path) -> dict[str, Any]:
     return dict(features)
 
 
-def _checked_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
+def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     """What `write_lerobot` noted of the entries, after a look at its form: somebody else may have written it."""
     for field in fields if isinstance(fields, list) else [None]:
         if not (
@@ -495,7 +490,7 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         yield number, table
 
 
-def _decoded(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
+def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
     """One column as an array ``[T, *shape]``."""
     if about["dtype"] == "image":
         pillow = optional_package("PIL.Image", "minari", "import_lerobot of images")
@@ -534,7 +529,7 @@ def _column(table: Any, field: dict[str, Any]) -> Any:
     return table[field["column"]]
 
 
-def _recorded(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
+def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
     """An episode as `write_lerobot` got it."""
     columns: dict[str, Array] = {}
     finals = to_numpy(last[number : number + 1])
@@ -548,24 +543,24 @@ def _recorded(table: Any, fields: list[dict[str, Any]], last: Any, number: int) 
         shape = field["shape"]
         if field["image"] is not None:
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
-            array = _decoded(
+            array = _decode(
                 _column(table, field), {"dtype": "image", "shape": seen}, len(table), field["key"]
             )
             array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
         else:
-            array = _decoded(_column(table, field), field, len(table), field["key"])
+            array = _decode(_column(table, field), field, len(table), field["key"])
             array = array.astype(field["dtype"], copy=False)
         columns[field["key"]] = np.ascontiguousarray(array)
     return from_numpy(columns)
 
 
-def _foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
+def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
     """An episode of a folder by LeRobot."""
     length, columns = len(table), dict[str, Array]()
     for name, about in features.items():
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
-        array = _decoded(table[name], about, length, name)
+        array = _decode(table[name], about, length, name)
         dtype = "float32" if name == f"{NEXT}.reward" else about["dtype"]
         columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
         if name.startswith(f"{OBSERVATION}."):

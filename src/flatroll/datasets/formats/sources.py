@@ -15,6 +15,7 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
+from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -25,7 +26,7 @@ from flatroll.layout.keys import (
     observation_keys,
     optional_marker,
 )
-from flatroll.layout.ted.compact import rows_equal
+from flatroll.layout.ted import is_shift, rows_equal
 
 CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
@@ -126,13 +127,13 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     assert markers is not None  # else run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
-    for runs in _joined(source, markers, first, stops):
+    for runs in _join_runs(source, markers, first, stops):
         numbers = torch.cat([torch.arange(first[run], stops[run]) for run in runs])
         yield source.read(numbers)
         source.advance(len(numbers))
 
 
-def _joined(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
+def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
     """Numbers of the runs of each trajectory."""
     ids, done, is_init = (
         markers.get(TRAJ_IDS, None),
@@ -171,8 +172,19 @@ def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bo
     return bool(known) and all(rows_equal(root[1:], following[:1]) for root, following in known)
 
 
+def check_follows(name: str, values: Array, following: Array) -> None:
+    """Raise ValueError unless ``following`` ``[T]`` are the ``values`` ``[T]`` of the rows after, but for the last."""
+    ends = torch.zeros(len(values), dtype=torch.bool)
+    ends[-1] = True
+    if not is_shift(torch.from_numpy(values), torch.from_numpy(following), ends):
+        raise ValueError(
+            f"next.{name} is not {name} of the next row (n-step data?), which episodes cannot hold: use "
+            'format="parquet" or "h5"'
+        )
+
+
 @contextmanager
-def written_beside(path: str | Path) -> Iterator[Path]:
+def write_beside(path: str | Path) -> Iterator[Path]:
     """Yield a path for a new file or folder, which takes the name ``path`` when it is whole.
 
     On an error, what was written is removed, and ``path`` is as it was.

@@ -95,7 +95,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     if not parts:
         return None, []
     for i, part in enumerate(parts):
-        if names := differing(form_of(parts[0]), form_of(part)):
+        if names := find_differing(form_of(parts[0]), form_of(part)):
             raise ValueError(
                 f"trajectory {i} differs from the first one in the entries {names}: all must have the same, of the "
                 "same dtypes and shapes. Nothing was stored"
@@ -109,7 +109,7 @@ def form_of(rows: TensorDictBase) -> RowForm:
     return {key: (value.dtype, value.shape[1:]) for key, value in rows.items(True, True)}
 
 
-def differing(one: RowForm, other: RowForm) -> str:
+def find_differing(one: RowForm, other: RowForm) -> str:
     """Name the entries in which two forms of rows differ; empty if they are the same."""
     keys = one.keys() | other.keys()
     return ", ".join(sorted(str(key) for key in keys if one.get(key) != other.get(key)))
@@ -131,7 +131,7 @@ def trajectory_fields(rows: TensorDictBase, record: TrajectoryRecord) -> dict[st
     return fields
 
 
-def shifted(rows: TensorDictBase, numbers: int) -> TensorDictBase:
+def shift_numbers(rows: TensorDictBase, numbers: int) -> TensorDictBase:
     """Rows of trajectories whose numbers are larger by ``numbers``."""
     return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
 
@@ -217,7 +217,7 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
-    return _marked(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
+    return _add_marks(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
 
 
 def _facts(given: Mapping[str, Any]) -> tuple[int, str]:
@@ -243,10 +243,10 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
     done = batch.get((NEXT, "done"), None)
     marks = torch.zeros(len(run), dtype=torch.bool) if done is None else done.reshape(len(run))
     left = lengths[run] - 1 - place
-    return _marked(batch.copy(), (number + run) * _LANES, place, marks, left), records
+    return _add_marks(batch.copy(), (number + run) * _LANES, place, marks, left), records
 
 
-def _marked(
+def _add_marks(
     batch: TensorDictBase, lane: Tensor, place: Tensor, done: Tensor, left: Tensor | None = None
 ) -> TensorDict:
     left = len(place) - 1 - place if left is None else left

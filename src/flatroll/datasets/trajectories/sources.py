@@ -19,11 +19,11 @@ from flatroll.datasets.trajectories.rows import (
     TrajectoryRecord,
     check_marks,
     check_numbers,
-    differing,
+    find_differing,
     form_of,
     records_of,
     rows_of,
-    shifted,
+    shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
 from flatroll.layout.checks import whole_number
@@ -119,11 +119,11 @@ class OwnFolder:
         ):
             self.state, self.records = state, state.records
         else:
-            skipped, self.records = self._found()
+            skipped, self.records = self._find_records()
             self.first += skipped
         self.counter = max([self.counter, *(record.number + 1 for record in self.records)])
 
-    def _found(self) -> tuple[int, list[TrajectoryRecord]]:
+    def _find_records(self) -> tuple[int, list[TrajectoryRecord]]:
         """The trajectories by the marks of the rows, which are all that is read."""
         for key, dtype in _MARKS.items():
             column = self.folder.columns.get(column_name(key))
@@ -276,7 +276,7 @@ class SavedTrajectories:
         for rows, _ in self.read():
             found = form_of(rows)
             form = form or found
-            if names := differing(form, found):
+            if names := find_differing(form, found):
                 raise ValueError(
                     f"{self.path} has rows that differ from {others} in the entries {names}: all must have the "
                     "same, of the same dtypes and shapes. Nothing was loaded"
@@ -303,7 +303,7 @@ class SavedTrajectories:
                     for record in source.records[told : told + begun]
                 ]
                 check_numbers(records)  # they may have become too large
-                yield (shifted(rows, shift) if shift else rows), records
+                yield (shift_numbers(rows, shift) if shift else rows), records
                 told += begun
             before += len(source.records)
             free = max([free, source.counter + shift])

@@ -9,7 +9,7 @@ A state goes from one block of columns to the others through global memory. All 
 one another between writing it and reading it, and also between reading an entry and overwriting it, since two
 threads may hold the same one.
 
-Gates stand in ``[N, 4 H]`` as in :mod:`flatroll.modules.backends.recurrent_scan`, ``n r z u`` and ``o i f g``; the
+Gates stand in ``[N, 4 H]`` as in :mod:`flatroll.modules.backends.scan`, ``n r z u`` and ``o i f g``; the
 rows of ``weight`` are in the order of those that read the state, ``r z u`` and ``o i f g``. Row numbers are int64.
 ``REAL`` is what is computed in: float32, or float64 for float64; 16 bit types are rounded when they are stored.
 """

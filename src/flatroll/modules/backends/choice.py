@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
-from flatroll.modules.backends.recurrent_scan import scanned, scanned_by_row
+from flatroll.modules.backends.scan import scanned, scanned_by_row
 from flatroll.modules.backends.triton_scan import on_device
 
 #: Network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` that are read at first rows, bool ``[N]`` that marks

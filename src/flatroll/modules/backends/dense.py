@@ -2,7 +2,7 @@
 
 The stock call is fast forward; its backward pass goes over a graph of some fifteen nodes a step. But once the state
 after each row is known, no gate waits for the step before: all are made again by two matrix products, and
-:func:`flatroll.modules.backends.gru_scan.gru_scan_backward` does the rest. Nothing but the outputs is kept for it.
+:func:`flatroll.modules.backends.scan.gru_scan_backward` does the rest. Nothing but the outputs is kept for it.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatroll.modules.backends.gru_scan import gru_scan_backward
 from flatroll.modules.backends.packing import RunIndex, States
+from flatroll.modules.backends.scan import gru_scan_backward
 
 #: From so many runs on, the stock network's own backward pass is as fast as the one here.
 RUNS = 16
@@ -81,7 +81,7 @@ class _Layer(torch.autograd.Function):
 def _gates(
     rows: Tensor, before: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Tensor:
-    """The gates of :func:`flatroll.modules.backends.gru_scan.gru_scan`, of rows whose states before are known."""
+    """The gates of :func:`flatroll.modules.backends.scan.gru_scan`, of rows whose states before are known."""
     hidden = w_hh.shape[1]
     gates = rows.new_empty(len(rows), 4 * hidden)  # column blocks n r z u
     n, u = gates[:, :hidden], gates[:, 3 * hidden :]

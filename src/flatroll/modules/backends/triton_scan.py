@@ -2,7 +2,7 @@
 
 Rows are not moved and nothing is padded. Runs are listed with the longest first, so that those a program
 takes together are about as long and the longest begin at once; the list is made on the device, and the host waits for
-nothing. What a kernel leaves to torch is what the operators of :mod:`flatroll.modules.backends.recurrent_scan` do at
+nothing. What a kernel leaves to torch is what the operators of :mod:`flatroll.modules.backends.scan` do at
 once too: the product with the input, and the gradients of rows and weights.
 """
 
@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatroll.modules.backends.gru_scan import gru_gradient_shapes, gru_gradients, gru_shapes
-from flatroll.modules.backends.lstm_scan import lstm_gradient_shapes, lstm_gradients, lstm_shapes
 from flatroll.modules.backends.packing import States
-from flatroll.modules.backends.scan_steps import differentiable, run_layers
+from flatroll.modules.backends.scan import (
+    differentiable,
+    gru_gradient_shapes,
+    gru_gradients,
+    gru_shapes,
+    lstm_gradient_shapes,
+    lstm_gradients,
+    lstm_shapes,
+    run_layers,
+)
 
 #: Runs that a program takes at once: the fewest rows that a matrix product of Triton has.
 RUNS = 16

@@ -1,7 +1,7 @@
-"""`TED2Flat` and `Flat2TED`: rows with each observation twice to rows with each observation once, and back."""
+"""Conversions between flat batches and TorchRL's episode format (TED), and compact batches."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -21,7 +22,86 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
-from flatroll.layout.ted.compact import expand_compact, fill_compact, is_shift
+from flatroll.layout.trajectories import nested_values
+
+_ROWS_AT_ONCE = 8192  # compared in one step: bounds the memory that a comparison takes
+
+
+def root_places(ends: Tensor) -> Tensor:
+    """Return where the root entry of each row stands in a compact column; its next entry is one behind.
+
+    Args:
+        ends: bool ``[N]``, the last row of each run.
+
+    Returns:
+        int64 ``[N]``.
+
+    >>> root_places(torch.tensor([False, True, False, True]))
+    tensor([0, 1, 3, 4])
+    """
+    # Row i comes after i root entries and the last entries of the runs that ended before it.
+    return torch.arange(len(ends), device=ends.device) + ends.cumsum(0) - ends.long()
+
+
+def is_shift(root: Tensor, following: Tensor, ends: Tensor) -> bool:
+    """Whether each row's next entry equals, bit by bit, the root entry of the row behind it in its run.
+
+    Args:
+        root: ``[N, *F]``.
+        following: next entries, ``[N, *F]``.
+        ends: bool ``[N]``, the last row of each run, whose next entry no row holds.
+
+    >>> is_shift(torch.tensor([1, 2, 5]), torch.tensor([2, 3, 6]), torch.tensor([False, True, True]))
+    True
+    >>> is_shift(torch.tensor([1, 2, 5]), torch.tensor([3, 3, 6]), torch.tensor([False, True, True]))
+    False
+    """
+    if root.shape != following.shape or root.dtype != following.dtype:
+        return False
+    for first in range(0, len(root) - 1, _ROWS_AT_ONCE):
+        stop = min(first + _ROWS_AT_ONCE, len(root) - 1)
+        differs = _bits(root[first + 1 : stop + 1]) != _bits(following[first:stop])
+        if bool((differs.any(1) & ~ends[first:stop].to(differs.device)).any()):
+            return False
+    return True
+
+
+def rows_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two columns ``[N, *F]`` are the same, bit by bit.
+
+    >>> rows_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    """
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """Rows ``[n, *F]`` as their bytes, uint8 ``[n, bytes per row]``: NaN equals itself and -0.0 is not 0.0."""
+    if rows.numel() == 0:
+        return rows.new_zeros((len(rows), 0), dtype=torch.uint8)
+    return rows.resolve_conj().resolve_neg().contiguous().reshape(len(rows), -1).view(torch.uint8)
+
+
+def fill_compact(column: Tensor, root: Tensor, following: Tensor, ends: Tensor) -> None:
+    """Write root entries ``[N, *F]`` and the next entries of last rows into a compact column ``[N + R, *F]``."""
+    places = root_places(ends)
+    signed(column).index_copy_(0, places, signed(root))
+    signed(column).index_copy_(0, places[ends] + 1, signed(following)[ends])
+
+
+def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return root and next entries, both ``[N, *F]``, of a compact column ``[N + R, *F]``.
+
+    >>> root, following = expand_compact(torch.tensor([1, 2, 3, 5, 6]), torch.tensor([False, True, True]))
+    >>> root, following
+    (tensor([1, 2, 5]), tensor([2, 3, 6]))
+    """
+    places = root_places(ends)
+    # The last row of memory that was never written has no entry behind it; whoever reads it leaves it out.
+    behind = (places + 1).clamp(max=len(column) - 1)
+    whole = signed(column)
+    return whole[places].view(column.dtype), whole[behind].view(column.dtype)
+
 
 DONE_KEYS: tuple[NestedKey, ...] = ("done", "truncated", "terminated")
 REWARD_KEYS: tuple[NestedKey, ...] = ("reward",)
@@ -325,3 +405,140 @@ def _memory(out: TensorDictBase, shape: torch.Size) -> TensorDictBase:
     if out.batch_size[0] < shape[0] or out.batch_size[1:] != shape[1:]:
         raise ValueError(f"out must have batch size {list(shape)} or more rows, got {list(out.batch_size)}")
     return out if out.batch_size == shape else out[: shape[0]]
+
+
+_RUN = "traj_"
+
+
+class TED2Nested(TED2Flat):
+    """Convert rows to nested tensors with an entry for each run: `TED2Flat`, seen run by run.
+
+    The result has batch size ``[R]``. An entry whose next value is the root value of the row behind has one value more
+    than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
+    a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike.
+
+    Args:
+        done_key, shift_key, is_full_key, done_keys, reward_keys: as for `TED2Flat`.
+
+    >>> rows = {"observation": torch.arange(3), "next": {"observation": torch.tensor([1, 9, 3])}}
+    >>> rows["next"]["done"] = torch.tensor([False, True, False])
+    >>> nested = TED2Nested()(TensorDict(rows, [3]))
+    >>> [run.tolist() for run in nested["observation"].unbind()]
+    [[0, 1, 9], [2, 3]]
+    >>> Nested2TED()(nested)["next", "observation"]
+    tensor([1, 9, 3])
+    """
+
+    def __call__(self, data: TensorDictBase, path: str | Path | None = None) -> TensorDict:
+        """Convert rows ``[N]`` or ``[T, *B]``; arguments and errors as for `TED2Flat`."""
+        flat = super().__call__(data, path)
+        lengths = flat.get(LENGTHS)
+        rows = int(lengths.sum())
+        offsets = {extra: _offsets(lengths + extra) for extra in (0, 1)}
+        nested = TensorDict({}, [len(lengths)])
+        for key in flat.keys(True, True, is_leaf=is_entry):
+            column = flat.get(key) if key in flat.keys(True, True) else None
+            if not isinstance(column, Tensor):
+                nested.set_non_tensor(key, flat.get_non_tensor(key))
+            elif key == LENGTHS:
+                nested.set(key, column)
+            else:
+                nested.set(key, torch.nested.nested_tensor_from_jagged(column, offsets[len(column) > rows]))
+        return nested
+
+
+class Nested2TED(Flat2TED):
+    """Convert what `TED2Nested` returned back to rows, bit for bit.
+
+    Args:
+        done_key, shift_key, is_full_key, done_keys, reward_keys: as for `Flat2TED`.
+    """
+
+    def __call__(self, data: TensorDictBase, out: TensorDictBase | None = None) -> TensorDictBase:
+        """Return rows ``[N]`` or ``[T, *B]``; arguments and errors as for `Flat2TED`."""
+        flat = TensorDict({}, [])
+        for key, value in _entries(data):
+            if isinstance(value, Tensor):
+                flat.set(key, nested_values(value) if value.is_nested else value)
+            else:
+                flat.set_non_tensor(key, value)
+        return super().__call__(flat, out)
+
+
+class H5Split(TED2Flat):
+    """Convert what `TED2Nested` returned to a folder for each run, ``traj_0``, ``traj_1``, ..., as views.
+
+    Args:
+        done_key, shift_key, is_full_key, done_keys, reward_keys: as for `TED2Flat`; none of them has an effect.
+
+    >>> rows = {"action": torch.arange(3), "next": {"done": torch.tensor([False, True, False])}}
+    >>> split = H5Split()(TED2Nested()(TensorDict(rows, [3])))
+    >>> split["traj_0", "action"], split["traj_1", "action"]
+    (tensor([0, 1]), tensor([2]))
+    >>> Nested2TED()(H5Combine()(split))["action"]
+    tensor([0, 1, 2])
+    """
+
+    def __call__(self, data: TensorDictBase, path: str | Path | None = None) -> TensorDict:
+        """Split nested tensors ``[R]``; the result has batch size ``[]``, and names that sort in order of runs."""
+        runs = data.batch_size[0]
+        width = len(str(max(runs - 1, 0)))
+        split = TensorDict({f"{_RUN}{number:0{width}}": TensorDict({}, []) for number in range(runs)}, [])
+        folders = [split.get(f"{_RUN}{number:0{width}}") for number in range(runs)]
+        for key, value in _entries(data):
+            if not isinstance(value, Tensor):
+                split.set_non_tensor(key, value)
+                continue
+            for folder, part in zip(folders, value.unbind(), strict=True):
+                folder.set(key, part)
+        return split
+
+
+class H5Combine:
+    """Combine the folders of `H5Split`, in memory or read from a file, into nested tensors as of `TED2Nested`."""
+
+    def __call__(self, data: TensorDictBase, out: TensorDictBase | None = None) -> TensorDict:
+        """Return nested tensors ``[R]``, copied.
+
+        Args:
+            data: folders ``traj_<number>``, and entries about the ring beside them.
+            out: ignored.
+
+        Raises:
+            ValueError: there is no folder, or two of them hold different entries.
+        """
+        runs = (name for name in map(str, set(data.keys())) if name.startswith(_RUN))
+        names = sorted(runs, key=lambda name: int(name.removeprefix(_RUN)))
+        folders = [data.get(name) for name in names]
+        if not folders:
+            raise ValueError(
+                f"data must have folders {_RUN}0, {_RUN}1, ..., got {sorted(map(str, data.keys()))}"
+            )
+        keys = list(folders[0].keys(True, True))
+        for name, folder in zip(names, folders, strict=True):
+            if set(folder.keys(True, True)) != set(keys):
+                raise ValueError(f"{name} holds other entries than {names[0]}")
+        combined = TensorDict({}, [len(folders)])
+        for key, value in _entries(data.exclude(*names)):
+            combined.set_non_tensor(key, value)
+        for key in keys:
+            parts = [folder.get(key) for folder in folders]
+            if parts[0].ndim == 0:
+                combined.set(key, torch.stack(parts))
+                continue
+            offsets = _offsets(torch.tensor([len(part) for part in parts]))
+            combined.set(key, torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets))
+        return combined
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """Where runs of these lengths begin, and where the last one ends, int64 ``[R + 1]``."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _entries(data: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:
+    """Entries by key: tensors, and the plain values of entries that are none."""
+    tensors = set(data.keys(True, True))
+    for key in data.keys(True, True, is_leaf=is_entry):
+        value = data.get(key) if key in tensors else None
+        yield key, value if isinstance(value, Tensor) else data.get_non_tensor(key)

@@ -1,1 +1,0 @@
-"""Functions for returns and advantages of tensors ``[*B, T]``."""

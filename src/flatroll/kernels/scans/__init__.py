@@ -1,1 +1,0 @@
-"""Segmented scans: recursions backward in time within each run, for returns and advantages."""
