@@ -356,7 +356,9 @@ class SACLoss(SoftActorCritic):
         with_action, critics = self._with_action(work, action), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
         if torch.compiler.is_compiling():
-            value = self.minimum_value([cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action)
+            value = self.minimum_value(
+                [cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action
+            )
         else:
             with frozen(parameters_and_buffers(critics)[0]):
                 value = self.minimum_value(critics, with_action)
