@@ -12,9 +12,9 @@ from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.sharing.nursery import WorkerDied
 from flatroll.sharing.packed import pack, unpack
-from flatroll.sharing.ray_calls import Calls, Failure, RayCalls, attempt, put_named
+from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, put_named
+from flatroll.sharing.worker import Failure, WorkerDied
 
 
 class BufferActor:

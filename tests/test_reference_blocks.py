@@ -11,6 +11,7 @@ import tempfile
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import gymnasium as gym
@@ -22,6 +23,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import multiprocessing as mp
 from torch import nn
+from worker_envs import Seeded
 
 from flatroll import datasets, rollouts
 from flatroll.buffers import (
@@ -56,7 +58,7 @@ ELSEWHERE: dict[tuple[str, str, str], str] = {
         "data package",
         "Checkpointing Replay Buffers",
         "H5StorageCheckpointer",
-    ): "checkpointers, dumps and loads",
+    ): "tests/buffers/checkpointers runs it",
     (
         "data package",
         "The Rationale Behind TED",
@@ -73,12 +75,9 @@ ELSEWHERE: dict[tuple[str, str, str], str] = {
         "TensorDictMap",
         "storage[observation, action]",
     ): "no program: pseudocode of the document",
-    ("data layout", "The replay buffer ndim arg", "one buffer per worker"): "collectors with several workers",
-    (
-        "data layout",
-        "The buffer-to-collector handoff",
-        "trajs_per_batch=8",
-    ): "collectors with several workers",
+    ("data layout", "The replay buffer ndim arg", "one buffer per worker"): (
+        "a sketch that does not run, as the document says: rows are not routed to members; below, each worker's do"
+    ),
     ("collector internals", "Per-timestep flow", "a diagram"): "no program",
     (
         "trajectory replay buffer",
@@ -485,6 +484,40 @@ def test_memory_recipe_b() -> None:
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic, shifted=True)
     rb.extend(next(iter(collector)))
     assert torch.isfinite(loss(advantage(rb.sample()))["loss_objective"])
+
+
+def test_data_layout_the_buffer_to_collector_handoff() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100_000),
+        sampler=SliceSampler(slice_len=32),
+        batch_size=256,
+    )
+    collector = rollouts.MultiCollector(
+        [partial(Seeded, (3, 60))] * 4,
+        None,
+        replay_buffer=rb,
+        frames_per_batch=200,
+        total_frames=-1,
+        trajs_per_batch=8,
+        sync=False,
+    )
+    collector.start()
+    while not len(rb):
+        sleep(0.01)
+    for _ in range(20):
+        batch = rb.sample()
+        inside = ~batch["is_init"][1:, 0]
+        assert (batch["observation"][1:, 2] - batch["observation"][:-1, 2] == 1)[inside].all()
+        assert (batch["observation"][1:, 1] == batch["observation"][:-1, 1])[inside].all()
+    collector.shutdown()
+    assert rb.oldest_first()["next", "done"][-1].all()  # each write ends with a trajectory
+
+
+def test_an_ensemble_says_that_rows_go_to_a_member() -> None:
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(8)) for _ in range(2)]
+    rb = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=4)
+    with pytest.raises(RuntimeError, match="member"):
+        rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))
 
 
 def test_every_block_left_out_says_why() -> None:

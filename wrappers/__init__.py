@@ -2,7 +2,7 @@
 
 from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import map_tree
-from flatroll.wrappers.as_vector_env import as_vector_env, set_recurrent_primers_from
+from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
 from flatroll.wrappers.markers import (
     InitTracker,
@@ -12,8 +12,9 @@ from flatroll.wrappers.markers import (
     StepCounter,
     TrajId,
     find_wrapper,
+    recurrent_states,
+    set_recurrent_primers_from,
 )
-from flatroll.wrappers.primers import recurrent_states
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
 

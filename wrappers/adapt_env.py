@@ -16,14 +16,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
-from flatroll.wrappers.source import VectorSource, layers
+from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
-from flatroll.wrappers.views import DtypeView, TorchView
 
 
 def adapt_env(
-    env: Any,
+    env: EnvLike,
     num_envs: int | None = None,
     device: torch.device | str | None = None,
     framework: str | None = None,
@@ -36,7 +35,7 @@ def adapt_env(
     if own_buffers not in ("auto", True, False):
         raise ValueError(f"own_buffers must be 'auto', True or False, got {own_buffers!r}")
     adapted: VectorEnv[Any, Any, Any]
-    if find_stream(env) is not None:
+    if isinstance(env, VectorEnv) and find_stream(env) is not None:
         if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
             raise ValueError(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
@@ -51,7 +50,7 @@ def adapt_env(
         adapted = env
     else:
         where = None if device is None else torch.device(device)
-        source, mode = _choose_source(env, where, _mode(autoreset_mode), own_buffers)
+        source, mode = _choose_source(env, where, _parse_mode(autoreset_mode), own_buffers)
         native = source.capabilities.framework
         if device is not None and native == "numpy" and framework != "torch":
             raise ValueError(
@@ -72,7 +71,7 @@ def adapt_env(
     return adapted
 
 
-def find_stream(env: Any) -> VectorStream | None:
+def find_stream(env: object) -> VectorStream | None:
     """Return the `VectorStream` inside a stack of wrappers, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
 
@@ -81,7 +80,7 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
     """`VectorStream.reset_in_same_step` of the adapted env inside a stack of wrappers.
 
     Raises:
-        ValueError: an observation wrapper stands around the adapted env, or see there.
+        ValueError: an observation wrapper is around the adapted env, or see there.
     """
     asked = "autoreset='same_step'" if max_steps is None else f"max_steps={max_steps}"
     for layer in layers(env):
@@ -108,11 +107,11 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
 
 
 def _choose_source(
-    env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
+    env: EnvLike, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
 ) -> tuple[VectorSource, AutoresetMode]:
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
     if isinstance(env, VectorSource):
-        return env, mode or _declared(env)
+        return env, mode or _declared_mode(env)
     if _is_from("torchrl", env):
         raise TypeError(
             f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
@@ -151,13 +150,13 @@ def _choose_source(
                 f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
                 f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
             )
-        mode = mode or _declared(env)
+        mode = mode or _declared_mode(env)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
     if hasattr(env, "num_envs") and hasattr(env, "step"):
-        mode = mode or _declared(env)
+        mode = mode or _declared_mode(env)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
@@ -176,7 +175,7 @@ def _choose_source(
     )
 
 
-def _is_from(package: str, env: Any) -> bool:
+def _is_from(package: str, env: object) -> bool:
     """Whether the env's class or a base of it is of this package."""
     return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
 
@@ -201,7 +200,7 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     return inner
 
 
-def _declared(env: Any) -> AutoresetMode:
+def _declared_mode(env: object) -> AutoresetMode:
     base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
     # Before 1.4 Gymnasium writes the mode of a Sync or Async env into the metadata of the class of its envs,
@@ -213,17 +212,15 @@ def _declared(env: Any) -> AutoresetMode:
         declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
     if declared is None:
         raise TypeError(
-            f"autoreset_mode is needed: {type(base).__name__} declares none in "
-            "metadata['autoreset_mode'], and a wrong guess would mix episodes. Pass "
-            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled'); most GPU simulators "
-            "reset in the same step"
+            f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
+            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: 'SameStep')"
         )
-    mode = _mode(declared)
+    mode = _parse_mode(declared)
     assert mode is not None
     return mode
 
 
-def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
+def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     """The mode of this name, however it is written: ``"SameStep"``, ``"same_step"``."""
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
@@ -253,7 +250,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
         _refuse_statistics(env, "a DISABLED env")
 
 
-def _refuse_statistics(env: Any, who: str) -> None:
+def _refuse_statistics(env: object, who: str) -> None:
     """Gymnasium's wrapper of vector envs starts the statistics of all envs afresh when one of them is reset."""
     if any(
         kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__

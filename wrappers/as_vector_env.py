@@ -6,13 +6,13 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from flatroll.wrappers.adapt_env import adapt_env, reset_in_same_step
-from flatroll.wrappers.markers import InitTracker, RecurrentPrimer, find_wrapper
-from flatroll.wrappers.primers import check_same, recurrent_states
+from flatroll.wrappers.markers import set_recurrent_primers_from
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.stream import FinalObs
 
 
 def as_vector_env(
-    env: Any,
+    env: EnvLike,
     *,
     num_envs: int | None = None,
     device: torch.device | str | None = None,
@@ -21,7 +21,7 @@ def as_vector_env(
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
     dtype: torch.dtype | None = None,
-    policy: Any = None,
+    policy: object = None,
     autoreset: Literal["same_step"] | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.
@@ -83,42 +83,3 @@ def as_vector_env(
     if autoreset is not None:
         reset_in_same_step(adapted)
     return adapted if policy is None else set_recurrent_primers_from(adapted, policy)
-
-
-def set_recurrent_primers_from(env: Any, policy: Any) -> VectorEnv[Any, Any, Any]:
-    """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
-
-    Asked again it changes nothing; so it does for a policy without recurrent parts.
-
-    Args:
-        env: anything `as_vector_env` takes, or a stack of wrappers around it.
-        policy: a module, or an object with ``make_tensordict_primer()``.
-
-    Returns:
-        The env, adapted, with an InitTracker and a `RecurrentPrimer` in its stack where they were missing.
-
-    Raises:
-        TypeError, ValueError: see `recurrent_states`; the stack has a state of that key that starts otherwise.
-
-    >>> import gymnasium as gym
-    >>> from torch import nn
-    >>> class Memory(nn.Module):
-    ...     def make_tensordict_primer(self):
-    ...         from types import SimpleNamespace
-    ...         return SimpleNamespace(defaults={"state": torch.zeros(5)})
-    >>> env = set_recurrent_primers_from(gym.make_vec("CartPole-v1", num_envs=2), Memory())
-    >>> obs, info = env.reset(seed=0)
-    >>> info["is_init"], info["state"].shape, set_recurrent_primers_from(env, Memory()) is env
-    (array([ True,  True]), torch.Size([2, 5]), True)
-    """
-    adapted = adapt_env(env)
-    states = recurrent_states(policy)
-    if states and find_wrapper(adapted, InitTracker) is None:
-        adapted = InitTracker(adapted)
-    primer = find_wrapper(adapted, RecurrentPrimer)
-    if primer is None:
-        return RecurrentPrimer(adapted, policy) if states else adapted
-    for key, value in states.items():
-        check_same(key, primer.states.get(key), value)
-    primer.states |= states
-    return adapted

@@ -8,7 +8,7 @@ from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_de
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
-from flatroll.wrappers.source import Step
+from flatroll.wrappers.source import EnvLike, Step
 from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
@@ -53,7 +53,7 @@ class CompactObs(MarkerWrapper):
     is_column = False
     row_state = ()
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: EnvLike) -> None:
         super().__init__(env, "final_obs")
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
@@ -75,7 +75,11 @@ class ObservationDelta(MarkerWrapper):
     is_column = False
 
     def __init__(
-        self, env: Any, *, in_keys: list[NestedKey] | None = None, delta_dtype: torch.dtype = torch.float16
+        self,
+        env: EnvLike,
+        *,
+        in_keys: list[NestedKey] | None = None,
+        delta_dtype: torch.dtype = torch.float16,
     ) -> None:
         if not delta_dtype.is_floating_point:
             raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
@@ -153,6 +157,6 @@ class NextObservationDelta(ObservationDelta):
     (dtype('float16'), (1, 4))
     """
 
-    def __new__(cls, env: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, env: EnvLike | None = None, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
         return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)

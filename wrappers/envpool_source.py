@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
 
 class EnvPoolSource(VectorSource):
@@ -44,7 +44,7 @@ class EnvPoolSource(VectorSource):
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         _check_reset(seed, options)
         if self._sent:
             self.step(None)
@@ -88,9 +88,9 @@ class EnvPoolSource(VectorSource):
 
 
 class AsyncPoolSource(EnvPoolSource):
-    """Adapts envpool in async mode, of which every step returns ``batch_size`` of the E envs, the first that are done.
+    """Adapts envpool in async mode: a step returns the first ``batch_size`` of the E envs that are done.
 
-    Whoever leads it (`flatroll.wrappers.pool_rows.PoolRows`) knows which rows these are, by `ids`; it sends with
+    Whoever leads it (`flatroll.rollouts.pool_runner.PoolRows`) knows which rows these are, by `ids`; it sends with
     `send`, awaits with `receive`, and the `step` that follows returns what has come.
     """
 
@@ -98,7 +98,7 @@ class AsyncPoolSource(EnvPoolSource):
         super().__init__(env)
         #: Numbers of the envs whose rows came last, int64 ``[batch_size]``.
         self.ids: Array = np.zeros(0, np.int64)
-        #: Whether somebody tells the rows apart. A loop by hand does not.
+        #: Whether the caller keeps the rows of each env apart. A loop by hand does not.
         self.led = False
         self._received: Step | None = None
         if env not in _PLACES:
@@ -106,7 +106,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._place = _PLACES[env]
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if not self.led:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
         _check_reset(seed, options)
@@ -124,7 +124,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._send(actions, self.ids)
 
     def receive(self) -> None:
-        """Await the next rows; RuntimeError if so many are not under way (envpool would abort, or wait for ever)."""
+        """Await the next rows; RuntimeError if too few are under way (envpool would abort, or wait for ever)."""
         self._received = self._receive()
 
     @override
@@ -153,9 +153,8 @@ class AsyncPoolSource(EnvPoolSource):
         ids = info["env_id"].astype(np.int64)
         if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
-                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, expected were {count} of "
-                f"{np.flatnonzero(place.under_way).tolist()}: somebody else has sent actions to it, or it has several "
-                "players in an env. Make a new pool, and give each collector its own"
+                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of those awaited: "
+                "somebody else has sent actions to it, or an env has several players. Give each collector its own pool"
             )
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
@@ -166,7 +165,7 @@ class AsyncPoolSource(EnvPoolSource):
         under_way, count = self._place.under_way, self.capabilities.batch_size
         assert count is not None
         while pending := np.count_nonzero(under_way):
-            if pending < count:  # recv gives so many rows: other envs have to make a step more
+            if pending < count:  # recv gives `count` rows: other envs have to make one more step
                 idle = np.flatnonzero(~under_way)[: count - pending]
                 self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
             self._receive()
@@ -175,14 +174,14 @@ class AsyncPoolSource(EnvPoolSource):
 class _Place:
     """Which envs of an async pool are under way; one for all adapters of it."""
 
-    def __init__(self, env: Any, num_envs: int) -> None:
+    def __init__(self, env: object, num_envs: int) -> None:
         self.under_way = np.zeros(num_envs, bool)
         #: Whether the last send, recv or reset was left by an exception.
         self.torn = False
         self.last = _trace(env)
         self._used: bool | None = None  # before anything here was
 
-    def begin(self, env: Any) -> None:
+    def begin(self, env: object) -> None:
         """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
 
         Then a recv might wait for ever, or bring a row that is taken for the answer to another action.
@@ -211,18 +210,18 @@ _BY_HAND = (
 )
 
 
-def _trace(env: Any) -> Any:
+def _trace(env: object) -> object:
     """An object that envpool replaces at every recv."""
     return vars(env).get("_last_players_env_id")
 
 
-def pool_source(env: Any) -> EnvPoolSource:
+def pool_source(env: EnvLike) -> EnvPoolSource:
     """The adapter of an envpool, by its mode."""
     source = EnvPoolSource(env)
     return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
 
 
-def _check_reset(seed: Any, options: Info | None) -> None:
+def _check_reset(seed: Seed, options: Info | None) -> None:
     """Warn of a seed, which has no effect; refuse options."""
     if seed is not None:
         warnings.warn(

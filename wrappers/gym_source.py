@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
-from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
 CLOSE_SECONDS = 5.0  # that close() waits for workers in the middle of a step
 
@@ -51,14 +51,14 @@ class GymSource(VectorSource):
             hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
             partial_reset=partial and not (self._keeps_pending and self._next_step),
             reuses_buffers=self._copies,
-            # A wrapper in between could not be told of half a step.
+            # A wrapper in between would not see half a step.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
         spaces = env.single_observation_space, env.single_action_space
         super().__init__(env, env.num_envs, *spaces, capabilities)
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if self._sent:
             self.step(None)
         if rows is not None:
@@ -79,8 +79,7 @@ class GymSource(VectorSource):
         try:
             if self._sent:
                 self._sent = False
-                env: Any = self.env
-                obs, reward, terminated, truncated, info = env.step_wait()
+                obs, reward, terminated, truncated, info = self.env.step_wait()
             else:
                 obs, reward, terminated, truncated, info = self.env.step(actions)
         except (EOFError, OSError) as error:
@@ -95,16 +94,15 @@ class GymSource(VectorSource):
 
     @override
     def send(self, actions: Tree) -> None:
-        env: Any = self.env
         try:
-            env.step_async(actions)
+            self.env.step_async(actions)
         except (EOFError, OSError) as error:
             self._end_dead_workers(error)
             raise
         self._sent = True
 
     @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if isinstance(given, np.ndarray) and given.dtype == object:
@@ -112,7 +110,7 @@ class GymSource(VectorSource):
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
-            return _with_rows(obs, rows, [given[i] for i in rows])
+            return _put_rows(obs, rows, [given[i] for i in rows])
         return map_tree(own, given) if self._copies and given is not None else given
 
     @override
@@ -155,10 +153,8 @@ class GymSource(VectorSource):
             self._proven[rows] = True
         if reused:
             raise ValueError(
-                "the env writes each observation into the same array, and autoreset_mode=SAME_STEP then loses "
-                "the final ones (final_obs is the reset observation). Make the vector env with "
-                "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
-                "equal, pass own_buffers=False to as_vector_env to skip this check"
+                "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
+                "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
             )
 
 
@@ -232,19 +228,19 @@ def _end_at_exit(env: "weakref.ref[AsyncVectorEnv]", owner: int) -> None:
         _kill_workers(alive)
 
 
-def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
+def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> list[bool]:
     """What ``test`` says of each pair of leaves of two equally nested trees."""
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
     return answers
 
 
-def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
+def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
     """A copy of the batched tree ``obs`` whose ``rows`` hold the single observations ``values``."""
     if isinstance(obs, dict):
-        return {key: _with_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
+        return {key: _put_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):
-        return tuple(_with_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
+        return tuple(_put_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
     dense = np.array(obs)  # a copy, [E, ...]
     if len(rows):
         dense[rows] = np.stack(values)

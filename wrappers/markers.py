@@ -5,21 +5,25 @@ entries describe the observation that comes with them; ``episode_reward`` belong
 follow from the row facts of the adapted env below, never from one another: the order of stacking changes nothing.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
-from torch import Tensor
+from tensordict.nn import TensorDictSequential
+from torch import Tensor, nn
 
 from flatroll.layout.checks import writer_number
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
-from flatroll.wrappers.primers import recurrent_states
-from flatroll.wrappers.source import Info, Seed, Step, layers
+from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
+
+States = dict[NestedKey, Tensor]
+Wrapper = TypeVar("Wrapper", bound=VectorWrapper)
 
 
 class MarkerWrapper(VectorWrapper):
@@ -32,7 +36,7 @@ class MarkerWrapper(VectorWrapper):
     * ``_on_reset(obs, info, rows)``: rows of bool ``[E]`` were reset (all, or some): start them afresh.
     * ``step(actions)``: call ``self.env.step(actions)``, add the entry to its info, and return all five.
 
-    What it needs to know of the step stands in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
+    What it needs to know of the step is in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
     observation now shown is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was
     a transition (None: all are). A collector stores the entry under ``key``: ``[E]`` as ``[N, 1]``, ``[E, ...]`` as
     ``[N, ...]``, beside the observation that it came with, or with ``describes_step = True`` under
@@ -73,7 +77,7 @@ class MarkerWrapper(VectorWrapper):
     #: envpool's async mode, where a step is one of some envs. None: it does not.
     row_state: ClassVar[tuple[str, ...] | None] = None
 
-    def __init__(self, env: Any, key: NestedKey) -> None:
+    def __init__(self, env: EnvLike, key: NestedKey) -> None:
         kind = type(self)
         if kind._on_reset is MarkerWrapper._on_reset or (kind.is_column and kind.step is VectorWrapper.step):
             raise TypeError(
@@ -99,7 +103,7 @@ class MarkerWrapper(VectorWrapper):
         """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
         return self.single_action_space
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of each sub-env, or get an attribute, as `VectorStream.call`."""
         return self.stream.call(name, *args, **kwargs)
 
@@ -107,7 +111,7 @@ class MarkerWrapper(VectorWrapper):
         """The attribute of each sub-env."""
         return self.stream.get_attr(name)
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of each sub-env to one value for all, or to its own from a list of E."""
         self.stream.set_attr(name, values)
 
@@ -144,7 +148,7 @@ class InitTracker(MarkerWrapper):
 
     row_state = ()
 
-    def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
+    def __init__(self, env: EnvLike, init_key: NestedKey = IS_INIT) -> None:
         super().__init__(env, init_key)
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
@@ -165,12 +169,12 @@ class StepCounter(MarkerWrapper):
 
     Args:
         env: anything `as_vector_env` takes.
-        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not touched; the
+        max_steps: truncate every episode after this many steps (``truncated`` is set, ``terminated`` stays; the
             row is reset in the same step, with its last observation in ``info["final_obs"]``). Default None: no limit.
         step_count_key: another key to store it under. Default ``"step_count"``.
 
     Raises:
-        ValueError: ``max_steps`` < 1, the env cannot reset chosen rows, or an observation wrapper stands between
+        ValueError: ``max_steps`` < 1, the env cannot reset chosen rows, or an observation wrapper is between
             it and the adapted env.
 
     >>> import gymnasium as gym
@@ -187,7 +191,7 @@ class StepCounter(MarkerWrapper):
     row_state = ("_count",)
 
     def __init__(
-        self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
+        self, env: EnvLike, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
     ) -> None:
         super().__init__(env, step_count_key)
         if max_steps is not None:
@@ -235,7 +239,7 @@ class TrajId(MarkerWrapper):
 
     row_state = ("_ids",)
 
-    def __init__(self, env: Any, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
+    def __init__(self, env: EnvLike, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
         super().__init__(env, traj_key)
         self.writer = writer_number(writer)
         self._ids: Array = None
@@ -261,6 +265,11 @@ class TrajId(MarkerWrapper):
             self._ids = self._ids + self.stream.first * self._total  # bool counts as 0 or 1
         result[4][self.info_name] = own(self._ids)
         return result
+
+    @property
+    def ids(self) -> Array:
+        """The id of each sub-env's episode, int64 ``(E,)``; None before the first reset."""
+        return self._ids
 
     def number_in(self, first: int, total: int) -> None:
         """Give these envs the ids that the envs from number ``first`` on of a pool of ``total`` envs have.
@@ -308,7 +317,7 @@ class RewardSum(MarkerWrapper):
     describes_step = True
     row_state = ("_sum",)
 
-    def __init__(self, env: Any, out_key: NestedKey = EPISODE_REWARD) -> None:
+    def __init__(self, env: EnvLike, out_key: NestedKey = EPISODE_REWARD) -> None:
         super().__init__(env, out_key)
         self._sum: Array = None
 
@@ -337,7 +346,7 @@ class RewardSum(MarkerWrapper):
 class RecurrentPrimer(MarkerWrapper):
     """Adds a recurrent policy's initial states to the ``info`` of each reset, ``(E, ...)``.
 
-    A state under a nested key stands in dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
+    A state under a nested key is in nested dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
 
     For loops written by hand: the first step reads its states there, and every later one the states that the policy
     wrote under ``"next"``; recurrent modules restart them by themselves where ``is_init`` is set. A collector keeps
@@ -355,7 +364,7 @@ class RecurrentPrimer(MarkerWrapper):
     is_column = False
     row_state = ()
 
-    def __init__(self, env: Any, policy: Any) -> None:
+    def __init__(self, env: EnvLike, policy: object) -> None:
         states = recurrent_states(policy)
         if not states:
             raise ValueError("policy has no recurrent part: no module of it has make_tensordict_primer()")
@@ -374,6 +383,115 @@ class RecurrentPrimer(MarkerWrapper):
             place[name] = primed
 
 
-def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:
+def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[Wrapper]) -> Wrapper | None:
     """The wrapper of class ``kind`` in the stack, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, kind)), None)
+
+
+def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, Any, Any]:
+    """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
+
+    Asked again it changes nothing; so it does for a policy without recurrent parts.
+
+    Args:
+        env: anything `as_vector_env` takes, or a stack of wrappers around it.
+        policy: a module, or an object with ``make_tensordict_primer()``.
+
+    Returns:
+        The env, adapted, with an InitTracker and a `RecurrentPrimer` in its stack where they were missing.
+
+    Raises:
+        TypeError, ValueError: see `recurrent_states`; the stack has a state of that key that starts otherwise.
+
+    >>> import gymnasium as gym
+    >>> from torch import nn
+    >>> class Memory(nn.Module):
+    ...     def make_tensordict_primer(self):
+    ...         from types import SimpleNamespace
+    ...         return SimpleNamespace(defaults={"state": torch.zeros(5)})
+    >>> env = set_recurrent_primers_from(gym.make_vec("CartPole-v1", num_envs=2), Memory())
+    >>> obs, info = env.reset(seed=0)
+    >>> info["is_init"], info["state"].shape, set_recurrent_primers_from(env, Memory()) is env
+    (array([ True,  True]), torch.Size([2, 5]), True)
+    """
+    adapted = adapt_env(env)
+    states = recurrent_states(policy)
+    if states and find_wrapper(adapted, InitTracker) is None:
+        adapted = InitTracker(adapted)
+    primer = find_wrapper(adapted, RecurrentPrimer)
+    if primer is None:
+        return RecurrentPrimer(adapted, policy) if states else adapted
+    for key, value in states.items():
+        check_same(key, primer.states.get(key), value)
+    primer.states |= states
+    return adapted
+
+
+def recurrent_states(policy: object) -> States:
+    """Return the initial recurrent states of one env that ``policy``'s modules declare, by key.
+
+    A recurrent part has ``make_tensordict_primer()``. Empty for a policy without one.
+
+    Raises:
+        TypeError: a part draws the state that episodes start from, so that it could not be computed again.
+        ValueError: two parts declare one state with different values, or two modules of one sequence declare the
+            same one.
+
+    >>> recurrent_states(nn.Linear(2, 2))
+    {}
+    """
+    parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
+    in_order = set(_steps(policy)) if isinstance(policy, nn.Module) else set()
+    states: States = {}
+    owners: dict[NestedKey, Any] = {}
+    for part in parts:
+        primer: Any = getattr(
+            part, "make_tensordict_primer", None
+        )  # any object may have one, not only nn.Module
+        if primer is None:
+            continue
+        for key, value in _defaults(primer()):
+            check_same(key, states.get(key), value)
+            states[key] = value
+            if part in in_order and owners.setdefault(key, part) is not part:
+                raise ValueError(
+                    f"two modules of the policy keep their recurrent state under {key!r}: each would go on from what "
+                    "the other one left. Give each state keys of its own (in_keys, out_keys)"
+                )
+    return states
+
+
+def _steps(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a sequence of tensordict modules, in order."""
+    if isinstance(module, TensorDictSequential):
+        for part in module.module.children():
+            yield from _steps(part)
+    else:
+        yield module
+
+
+def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Our primers have ``defaults``; torchrl's a spec for each key and one number, or one for each key."""
+    if hasattr(primer, "defaults"):
+        yield from primer.defaults.items()
+        return
+    for key in primer.primers.keys(True, True):
+        default, spec = primer.default_value, primer.primers[key]
+        value = default.get(key, 0.0) if hasattr(default, "get") else default
+        if primer.random or callable(value):
+            raise TypeError(
+                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: give the "
+                "primer a default_value"
+            )
+        yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()
+
+
+def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
+    """Raise ValueError if a state is declared twice with different initial values."""
+    if known is None:
+        return
+    if known.shape != value.shape or not torch.equal(known.to(value), value):
+        raise ValueError(
+            f"the recurrent state {key!r} is declared twice: {tuple(known.shape)} and {tuple(value.shape)} per row, "
+            "or with other values: give each recurrent module state keys of its own (in_keys, out_keys)"
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -23,10 +24,36 @@ from flatroll.wrappers.arrays import (
     own,
     select,
 )
-from flatroll.wrappers.moves import moves_of
 from flatroll.wrappers.source import Info, Seed, Step, VectorSource, layers
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
+
+
+class Moves:
+    """Counts the steps and resets of one env object by all adapted envs around it; made by `moves_of`.
+
+    Attributes:
+        env: the env object.
+        count: how often it was stepped or reset.
+    """
+
+    def __init__(self, env: object) -> None:
+        self.env = env
+        self.count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy counts the moves of the copied env, and goes on from the same number."""
+        return moves_of, (self.env,), {"count": self.count}
+
+
+# By id, since an env need not be hashable or weakly referable. An entry holds its env, so that no other env gets the
+# id, and lives as long as an adapted env holds the entry: one that nobody holds has nobody to tell.
+_MOVES: WeakValueDictionary[int, Moves] = WeakValueDictionary()
+
+
+def moves_of(env: object) -> Moves:
+    """The one `Moves` of an env object, shared by all who ask while any of them keeps it."""
+    return _MOVES.setdefault(id(env), Moves(env))
 
 
 class VectorStream(VectorEnv[Any, Any, Any]):
@@ -82,9 +109,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
-                "an env with autoreset_mode=DISABLED must be able to reset chosen envs, and "
-                f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
-                "reset(env_ids=...): use one of its autoresetting modes"
+                "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or env_ids), and "
+                f"{type(source.env).__name__} is not: use one of its autoresetting modes"
             )
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
@@ -141,7 +167,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return self.source.env.np_random_seed
 
     def reset_in_same_step(self, max_steps: int | None = None) -> None:
-        """Reset ended rows in the step that ended them, and with ``max_steps`` end episodes after so many transitions.
+        """Reset ended rows in the step that ended them; end episodes after ``max_steps`` transitions if given.
 
         Without ``max_steps`` a SAME_STEP env does so by itself, and must show the last observations from now on.
 
@@ -151,11 +177,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            way_out = "or give the env itself the limit (gymnasium, envpool: max_episode_steps=...)"
+            way_out = (
+                "or give the env the limit (gymnasium, envpool: max_episode_steps=...)"
+                if limits
+                else "or with autoreset_mode=SAME_STEP"
+            )
             raise ValueError(
                 f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
-                "it with vectorization_mode='sync' (or 'async' with shared memory)"
-                f"{f', {way_out}' if limits else ', or with autoreset_mode=SAME_STEP if it has that'}"
+                f"it with vectorization_mode='sync', {way_out}"
             )
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
@@ -264,8 +293,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             raise RuntimeError(before_reset)
         raise RuntimeError(
             f"{type(self.source.env).__name__} was stepped or reset through another adapted env since this one's last "
-            "step, so the next row would not follow the last one: call env.reset() first, and better give each its "
-            "own env"
+            "step: call env.reset() first, and give each its own env"
         )
 
     def render(self) -> Any:
@@ -275,10 +303,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             frames = frames.detach().cpu().numpy()
         return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
 
-        An env that steps all its rows itself is asked once, and its answer stands for every row.
+        An env that steps all its rows itself is asked once, and its answer holds for every row.
         """
         if name in ("reset", "step"):
             self.moves.count += 1
@@ -292,7 +320,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """An attribute of every sub-env, see `call`."""
         return self.call(name)
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
         env = self._with_method("set_attr")
         if env is not None:
@@ -304,7 +332,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """The outermost layer of the env that has a method for its sub-envs, or None; wrappers have none."""
         return next((env for env in layers(self.source.env) if hasattr(env, method)), None)
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, **kwargs: object) -> None:
         self.source.close()
 
     def __del__(self) -> None:
@@ -319,11 +347,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
-        # On a device `any` waits, but only where this stream resets rows: such an env is told which ones.
+        # On a device `any` waits, but only where this stream resets rows: such an env has to know which ones.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
-            info = _restarted_info(info, reset_info, resets)
+            info = _merge_reset_info(info, reset_info, resets)
         self.has_final = final is not None
         if final is None:
             info.pop("final_obs", None)
@@ -342,10 +370,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             if final is None and not self.hides_final_obs and bool(ended.any()):
                 raise ValueError(
                     f"{type(self.source.env or self.source).__name__} resets ended envs in the same step, and "
-                    "info['final_obs'] does not show their last observations, so the next episode's first ones would "
-                    "be taken for them. Let a wrapper that drops the entry pass it on, let the VectorSource's "
-                    "final_obs return them, or say that the env hides them: as_vector_env(env, final_obs=None), "
-                    "Capabilities(hides_final_obs=True)"
+                    "info['final_obs'] does not show their last observations: pass them on, or say that the env hides "
+                    "them, as_vector_env(env, final_obs=None) or Capabilities(hides_final_obs=True)"
                 )
             return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
@@ -393,7 +419,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
-def check_space(space: Any, name: str) -> None:
+def check_space(space: object, name: str) -> None:
     """Raise TypeError unless samples of ``space`` are arrays of fixed shape, or trees of them."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
@@ -411,7 +437,7 @@ def check_space(space: Any, name: str) -> None:
         )
 
 
-def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
+def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
     A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
@@ -422,7 +448,7 @@ def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]
     merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
         if key not in reset_info and _has_rows(value, rows):
-            merged[key] = _emptied(value, rows)
+            merged[key] = _clear_rows(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
         arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
@@ -430,12 +456,12 @@ def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]
     return merged
 
 
-def _has_rows(entry: Any, rows: Array) -> bool:
+def _has_rows(entry: object, rows: Array) -> bool:
     """Whether an entry of ``info`` is an array with one row for each env, as ``rows`` (bool ``(E,)``) has."""
     return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
 
 
-def _emptied(entry: Array, rows: Array) -> Array:
+def _clear_rows(entry: Array, rows: Array) -> Array:
     """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
     return fill_rows(own(entry), rows, None if entry.dtype == object else False)
 
@@ -451,8 +477,8 @@ def _final_info(info: Info, rows: Array) -> dict[str, Any]:
         if _has_rows(value, rows):
             old: Any = native.get(key)
             mixes = isinstance(old, np.ndarray | Tensor) and old.shape == value.shape
-            final[key] = select(rows, value, old) if mixes else _emptied(value, ~rows)
+            final[key] = select(rows, value, old) if mixes else _clear_rows(value, ~rows)
     for key in native.keys() - info.keys():
         if _has_rows(native[key], rows):
-            final[key] = _emptied(native[key], rows)
+            final[key] = _clear_rows(native[key], rows)
     return final

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
 
 
 class TorchSource(VectorSource):
@@ -51,7 +51,7 @@ class TorchSource(VectorSource):
         super().__init__(env, int(env.num_envs), *single, capabilities)
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         arguments: dict[str, Any] = {}
         if seed is not None and self._takes_seed:
             arguments["seed"] = seed
@@ -76,9 +76,8 @@ class TorchSource(VectorSource):
         if not isinstance(first_leaf(_plain(obs)), Tensor):
             got = type(first_leaf(_plain(obs))).__name__
             raise TypeError(
-                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, and it "
-                f"returns {got}: derive it from gymnasium.vector.VectorEnv (without a "
-                "device), or write a flatroll.wrappers.VectorSource"
+                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, got {got}: "
+                "derive it from VectorEnv (without a device), or write a flatroll.wrappers.VectorSource"
             )
         return self._owned(obs), dict(info)
 
@@ -101,7 +100,7 @@ class TorchSource(VectorSource):
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
     @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         """Return this step's final observations: ``(E, ...)``, mjlab's (env_ids, values), or None."""
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
@@ -114,7 +113,7 @@ class TorchSource(VectorSource):
         # Rows of the ended envs only, written into a copy of the observations that the step returned.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
-    def _owned(self, obs: Any) -> Tree:
+    def _owned(self, obs: Tree) -> Tree:
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
 
@@ -138,19 +137,20 @@ def _space_of(env: Any, kind: str) -> spaces.Space[Any]:
     )
 
 
-def _plain(obs: Any) -> Tree:
+def _plain(obs: Tree | TensorDictBase) -> Tree:
     """A tensordict as a plain dict; other trees as they are."""
     if isinstance(obs, TensorDictBase):
         return {key: _plain(value) for key, value in obs.items()}
     return obs
 
 
-def _space_like(space: Any) -> spaces.Space[Any]:
+def _space_like(space: object) -> spaces.Space[Any]:
     """The Gymnasium space that says what a foreign space object says (mjlab has its own classes)."""
     if isinstance(space, spaces.Space):
         return space
-    if isinstance(getattr(space, "spaces", None), dict):
-        return spaces.Dict({key: _space_like(child) for key, child in space.spaces.items()})
+    children = getattr(space, "spaces", None)
+    if isinstance(children, dict):
+        return spaces.Dict({key: _space_like(child) for key, child in children.items()})
     shape = getattr(space, "shape", None)
     if shape is None:
         raise TypeError(f"env's spaces must be Gymnasium spaces or have a shape, got {type(space).__name__}")

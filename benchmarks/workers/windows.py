@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from benchmarks.workers.finding import Finding, copy_all, cpu_of
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.rollouts import Collector, MultiAsyncCollector
-from flatroll.rollouts.workers.messages import Note
+from flatroll.rollouts.workers.transport import Note
 from flatroll.sharing.channel import Channel
 from flatroll.sharing.mailbox import Inbox, Outbox
 

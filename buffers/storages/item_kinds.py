@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import Columns
+from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
 from flatroll.layout.keys import NestedKey, plain_key
@@ -54,6 +55,29 @@ class Structure(ABC):
         if isinstance(batch, _SINGLE):
             return Tensors()
         return Trees(pytree.tree_structure(batch))
+
+
+def structure_to_plain(structure: Structure | None) -> Any:
+    """Return a structure as plain values, which a state holds."""
+    if isinstance(structure, TensorDicts):
+        return ["tensordicts", structure.inner]
+    if isinstance(structure, Trees):  # an example tree, as its leaves' numbers
+        return ["tree", pytree.tree_unflatten(list(range(structure.spec.num_leaves)), structure.spec)]
+    return None if structure is None else ["tensors"]
+
+
+def structure_from_plain(plain: Any) -> Structure | None:
+    """Return the structure of which `structure_to_plain` made ``plain``; ValueError if it is none."""
+    match plain:
+        case None:
+            return None
+        case ["tensordicts", torch.Size() as inner]:
+            return TensorDicts(inner)
+        case ["tensors"]:
+            return Tensors()
+        case ["tree", (dict() | list() | tuple()) as tree]:
+            return Trees(pytree.tree_structure(tree))
+    raise damaged(f"its rows are of no known kind, {str(plain)[:40]}")
 
 
 def not_flat(batch: TensorDictBase) -> ValueError:

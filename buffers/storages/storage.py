@@ -4,7 +4,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -335,10 +335,6 @@ class Storage(Facts, ABC):
     def counts(self) -> dict[str, int]:
         """Return what ``stats()`` of the buffer shows besides."""
         return {}
-
-    def held(self) -> AbstractContextManager[Any]:
-        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
-        return nullcontext()
 
     def write_lock(self) -> AbstractContextManager[Any]:
         """Return a lock that admits one writer at a time, across processes if other processes can write."""

@@ -418,7 +418,7 @@ def test_two_writers_of_one_column(build, text):
     with raises(ValueError, text) as told:
         build()
     assert "two parts write one column" in str(told.value)
-    assert "the marker wrappers take a key argument, policies out_keys, observations" in str(told.value)
+    assert "the marker wrappers take a key argument, policies out_keys" in str(told.value)
 
 
 def test_names_with_an_underscore_collide_with_nothing():

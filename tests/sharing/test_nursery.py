@@ -5,8 +5,6 @@ import signal
 import sys
 import threading
 import time
-from itertools import count
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +93,9 @@ class Stubborn(Exception):
     ("error", "raised"),
     [
         (ValueError("wrong action"), ValueError),
-        (KeyboardInterrupt("as such"), KeyboardInterrupt),
+        (KeyboardInterrupt("as such"), WorkerDied),
+        (SystemExit("enough"), WorkerDied),
+        (GeneratorExit("closed"), WorkerDied),
         (Stubborn("needs", "two"), RuntimeError),  # it cannot be unpickled
         (OSError(threading.Lock()), RuntimeError),  # nor pickled
     ],
@@ -114,12 +114,85 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(nursery: Nursery, error: A
     with pytest.raises(raised) as caught:
         worker.receive("after", timeout=300)
     expected = text.partition(" object")[0]
-    assert expected in str(caught.value) and (raised is not RuntimeError or kind in str(caught.value))
+    assert expected in str(caught.value) and (raised is ValueError or kind in str(caught.value))
     assert caught.value.__notes__ == [f"raised in the fourth (pid {worker.pid})"]
     assert isinstance(caught.value.__cause__, WorkerTraceback)
     assert "in fail" in str(caught.value.__cause__)
     with pytest.raises(WorkerDied, match="ended with status 1"):
         worker.receive("after", timeout=300)
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class NoPickle(Exception):
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError
+
+
+def raise_here(channel: Channel, which: str, folder: str) -> None:
+    if which != "OnlyThere":
+        raise {"NoText": NoText, "NoPickle": NoPickle}[which]("fell over")
+    sys.path.insert(0, folder)
+    raise __import__("only_there").OnlyThere("fell over")
+
+
+@pytest.mark.parametrize("which", ["NoText", "NoPickle", "OnlyThere"])
+def test_an_error_of_any_class_arrives_with_type_text_and_traceback(
+    nursery: Nursery, tmp_path: Path, which: str
+) -> None:
+    (tmp_path / "only_there.py").write_text("class OnlyThere(Exception): pass")
+    worker = nursery.start(raise_here, which=which, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"^{which}: ") as caught:
+        worker.receive("x", timeout=20)
+    assert which == "NoText" or str(caught.value) == f"{which}: fell over"
+    assert "in raise_here" in str(caught.value.__cause__)
+    assert caught.value.__notes__ == [f"raised in worker {worker.name.split()[1]} (pid {worker.pid})"]
+
+
+def test_a_real_time_signal_has_no_name(nursery: Nursery) -> None:
+    worker = nursery.start(echo)
+    worker.receive("echo", timeout=20)
+    os.kill(worker.pid, signal.SIGRTMIN + 6)
+    with pytest.raises(
+        WorkerDied, match=rf"was killed by signal {signal.SIGRTMIN + 6} \(Real-time signal 6\)"
+    ):
+        worker.receive("more", timeout=20)
+
+
+def test_signals_that_the_parent_blocks_are_not_blocked_in_the_helper() -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        nursery = Nursery(preload=())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with nursery:
+        worker = nursery.start(echo)
+        worker.receive("echo", timeout=20)
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            worker.receive("more", timeout=20)
+
+
+def test_another_process_is_refused_and_ends_nobody(nursery: Nursery) -> None:
+    worker = nursery.start(echo)
+    worker.receive("echo", timeout=20)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            worker.kill()
+            nursery.close()
+            nursery.start(echo)
+        except RuntimeError as error:
+            status = 0 if "belongs to process" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert nursery.wait([worker], timeout=0.2) == []
+    nursery.end([worker])
 
 
 def test_a_killed_worker_is_told_at_once_after_what_it_sent(
@@ -144,41 +217,41 @@ def test_a_killed_worker_is_told_at_once_after_what_it_sent(
     assert worker.exitcode == -signal.SIGKILL
 
 
-def let_ends_come_late(nursery: Nursery, workers: list[Worker], patch: pytest.MonkeyPatch) -> None:
-    """The first look at the helper finds nothing, the second one that all these workers have ended. Who waits although
-    that was read waits for nothing: it is an error."""
-    helper, numbers, looks = nursery._helper, {worker._number for worker in workers}, count()
-    feed = helper.feed
-
-    def look() -> None:
-        if next(looks):
-            while not numbers <= helper.exitcodes.keys():
-                helper.control.wait()
-                feed()
-
-    def wait(*arguments: Any) -> Any:
-        assert not numbers <= helper.exitcodes.keys()
-        return wait_for_any(*arguments)
-
-    patch.setattr(helper, "feed", look)
-    patch.setattr("flatroll.sharing.nursery.wait_for_any", wait)
-
-
-def test_an_end_that_is_read_while_another_worker_is_looked_at_is_not_waited_for(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_is_read_while_another_worker_is_looked_at_is_not_waited_for(nursery: Nursery) -> None:
     workers = [nursery.start(echo) for _ in range(3)]
     for worker in workers:
         worker.receive("echo")
-    with monkeypatch.context() as patch:
-        workers[0].kill()
-        workers[0].channel.wait()
-        let_ends_come_late(nursery, workers[:1], patch)
-        assert nursery.wait(workers) == workers[:1]
-    with monkeypatch.context() as patch:
-        let_ends_come_late(nursery, workers[1:], patch)
-        nursery.end(workers, timeout=3000)
+    workers[0].kill()
+    workers[0].report.wait()
+    for worker in workers[1:]:
+        assert not worker.has_news()
+    assert nursery.wait(workers) == workers[:1]
+    assert nursery.wait(workers) == workers[:1]  # it stays so
+    nursery.end(workers, timeout=600)
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, 0, 0]
+
+
+def test_threads_with_workers_of_their_own_do_not_disturb_each_other(nursery: Nursery) -> None:
+    """Both start, wait for and lose workers all the time; what one reads is never the other's."""
+    left = []
+
+    def use() -> None:
+        for _ in range(40):
+            worker = nursery.start(echo, x=1)
+            assert worker.receive("echo", timeout=60) == {"x": 1}
+            worker.kill()
+            while not worker.has_ended():
+                assert nursery.wait([worker], timeout=60)
+            assert worker.exitcode == -signal.SIGKILL
+            nursery.end([worker], timeout=0)
+        left.append("done")
+
+    threads = [threading.Thread(target=use, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert left == ["done"] * 2
 
 
 def with_child(channel: Channel) -> None:
@@ -210,10 +283,10 @@ def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
         worker.channel.close()
         if worker is nursery.workers[0] or _ == 1:
             files = len(os.listdir("/proc/self/fd"))
-            theirs = len(os.listdir(f"/proc/{nursery._helper._process.pid}/fd"))
+            theirs = len(os.listdir(f"/proc/{nursery.helper.pid}/fd"))
     assert len(os.listdir("/proc/self/fd")) <= files
-    assert len(os.listdir(f"/proc/{nursery._helper._process.pid}/fd")) <= theirs
-    assert children(nursery._helper._process.pid) == []
+    assert len(os.listdir(f"/proc/{nursery.helper.pid}/fd")) <= theirs
+    assert children(nursery.helper.pid) == []
 
 
 def test_what_cannot_be_sent_is_named(nursery: Nursery) -> None:
@@ -237,7 +310,7 @@ def test_close_ends_all_in_bounded_time(how: str, monkeypatch: pytest.MonkeyPatc
     if how in ("hanging", "stopped"):
         # The time is over as soon as the first one has ended, however long that takes.
         monkeypatch.setattr(
-            "flatroll.sharing.nursery.monotonic", lambda: 0.0 if 0 not in nursery._helper.exitcodes else 1.0
+            "flatroll.sharing.nursery.monotonic", lambda: 1.0 if workers[0].report.ended else 0.0
         )
     else:
         monkeypatch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
@@ -245,7 +318,7 @@ def test_close_ends_all_in_bounded_time(how: str, monkeypatch: pytest.MonkeyPatc
     nursery.close()
     for worker in workers:
         until_gone(worker.pid)
-    assert nursery._helper._process.poll() is not None
+    assert nursery.helper.poll() is not None
     with pytest.raises(RuntimeError, match="the process that starts workers is gone"):
         nursery.start(echo)
     assert workers[0].exitcode == 0 and (how != "tidy" or workers[1].exitcode == 0)
@@ -255,7 +328,7 @@ def test_a_killed_helper_takes_its_workers_along() -> None:
     nursery = Nursery(preload=())
     worker = nursery.start(hang)
     worker.receive("hanging", timeout=300)
-    nursery._helper._process.kill()
+    nursery.helper.kill()
     with pytest.raises(WorkerDied, match="was killed, since the process that starts workers is gone"):
         worker.receive("more", timeout=300)
     until_gone(worker.pid)
@@ -328,7 +401,7 @@ def test_closing_does_not_wait_for_imports(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
     nursery = Nursery(preload=["slow_to_import"])
-    process, calls = nursery._helper._process, list[str]()
+    process, calls = nursery.helper, list[str]()
     for name in ("kill", "wait"):
         call = getattr(process, name)
         monkeypatch.setattr(process, name, lambda *given, n=name, c=call: (calls.append(n), c(*given))[1])

@@ -37,7 +37,7 @@ def busy(channel):
 def nursery_of(*functions, method="fork"):
     nursery = Nursery(method, preload=())
     workers = [nursery.start(function) for function in functions]
-    print(nursery._helper._process.pid, *(worker.receive("pid", timeout=300) for worker in workers), flush=True)
+    print(nursery.helper.pid, *(worker.receive("pid", timeout=300) for worker in workers), flush=True)
     return nursery, workers
 """
 
@@ -147,3 +147,55 @@ def test_ctrl_c_is_the_parent_s_alone() -> None:
         output, errors = process.communicate(timeout=300)
     assert (process.returncode, output, errors) == (0, "interrupted\n", "")
     assert_gone(pids)
+
+
+def test_a_parent_that_is_killed_while_the_helper_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(1000)")
+    program = f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        kept = Nursery(preload=["slow_to_import"])
+        if os.fork() == 0:  # which holds a copy of the parent's end of the channel
+            time.sleep(8); os._exit(0)
+        print(kept.helper.pid, flush=True)
+        time.sleep(1000)
+        """
+    with start(program) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        assert_gone([pid])
+
+
+def test_too_few_file_descriptors_are_named() -> None:
+    program = """
+        import resource
+        nursery = Nursery(preload=())
+        nursery.start(lambda channel: channel.receive("never"))
+        used = len(os.listdir("/dev/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, 4096))
+        try: nursery.start(long_step)
+        except OSError as error: print(error)
+        """
+    with start(program) as process:
+        output, errors = process.communicate(timeout=60)
+    assert "8 more file descriptors are needed" in output and "ulimit -n" in output, (output, errors)
+
+
+def test_the_fence_of_weights_is_remade_after_a_fork() -> None:
+    """A thread of the parent may be inside when another one forks."""
+    program = """
+        import torch
+        from flatroll.sharing import weights
+        shared = SharedWeights({"a": torch.zeros(3)})
+        with weights._FENCE:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(10)
+                shared.publish({"a": torch.ones(3)})
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        """
+    with start(program) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from flatroll.sharing import WorkerDied
 from flatroll.sharing.ray_calls import RayCalls
 
 NONE = "Could not find any running Ray instance. Please specify the one to connect to"
@@ -97,3 +98,25 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_an_error(ray, config, te
     with pytest.raises(ConnectionError):
         RayCalls(config)
     assert len(fake.inits) == 1
+
+
+DEATHS = [
+    "ActorDiedError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError",
+    "OutOfDiskError", "OutOfMemoryError", "RaySystemError", "WorkerCrashedError",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_what_ray_says_of_deaths_is_a_death(ray, name):
+    fake = ray(running=True)
+    base = type("RayError", (Exception,), {})
+    for known in (*DEATHS, "RayTaskError"):
+        setattr(fake.exceptions, known, type(known, (base,), {}))
+    fake.exceptions.RayActorError = fake.exceptions.ActorDiedError
+
+    def get(reference):
+        raise getattr(fake.exceptions, name)("the node is gone")
+
+    fake.get = get
+    with pytest.raises(WorkerDied, match="the actor is gone: the node is gone"):
+        RayCalls().get(None)

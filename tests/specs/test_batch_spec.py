@@ -65,7 +65,13 @@ def test_an_info_that_changes_its_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    "env", [ScriptedVectorEnv(Script(3)), ScriptedTorchEnv(Script(3))], ids=["numpy", "torch"]
+    "env",
+    [
+        ScriptedVectorEnv(Script(3)),
+        ScriptedTorchEnv(Script(3)),
+        NextObservationDelta(ScriptedVectorEnv(Script(3))),
+    ],
+    ids=["numpy", "torch", "differences"],
 )
 def test_scripted_envs_pass(env: Any) -> None:
     check_env_specs(env)

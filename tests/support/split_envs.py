@@ -35,14 +35,14 @@ class Part(ScriptedVectorEnv):
         super().__init__(script(first, last), record_actions=True, **options)
         self.first, self.log, self.early = first, [] if log is None else log, early
         self.under_way: Any = None
-        observe = self._clock.observe
+        observe = self.clock.observe
 
         def shifted() -> Any:
             obs = observe()
             obs[:, 0] += first
             return obs
 
-        self._clock.observe = shifted  # type: ignore[method-assign]
+        self.clock.observe = shifted  # type: ignore[method-assign]
 
     def reset(self, **options: Any) -> Any:
         assert self.under_way is None, "reset while a step is under way"

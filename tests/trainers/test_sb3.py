@@ -129,11 +129,11 @@ class Talks(ScriptedEnv):
 
     def reset(self, **arguments: Any) -> Any:
         obs, _ = super().reset(**arguments)
-        return obs, {"born": self._clock.episode.item(), "asked": str(arguments.get("options") or None)}
+        return obs, {"born": self.clock.episode.item(), "asked": str(arguments.get("options") or None)}
 
     def step(self, action: Any) -> Any:
         *rest, _ = super().step(action)
-        return (*rest, {"step": self._clock.step.item(), "pair": np.array([1.0, self._clock.step.item()])})
+        return (*rest, {"step": self.clock.step.item(), "pair": np.array([1.0, self.clock.step.item()])})
 
 
 @pytest.mark.parametrize("mode", MODES)

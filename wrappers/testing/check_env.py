@@ -20,16 +20,17 @@ from torch import Tensor
 
 from flatroll.specs import as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
-from flatroll.wrappers.arrays import Tree, map_tree
+from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
 _STEP_DTYPES = (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_))
 #: Entries of ``info`` that say in some dialect that an episode has ended in a row.
 _SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
-#: At most so many numbers of an observation are looked at (images are large).
+#: At most this many numbers of an observation are looked at (images are large).
 _FEATURES = 64
-#: A step is a jump if it is so many times as long as the median step.
+#: A step is a jump if it is this many times as long as the median step.
 _JUMP = 4.0
 
 
@@ -38,7 +39,7 @@ class ContractError(AssertionError):
 
 
 def check_vector_env(
-    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+    env: EnvLike, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> None:
     """Play an environment and raise `ContractError` if it breaks the contract; for env authors' tests.
 
@@ -67,7 +68,7 @@ def is_suspicion(problem: str) -> bool:
 
 
 def vector_env_problems(
-    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+    env: EnvLike, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> list[str]:
     """Play an environment and return a list of its problems, one sentence each.
 
@@ -176,7 +177,7 @@ def play(
     return record
 
 
-def copied(leaf: Any) -> npt.NDArray[Any]:
+def copied(leaf: Array) -> npt.NDArray[Any]:
     """Return a NumPy copy of an array or tensor."""
     return np.array(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
 
@@ -240,7 +241,7 @@ def _of_tree(
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
         spec = as_spec(space)
-        if rows is not None:  # what stands in the others does not matter
+        if rows is not None:  # the others do not matter
             tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
         if not spec.is_in(torch.from_numpy(tree)):
             yield f"{name} has values outside its space {space}"

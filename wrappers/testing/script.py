@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from flatroll.wrappers.arrays import map_tree
+from flatroll.wrappers.arrays import Array, Tree, map_tree
 
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]
@@ -120,7 +120,7 @@ class Script:
         return {"discrete": discrete, "box": box, "dict": both}[self.action]
 
 
-def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
+def encode(kind: ObsKind, env: Array, episode: Array, step: Array) -> Any:
     """The observation of (env, episode, step): NumPy or torch, any leading shape.
 
     >>> encode("discrete", np.array([1]), np.array([2]), np.array([3]))
@@ -145,7 +145,7 @@ def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
     return array.astype(kind)
 
 
-def decode(kind: ObsKind, obs: Any) -> npt.NDArray[np.int64]:
+def decode(kind: ObsKind, obs: Tree) -> npt.NDArray[np.int64]:
     """Decode observations to (env, episode, step), int64 ``[*leading, 3]``, modulo the dtype's range.
 
     >>> decode("discrete", np.array([10203])).tolist()
@@ -189,12 +189,12 @@ class Clock:
         """Reset the counters to before the first episode of every env."""
         self.episode, self.step = self.env * 0 - 1, self.env * 0
 
-    def begin(self, mask: Any) -> None:
+    def begin(self, mask: Array) -> None:
         """Start the next episode where ``mask`` is True."""
         self.episode = self.episode + mask  # bool counts as 0 or 1; new arrays, so that shown ones stay
         self.step = self.step * ~mask
 
-    def advance(self, live: Any) -> tuple[Any, Any, Any]:
+    def advance(self, live: Array) -> tuple[Any, Any, Any]:
         """Make one step where ``live`` is True; return (integer reward, terminated, truncated)."""
         self.step = self.step + live
         # Elementwise and by index only: nothing here reads a value on the host.
@@ -214,10 +214,10 @@ class Clock:
         return self._shown
 
 
-def overwrite(buffer: Any, value: Any) -> Any:
+def overwrite(buffer: Tree, value: Tree) -> Tree:
     """The tree ``value``, written into the arrays of ``buffer`` as a careless env does; without a buffer, as it is."""
 
-    def write(old: Any, new: Any) -> Any:
+    def write(old: Array, new: Array) -> Array:
         if old is None or not (isinstance(new, np.ndarray | Tensor) and new.ndim):
             return new
         old[...] = new
@@ -226,7 +226,7 @@ def overwrite(buffer: Any, value: Any) -> Any:
     return map_tree(write, buffer, value)
 
 
-def row(tree: Any, i: Any) -> Any:
+def row(tree: Tree, i: Array | int) -> Tree:
     """Return sub-env ``i`` (or several) of every leaf of a batched observation."""
     return map_tree(lambda leaf: leaf[i], tree)
 

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.arrays import Tree, map_tree, select
 from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
 
@@ -50,24 +50,24 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         self.observation_space, self.action_space = script.observation_space, script.action_space
         self.actions: list[Any] = []
         self._record = record_actions
-        self._clock = Clock(script, np.asarray, index, reuse_buffer)
+        self.clock = Clock(script, np.asarray, index, reuse_buffer)
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
-            self._clock.restart()
-        self._clock.begin(np.True_)  # not True: the clock needs ~True to be False
+            self.clock.restart()
+        self.clock.begin(np.True_)  # not True: the clock needs ~True to be False
         return self._observe(), {"t": 0}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Tree) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._record:
             self.actions.append(action)
-        reward, terminated, truncated = self._clock.advance(np.True_)
-        info = {"t": int(self._clock.step)}
+        reward, terminated, truncated = self.clock.advance(np.True_)
+        info = {"t": int(self.clock.step)}
         return self._observe(), float(reward), bool(terminated), bool(truncated), info
 
     def _observe(self) -> Any:
-        return self._clock.show()
+        return self.clock.show()
 
 
 class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
@@ -109,7 +109,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
         self.actions: list[Any] = []
         self._final_obs, self._reuse, self._record = final_obs, reuse_buffer, record_actions
-        self._clock = Clock(script, np.asarray)
+        self.clock = Clock(script, np.asarray)
         self._done = np.zeros(self.num_envs, np.bool_)
         # What the last calls returned, in this order: observation, reward, terminated, truncated, final observation.
         self._shown: list[Any] = [None] * 5
@@ -120,19 +120,19 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         if options is not None and "reset_mask" in options:
             mask = options["reset_mask"]
         if seed is not None:
-            self._clock.restart()
-        self._clock.begin(mask)
+            self.clock.restart()
+        self.clock.begin(mask)
         self._done = self._done & ~mask
-        return self._show(0, self._clock.observe()), self._info()
+        return self._show(0, self.clock.observe()), self._info()
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One vector step of the declared mode."""
         leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
         if self._record:
             self.actions.append(actions)
-        clock, pending = self._clock, self._done
+        clock, pending = self.clock, self._done
         if self._mode == AutoresetMode.DISABLED and pending.any():
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
@@ -158,9 +158,9 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         return obs, reward, terminated, truncated, self._info() | final_info
 
     def _info(self) -> dict[str, Any]:
-        return {"t": self._clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
+        return {"t": self.clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
 
-    def _show(self, i: int, value: Any) -> Any:
+    def _show(self, i: int, value: Tree) -> Tree:
         """The value, or with ``reuse_buffer`` the array of the last call, overwritten by it."""
         self._shown[i] = overwrite(self._shown[i], value) if self._reuse else value
         return self._shown[i]
@@ -256,8 +256,8 @@ class ScriptedTorchEnv:
         self.metadata = {"autoreset_mode": mode} if declare else {}
         self.unwrapped, self.actions, self.closed = self, list[Any](), False
         self._final_obs, self._autoreset = final_obs, autoreset
-        self._clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
-        self._final = self._clock.observe()
+        self.clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
+        self._final = self.clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
         self.reward_buf = torch.zeros(self.num_envs, device=self.device)
         self.terminated_buf = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
@@ -273,18 +273,18 @@ class ScriptedTorchEnv:
     ) -> tuple[Any, dict[str, Any]]:
         """Start the next episode in all envs, or in ``env_ids``; a seed restarts the script."""
         if seed is not None:
-            self._clock.restart()
+            self.clock.restart()
         mask = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         if env_ids is not None:
             mask = torch.zeros_like(mask)
             mask[torch.as_tensor(env_ids, device=self.device)] = True
-        self._clock.begin(mask)
-        return self._clock.show(), self.extras
+        self.clock.begin(mask)
+        return self.clock.show(), self.extras
 
-    def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, action: Tree) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Make one vector step; with ``autoreset``, envs that ended are reset in the same step."""
         self.actions.append(action)
-        clock = self._clock
+        clock = self.clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
         # As simulators do: one memory for all steps.
         self.reward_buf.copy_(reward)
@@ -349,7 +349,7 @@ class ScriptedRslEnv:
     @property
     def episode_length_buf(self) -> Tensor:
         """Number of steps made in the current episodes, int64 ``[E]``."""
-        steps: Tensor = self._env._clock.step
+        steps: Tensor = self._env.clock.step
         return steps
 
     def get_observations(self) -> Any:

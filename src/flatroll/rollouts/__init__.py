@@ -1,6 +1,6 @@
 """Rollouts and collectors: step an env with a policy and return flat batches."""
 
-from flatroll.rollouts.batch_spec import batch_spec
+from flatroll.rollouts.batch_columns import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout

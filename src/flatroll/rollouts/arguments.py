@@ -1,17 +1,25 @@
-"""Checks and groups the arguments of a collector, and creates its env."""
+"""Checks and groups the arguments of a collector, and creates its envs."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from gymnasium.vector import AsyncVectorEnv
 
 from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
+from flatroll.wrappers.source import EnvLike
+from flatroll.wrappers.stream import Moves, moves_of
+
+#: An env, a function that makes one, or for ``splits`` a list of them.
+EnvSource: TypeAlias = EnvLike | Callable[[], EnvLike] | Sequence[EnvLike | Callable[[], EnvLike]]
 
 
-def check_counts(**counts: Any) -> None:
+def check_counts(**counts: int | None) -> None:
     """Refuse counts of a `Collector` that make no sense; warn where the total is no whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}
     for name, count in counts.items():
@@ -26,6 +34,7 @@ def check_counts(**counts: Any) -> None:
             otherwise = " or None" if name in optional else ""
             raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
     total, frames = counts["total_frames"], counts["frames_per_batch"]
+    assert total is not None and frames is not None
     if total > 0 and total % frames:
         whole = -(-total // frames) * frames  # rounded up to whole batches
         warnings.warn(
@@ -79,7 +88,7 @@ def make_devices(
     )
 
 
-def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: Any) -> None:
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
     """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer; TypeError
     for an interruptor that cannot be asked."""
     if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
@@ -90,7 +99,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
-        raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+        raise ValueError("split_trajs=True needs track_traj_ids=True: trajectories are found by their ids")
     if split and to_buffer:
         raise ValueError(
             "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
@@ -120,7 +129,7 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
 
 
 def make_env(
-    create_env_fn: Any, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+    create_env_fn: EnvSource, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
 ) -> tuple[Any, bool]:
     """Return the env, with its observations cast and a step limit, and whether it was made here, by a function.
 
@@ -130,14 +139,13 @@ def make_env(
     made = False
     if isinstance(env, (list, tuple)):
         raise TypeError(
-            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
-            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each), or step "
-            f"parts of one pool in turn with splits={len(env)}"
+            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
+            f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
         )
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-        env, made = create_env_fn(), True
+        env, made = env(), True
         if hasattr(env, "close"):
             undo.callback(env.close)
     if obs_dtype is not None:
@@ -150,3 +158,41 @@ def make_env(
             "max_steps instead"
         )
     return StepCounter(env, max_steps=max_steps), made
+
+
+def make_envs(
+    create_env_fn: EnvSource,
+    splits: int,
+    obs_dtype: torch.dtype | None,
+    max_steps: int | None,
+    undo: ExitStack,
+) -> tuple[list[Any], Moves | None, bool]:
+    """Return the env in ``splits`` parts, the count of moves of one that was divided, and whether they were made here.
+
+    For the other arguments see `make_env`.
+    """
+    if splits == 1:
+        env, made = make_env(create_env_fn, obs_dtype, max_steps, undo)
+        return [env], None, made
+    moves = None
+    if isinstance(create_env_fn, (list, tuple)):
+        if len(create_env_fn) != splits:
+            raise ValueError(
+                f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
+            )
+        envs = [make_env(one, obs_dtype, max_steps, undo) for one in create_env_fn]
+        made = all(made for _, made in envs)
+        if any(made for _, made in envs) != made:
+            raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
+    else:
+        whole, made = make_env(create_env_fn, None, None, undo)
+        if not isinstance(whole, AsyncVectorEnv):
+            raise ValueError(
+                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
+                f"a list of {splits} envs, the parts of a pool, or of functions that make them"
+            )
+        if splits > whole.num_envs:
+            raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")
+        moves = moves_of(whole)
+        envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
+    return [env for env, _ in envs], moves, made

@@ -1,9 +1,10 @@
-"""The keys of a collected batch's columns, and which component writes each column."""
+"""The columns of a collected batch: their keys, which component writes each, and their spec."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from flatroll.layout.keys import (
@@ -21,9 +22,19 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
+from flatroll.specs import Categorical, Composite, TensorSpec, Unbounded, as_spec
 from flatroll.specs.spaces import space_leaves
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
+from flatroll.wrappers.compact import ObservationDelta
+from flatroll.wrappers.markers import (
+    InitTracker,
+    MarkerWrapper,
+    RewardSum,
+    StepCounter,
+    TrajId,
+    find_wrapper,
+)
+from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import observation_leaves
 
 #: Column of the rows on which the env only reset; never in a batch.
@@ -41,8 +52,6 @@ class ColumnKeys:
         self,
         env: VectorEnv[Any, Any, Any],
         info_keys: Sequence[NestedKey],  # the entries of info to store
-        deltas: Sequence[NestedKey] = (),  # the observations whose next one is stored as a difference
-        delta_dtype: torch.dtype = torch.float16,  # of the differences
     ) -> None:
         if isinstance(info_keys, str):
             raise TypeError(
@@ -66,11 +75,14 @@ class ColumnKeys:
         self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
         # Columns that are float32 whatever a wrapper makes of them.
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
-        self.deltas, self.delta_dtype = deltas, delta_dtype
+        # The observations whose next one is stored as a difference, and the dtype of the differences.
+        delta = find_wrapper(env, ObservationDelta)
+        self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
+        self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # the recurrent states of the policy, once there is one
         self.strided = False  # whether only some rows keep them: ("collector", "has_state") says which
-        # Columns that stand as [N, 1] if they are one number for each row.
+        # Columns of shape [N, 1] if they are one number for each row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
         }
@@ -83,7 +95,7 @@ class ColumnKeys:
             key = next_key(marker.key) if marker.describes_step else marker.key
             counted = (next_key(key),) if isinstance(marker, StepCounter) else ()
             self.claim(type(marker).__name__, key, *counted)
-        if deltas:
+        if delta is not None:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
             self.claim("info_keys", name, next_key(name))
@@ -95,7 +107,59 @@ class ColumnKeys:
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
                         f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
-                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
-                        "out_keys, observations gymnasium.wrappers.TransformObservation"
+                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
+
+
+def batch_spec(env: EnvLike) -> Composite:
+    """Return the spec of the batches that an env, as it is wrapped, gives a collector with random actions.
+
+    Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's
+    outputs, may have any values.
+
+    Args:
+        env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it. It is not stepped.
+
+    >>> import gymnasium as gym
+    >>> from flatroll.wrappers import InitTracker
+    >>> spec = batch_spec(InitTracker(gym.make_vec("CartPole-v1", num_envs=2)))
+    >>> spec["next", "reward"], sorted(spec.keys())
+    (UnboundedContinuous(shape=(-1, 1), dtype=torch.float32), ['action', 'is_init', 'next', 'observation'])
+    """
+    adapted = adapt_env(env)
+    return spec_of_columns(ColumnKeys(adapted, ()), adapted)
+
+
+def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bool = False) -> Composite:
+    """The spec of batches with these columns; ``compact`` ones have no next observations."""
+    rows: list[tuple[Any, TensorSpec]] = []  # the key, and the spec of one row
+    stream = find_stream(env)
+    unknown = stream is not None and stream.hides_final_obs  # last observations are made up
+    for key, path in zip(keys.obs, keys.obs_paths, strict=True):
+        spec = as_spec(_at(env.single_observation_space, path))
+        rows.append((key, spec))
+        if key in keys.deltas:
+            rows.append(((*DELTA, *as_tuple(key)), Unbounded(spec.shape, dtype=keys.delta_dtype)))
+        elif not compact and not unknown:
+            rows.append((next_key(key), spec))
+    for key, path in zip(keys.actions, keys.action_paths, strict=True):
+        rows.append((key, as_spec(_at(env.single_action_space, path))))
+    flag, count = Categorical(2, (1,), dtype=torch.bool), Unbounded((1,), dtype=torch.int64)
+    rows += [(REWARD, Unbounded((1,), dtype=torch.float32))]
+    rows += [(key, flag) for key in (TERMINATED, TRUNCATED, DONE)]
+    rows += [(keys.init, flag)] if keys.init in keys.roots else []
+    rows += [(key, count) for own in keys.counts for key in (own, next_key(own))]
+    rows += [(keys.traj, Unbounded((), dtype=torch.int64))] if keys.has_ids else []
+    rows += [(keys.returns, Unbounded((1,), dtype=torch.float32))] if keys.returns is not None else []
+    batch = Composite(shape=(-1,))
+    for key, spec in rows:
+        batch[key] = spec.expand(-1, *spec.shape)
+    return batch
+
+
+def _at(space: spaces.Space[Any], path: tuple[Any, ...]) -> spaces.Space[Any]:
+    """The part of a space at a path of keys and positions."""
+    for name in path:
+        space = space[name]  # type: ignore[index]
+    return space

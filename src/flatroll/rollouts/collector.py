@@ -3,43 +3,54 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
-from torch import nn
+from torch import Tensor, nn
 
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
-from flatroll.rollouts.arguments import check_counts, check_together, make_devices
-from flatroll.rollouts.batch_spec import spec_of_columns
-from flatroll.rollouts.policies import copy_weights
-from flatroll.rollouts.pool_runner import PoolRunner, of_pool
+from flatroll.rollouts.arguments import EnvSource, check_counts, check_together, make_devices, make_envs
+from flatroll.rollouts.batch_columns import spec_of_columns
+from flatroll.rollouts.policies import Policy, Weights, copy_weights
+from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner
-from flatroll.rollouts.splits import SplitRunner, make_envs
-from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
+from flatroll.rollouts.splits import SplitRunner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
-from flatroll.wrappers.markers import TrajId, find_wrapper
-from flatroll.wrappers.primers import recurrent_states
+from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
 
 Device = torch.device | str | None
+
+
+class Sink(Protocol):
+    """Takes the batches of a collector, as a replay buffer does."""
+
+    @property
+    def extend(self) -> Callable[..., Any]: ...
+
+
+class Interruptor(Protocol):
+    """Says whether a batch is to end early, as a `threading.Event` does."""
+
+    def is_set(self) -> bool: ...
 
 
 class Collector(Facts):
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
-    Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory stand together in time
+    Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory follow one another in time
     order, env after env, with the columns that `flatroll.layout.describe` lists. Rows on which an env only
     resets never appear; rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other
     windows changes no row, flag or id of it. Yielded batches own their memory.
 
     InitTracker and TrajId are added where the env's stack lacks them; a recurrent policy (one with parts that
-    have ``make_tensordict_primer()``) gets its states and ``is_init`` without a word.
+    have ``make_tensordict_primer()``) gets its states and ``is_init`` automatically.
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
@@ -60,24 +71,23 @@ class Collector(Facts):
         compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
         track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
             the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
-        trajs_per_batch: yield batches of so many complete trajectories instead (``frames_per_batch`` is then
+        trajs_per_batch: yield batches of this many complete trajectories instead (``frames_per_batch`` is then
             how much is collected between looks), in the order in which they end. At the end of
             ``total_frames`` those left over make a smaller batch; trajectories still open are not yielded.
         set_truncated: mark the last row of each run that the batch cuts as truncated and done.
-        max_frames_per_traj: truncate episodes after so many steps (adds a StepCounter).
-        init_random_frames: take random actions in the first so many rows, up to the end of the vector step
-            that the last of them is in; the policy's other outputs are recorded as they are. Default None: 0.
+        max_frames_per_traj: truncate episodes after this many steps (adds a StepCounter).
+        init_random_frames: take random actions in the first rows, this many, up to the end of the vector step
+            that the last of them is in; the policy's other outputs are recorded as they are. Default 0.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
-            Default None: False.
         postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. With
             ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
             end of their trajectories.
-        auto_register_policy_transforms: wire recurrent states. Default None means True; False leaves them.
-        state_stride: keep recurrent states in every so many rows of a trajectory only, counted from its first,
+        auto_register_policy_transforms: wire recurrent states. Default True (None is the same).
+        state_stride: keep recurrent states only in every ``state_stride``-th row of a trajectory, from its first,
             and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
             of others are zeros, and there are none under ``"next"``. Default 1: in every row, unmarked.
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
@@ -85,7 +95,7 @@ class Collector(Facts):
         exploration_type: how probabilistic modules choose. Default: they sample.
         splits: number of parts in which the envs are stepped, in turn: while the policy acts for one part, the steps of
             the others are under way. The env is a gymnasium AsyncVectorEnv (or a function that makes one), whose
-            worker processes are divided; or a list of so many envs (or functions), the parts of one pool:
+            worker processes are divided; or a list of ``splits`` envs (or functions), the parts of one pool:
             AsyncVectorEnvs, envpools, other vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds
             are those of the whole pool. Default 1: all envs at once.
         seed: seeds the env's first reset and the random actions.
@@ -121,8 +131,8 @@ class Collector(Facts):
 
     def __init__(
         self,
-        create_env_fn: Any,
-        policy: Any = None,
+        create_env_fn: EnvSource,
+        policy: Policy | None = None,
         *,
         frames_per_batch: int,
         total_frames: int = -1,
@@ -137,14 +147,14 @@ class Collector(Facts):
         trajs_per_batch: int | None = None,
         set_truncated: bool = False,
         max_frames_per_traj: int | None = None,
-        init_random_frames: int | None = None,
+        init_random_frames: int = 0,
         reset_at_each_iter: bool = False,
-        split_trajs: bool | None = None,
+        split_trajs: bool = False,
         postproc: Callable[[TensorDict], TensorDict] | None = None,
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDict], Any] | None = None,
-        replay_buffer: Any = None,
-        auto_register_policy_transforms: bool | None = None,
+        replay_buffer: Sink | None = None,
+        auto_register_policy_transforms: bool | None = True,
         state_stride: int = 1,
         info_keys: Sequence[NestedKey] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
@@ -152,11 +162,10 @@ class Collector(Facts):
         seed: int | None = None,
         writer: int = 0,
         track_policy_version: bool = False,
-        interruptor: Any = None,
+        interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
         self._exploration = InteractionType(exploration_type)
-        init_random_frames, split_trajs = init_random_frames or 0, bool(split_trajs)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -172,7 +181,7 @@ class Collector(Facts):
                 create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
             )
             parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
-            runner = of_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
+            runner = lead_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
             given = device, env_device, policy_device, storing_device, no_cuda_sync
             devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
@@ -231,7 +240,7 @@ class Collector(Facts):
     @property
     def spec(self) -> Composite:
         """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        # Of several envs, the parts of one pool, the first one stands for all.
+        # The parts of one pool have equal columns.
         return spec_of_columns(self._runner.keys, self._runner.envs[0], self._compact)
 
     @property
@@ -255,10 +264,10 @@ class Collector(Facts):
         self._version = version
         self._runner.set_version(version)
 
-    def set_recurrent_primers_from(self, policy: Any) -> None:
+    def set_recurrent_primers_from(self, policy: Policy) -> None:
         """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
-        For a policy that hides its recurrent parts; one that shows them is wired by itself, and asking again changes
+        For a policy that hides its recurrent parts; one that shows them is wired automatically. A second call changes
         nothing.
 
         Raises:
@@ -289,7 +298,7 @@ class Collector(Facts):
         self.reset()
         return seed + self._runner.num_envs
 
-    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+    def update_policy_weights_(self, policy_or_weights: Weights | None = None) -> None:
         """Copy weights into the policy, and count the update in `policy_version`.
 
         Without an argument it only counts: the collector acts with the policy itself, which the caller has changed.
@@ -316,9 +325,8 @@ class Collector(Facts):
         """Refuse to pickle or copy a collector that has begun."""
         if self._iterator is not None or self._runner.started:
             raise TypeError(
-                "a collector that has begun cannot be pickled or copied: its env is at a place in this process that "
-                "no copy would share. Pickle collector.state_dict(); where you want to go on, make a collector with "
-                "a function that makes the env, Collector(make_env, ...), and give it the state with load_state_dict"
+                "a collector that has begun cannot be pickled or copied, as its env cannot: pickle "
+                "collector.state_dict(), and load it into a new Collector(make_env, ...)"
             )
         return self.__dict__
 
@@ -481,3 +489,61 @@ class Collector(Facts):
             return batch
         self._buffer.extend(batch, **({} if final is None else {"final": final}))
         return None
+
+
+class TrajectoryJoiner:
+    """Keeps the rows of unfinished trajectories until they end, and returns complete trajectories.
+
+    Complete trajectories come in the order of the windows that ended them, within one window by id. So the
+    first ones of a run are the short ones; over a whole run none is left out but those still open.
+
+    Args:
+        per_batch: how many complete trajectories make a batch.
+        traj_key: the key of the trajectory ids.
+    """
+
+    def __init__(self, per_batch: int, traj_key: NestedKey) -> None:
+        self.per_batch = per_batch
+        self._traj_key = traj_key
+        self._open: TensorDict | None = None
+        self._ready: list[TensorDict] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of rows that no batch has taken yet."""
+        return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
+
+    def add(self, batch: TensorDict) -> None:
+        """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
+        rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
+        # Stable: the rows of one trajectory keep their order in time.
+        rows = rows[require(rows, self._traj_key).argsort(stable=True)]
+        ids = require(rows, self._traj_key)
+        # Rows are sorted by id: the last row of each trajectory, bool [N], and how many rows each has.
+        last = torch.ones_like(ids, dtype=torch.bool)
+        last[:-1] = ids[1:] != ids[:-1]
+        lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
+        complete = marker(rows, DONE)[last]
+        if not bool(complete.any()):
+            self._open = rows
+            return
+        mask = complete.repeat_interleave(lengths)  # from one bool per trajectory to one per row
+        self._open = rows[~mask]
+        pieces: Any = rows[mask].split(lengths[complete].tolist())
+        self._ready.extend(pieces)
+
+    def pop(self, last: bool) -> TensorDict | None:
+        """The next batch of ``per_batch`` complete trajectories, or of those left over if it is the last; or None."""
+        if len(self._ready) < (1 if last else self.per_batch):
+            return None
+        ready, self._ready = self._ready[: self.per_batch], self._ready[self.per_batch :]
+        return cast(TensorDict, TensorDict.cat(ready))
+
+    def drop_open_but(self, ids: Tensor) -> None:
+        """Drop unfinished trajectories whose id is not in ``ids``: a reset has cut them."""
+        if self._open is not None:
+            self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
+
+    def drop_open(self) -> None:
+        """Drop all unfinished trajectories."""
+        self._open = None

@@ -2,9 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from gymnasium import spaces
@@ -14,14 +14,32 @@ from torch import Tensor, nn
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
 from flatroll.layout.tensordict_seam import call_policy, nest
 from flatroll.rollouts.arguments import Devices
-from flatroll.wrappers.arrays import Array, map_tree, to_torch
-from flatroll.wrappers.primers import recurrent_states
+from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
+from flatroll.wrappers.markers import recurrent_states
 
 Columns = dict[NestedKey, Tensor]
+#: A tensordict module, or a callable from observation to action.
+Policy: TypeAlias = Callable[..., Any]
+#: A module, its state dict, or a tensordict of its parameters.
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
+
+
+class PolicyModule(Protocol):
+    """What a tensordict module has; any object that has it will do."""
+
+    in_keys: Sequence[NestedKey]
+    out_keys: Sequence[NestedKey]
+
+    def __call__(self, data: TensorDictBase, /) -> TensorDictBase: ...
+
+
+def is_module(policy: object) -> TypeGuard[PolicyModule]:
+    """Whether a policy reads and writes tensordicts."""
+    return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
 
 
 def as_function_of_obs(
-    policy: Any, space: spaces.Space[Any], devices: Devices
+    policy: Policy, space: spaces.Space[Any], devices: Devices
 ) -> Callable[[Any, Array], Any]:
     """Wrap a callable policy as a function from the observation (tensor, dict or tuple) to the action.
 
@@ -37,9 +55,9 @@ def as_function_of_obs(
             f"{type(policy).__name__}"
         )
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-    takes_is_init = takes(policy, IS_INIT)
+    takes_is_init = has_parameter(policy, IS_INIT)
 
-    def act(obs: Any, first: Array) -> Any:
+    def act(obs: Tree, first: Array) -> Any:
         given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
         if devices.policy is not None:
             obs, given = map_tree(
@@ -71,7 +89,7 @@ class ModulePolicy:
 
     def __init__(
         self,
-        policy: Any,  # with in_keys and out_keys
+        policy: PolicyModule,
         space: spaces.Space[Any],  # of the actions of one env
         num_envs: int,
         devices: Devices,
@@ -93,9 +111,8 @@ class ModulePolicy:
         for key in self.defaults:
             if next_key(key) not in map(as_tuple, self.writes):
                 raise ValueError(
-                    f"the policy declares the recurrent state {key!r} (make_tensordict_primer) but does not keep "
-                    f"{next_key(key)!r} among its out_keys {list(policy.out_keys)}: it would forget at every step. "
-                    f"Keep it: select_out_keys(..., {next_key(key)!r}); names that begin with '_' are not kept"
+                    f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
+                    f"{list(policy.out_keys)}: it would forget at every step. Keep it with select_out_keys(...)"
                 )
         self.prime(primed if recurrent and primed else {})
         self._written: list[NestedKey] | None = None  # those of `writes` that it does write
@@ -136,7 +153,7 @@ class ModulePolicy:
         return action, written
 
 
-def copy_weights(policy: Any, weights: Any) -> None:
+def copy_weights(policy: object, weights: Weights) -> None:
     """Copy the weights of a module, its state dict, or a tensordict of its parameters into the policy.
 
     Raises:
@@ -151,7 +168,7 @@ def copy_weights(policy: Any, weights: Any) -> None:
     policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
 
 
-def state_of(weights: Any) -> Mapping[str, Any]:
+def state_of(weights: Weights) -> Mapping[str, Any]:
     """The weights of a module, its state dict, or a tensordict of its parameters, by name; TypeError for others."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
@@ -163,7 +180,7 @@ def state_of(weights: Any) -> Mapping[str, Any]:
     return state
 
 
-def refuse_hidden_weights(policy: Any) -> None:
+def refuse_hidden_weights(policy: object) -> None:
     """Raise TypeError for a callable that uses a module without being one, before its weights are updated.
 
     Other processes act with copies of it, module included, and an update finds no weights to bring there. Looked at
@@ -181,27 +198,26 @@ def refuse_hidden_weights(policy: Any) -> None:
     for name, part in held.items():
         if isinstance(part, nn.Module) and part.state_dict():
             raise TypeError(
-                f"the policy is no nn.Module but uses one, {name!r} ({type(part).__name__}), of which each worker has "
-                "a copy: an update would not reach it. Give the module as the policy, or make the policy an nn.Module "
-                "that has it as a part"
+                f"the policy uses the module {name!r} ({type(part).__name__}) but is no nn.Module, so an update would "
+                "not reach the workers' copies: make the policy an nn.Module that has it as a part"
             )
 
 
-def takes(function: Any, name: str) -> bool:
+def has_parameter(function: object, name: str) -> bool:
     """Whether a callable (of a module its ``forward``) has a parameter of this name."""
+    called: Any = getattr(function, "forward", function)
     try:
-        return name in inspect.signature(getattr(function, "forward", function)).parameters
+        return name in inspect.signature(called).parameters
     except (TypeError, ValueError):  # functions written in C may tell nothing
         return False
 
 
-def refuse_memory(policy: Any, where: str, way_out: str) -> None:
+def refuse_memory(policy: object, where: str, way_out: str) -> None:
     """Raise ValueError for a callable that remembers something of each env, where it is called for some at a time."""
-    if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
+    if not hasattr(policy, "in_keys") and has_parameter(policy, IS_INIT):
         raise ValueError(
-            f"the policy takes is_init, so it remembers something of each env, and {where} it is called for some of "
-            "the envs at a time: write it as a recurrent module (make_tensordict_primer), whose states the collector "
-            f"keeps for each env, or {way_out}"
+            f"the policy takes is_init, so it has a state of its own for each env, and {where} it is called for some "
+            f"envs at a time: write it as a recurrent module (make_tensordict_primer), or {way_out}"
         )
 
 
@@ -216,7 +232,7 @@ def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
         )
 
 
-def _tuples(space: spaces.Space[Any], tree: Any) -> Any:
+def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
     """A tree of dicts with tuples where the space has them (a tensordict names their parts "0", "1", ...)."""
     if isinstance(tree, dict) and isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
@@ -226,7 +242,7 @@ def _tuples(space: spaces.Space[Any], tree: Any) -> Any:
     return tree
 
 
-def _no_action(policy: Any, came: str) -> TypeError:
+def _no_action(policy: object, came: str) -> TypeError:
     name = getattr(policy, "__name__", type(policy).__name__)
     return TypeError(
         f"policy {name} returned no action: expected a tensor with one row for each env (a tensordict module: "

@@ -1,24 +1,28 @@
 """An envpool in async mode: each step is one of the envs that are done first, and each env's stream stays its own."""
 
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector.utils import create_empty_array
 from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import Devices
-from flatroll.rollouts.batch_columns import DEAD
-from flatroll.rollouts.policies import Columns, refuse_memory
+from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
+from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.window import Window
-from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.markers import TrajId, find_wrapper
-from flatroll.wrappers.pool_rows import PoolRows
-
-#: A `Runner`; imported it would lengthen the chain of imports.
-Part: TypeAlias = Any
+from flatroll.wrappers.adapt_env import find_stream
+from flatroll.wrappers.arrays import Array, Tree, map_tree, select
+from flatroll.wrappers.envpool_source import AsyncPoolSource
+from flatroll.wrappers.markers import MarkerWrapper, TrajId, find_wrapper
+from flatroll.wrappers.source import Info, Seed, Step, layers
+from flatroll.wrappers.stream import VectorStream
 
 
 class PoolRunner:
@@ -29,7 +33,7 @@ class PoolRunner:
     are gathered by env (`PoolRows`). Between batches the steps of E - B envs stay under way.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Runner) -> None:
         self.num_envs, self.env, self.envs = part.num_envs, part.env, part.envs
         self.device, self.keys, self.asks_compact = part.device, part.keys, part.asks_compact
         self._part = part
@@ -43,7 +47,7 @@ class PoolRunner:
 
     def start(
         self,
-        policy: Any,
+        policy: Policy | None,
         steps: int,
         *,
         devices: Devices,
@@ -69,7 +73,7 @@ class PoolRunner:
     @property
     def started(self) -> bool:
         """Whether the env has been reset."""
-        return bool(self._part.started)
+        return self._part.started
 
     def reset(self, seed: int | None = None) -> None:
         """Drop what is under way and reset all envs; see `Runner.reset`."""
@@ -85,28 +89,27 @@ class PoolRunner:
         """Act for the envs whose rows have come last, and await B rows."""
         part, ids = self._part, self._rows.ids
         for key, state in part.states.items():
-            if (
-                key in self._states
-            ):  # envs without a state yet begin an episode, and so start from the default
+            # Envs without a state yet begin an episode, and so start from the default.
+            if key in self._states:
                 part.states[key] = self._states[key][torch.from_numpy(ids)]
             else:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
         part.age = self._ages[ids]
         part.step(random)
-        acted = self._rows.acted  # others than `ids` if the env had to be reset first
+        stepped = self._rows.stepped  # others than `ids` if the env had to be reset first
         for key, state in part.states.items():
-            self._states[key][torch.from_numpy(acted)] = state
-        self._ages[acted] = part.age
+            self._states[key][torch.from_numpy(stepped)] = state
+        self._ages[stepped] = part.age
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where bool ``mask`` ``[steps, E]`` is True, env after env."""
-        batch: tuple[TensorDict, TensorDict | None] = self._part.lay_out(mask, compact)
-        return batch
+        return self._part.lay_out(mask, compact)
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that go on or have transitions that no batch has taken."""
-        under_way = find_wrapper(self._rows, TrajId)._ids
-        return torch.cat([self._part.open_ids(), torch.from_numpy(under_way)])
+        marker = find_wrapper(self._rows, TrajId)
+        assert marker is not None  # asked only where trajectories are joined by their ids
+        return torch.cat([self._part.open_ids(), torch.from_numpy(marker.ids)])
 
     def prime(self, states: Columns) -> None:
         """Also carry these recurrent states, see `Runner.prime`."""
@@ -129,9 +132,9 @@ class PoolRunner:
         return drawn
 
 
-def of_pool(part: Part) -> Any:
-    """The runner itself, or a `PoolRunner` of it if its env is an envpool in async mode."""
-    return part if part.stream.capabilities.batch_size is None else PoolRunner(part)
+def lead_pool(runner: Runner) -> "Runner | PoolRunner":
+    """Return the runner itself, or a `PoolRunner` around it if its env is an envpool in async mode."""
+    return runner if runner.stream.capabilities.batch_size is None else PoolRunner(runner)
 
 
 class PoolWindow(Window):
@@ -141,7 +144,7 @@ class PoolWindow(Window):
     about to see; it becomes a transition when the env's next row comes.
     """
 
-    def __init__(self, keys: Any, rows: PoolRows, steps: int) -> None:
+    def __init__(self, keys: ColumnKeys, rows: "PoolRows", steps: int) -> None:
         super().__init__(
             keys, rows.num_envs, steps, device=torch.device("cpu"), same_step=False, dense_finals=False
         )
@@ -153,7 +156,7 @@ class PoolWindow(Window):
         self._late: Array = self._all[:0]
         self._count = 0
 
-    def put(self, keys: Any, values: Any) -> None:
+    def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
         """Record values ``[B, ...]``, one for each key, in the open cells of the envs whose rows came last."""
         if self._rows.resets != self._resets:
             self._cut()
@@ -170,7 +173,7 @@ class PoolWindow(Window):
             else:
                 column[steps, ids] = value
 
-    def put_loose(self, key: NestedKey, value: Any) -> None:
+    def put_loose(self, key: NestedKey, value: Array | None) -> None:
         """Record a value whose dtype may change between steps; None is recorded as 0."""
         if value is not None:
             super().put_loose(key, value)
@@ -216,7 +219,7 @@ class PoolWindow(Window):
         mask[self._open[left] - 1, left] = False
         return mask, left
 
-    def restart(self, surplus_from: Any, keep: bool = False) -> None:
+    def restart(self, surplus_from: Array, keep: bool = False) -> None:
         """Clear the window, but for the open cells, and before them the last transitions of the envs that are left.
 
         A number instead of an array of envs: also of these.
@@ -232,7 +235,7 @@ class PoolWindow(Window):
             column[0] = column[starts, self._all]
         self.steps = int(len(left) > 0)
 
-    def _allocate(self, key: NestedKey, value: Any) -> Array:
+    def _allocate(self, key: NestedKey, value: Array) -> Array:
         """A new column of zeros for values ``[B, ...]`` like this one."""
         if not isinstance(value, Tensor):
             value = np.asarray(value)
@@ -244,3 +247,120 @@ class PoolWindow(Window):
         shape = self.num_envs, *value.shape[1:]
         wide = value[:1].expand(shape) if isinstance(value, Tensor) else np.broadcast_to(value[:1], shape)
         return super()._allocate(key, wide)
+
+
+class PoolRows(VectorWrapper):
+    """Goes around a stack over an async pool: what it remembers of each env comes and goes with the env's rows.
+
+    `reset` and `step` return rows ``[B, ...]`` of the envs `ids`; the stream's row facts and its ``actions`` are
+    theirs, too. For each step the markers of the stack get the part ``[B]`` of their arrays ``[E]`` that these envs
+    need, and the pool's first rows after a reset, which come one by one with the steps of other envs, leave it as the
+    reset has made it.
+
+    Args:
+        env: a stack of markers over an adapted async pool.
+
+    Raises:
+        ValueError: another wrapper is in the stack, a marker that does not say what it remembers (``row_state``), or
+            a view of the pool as tensors.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        super().__init__(env)
+        stream = find_stream(env)
+        assert stream is not None
+        self.stream: VectorStream = stream
+        source: Any = stream.source
+        while not isinstance(source, AsyncPoolSource):  # a view of its observations
+            source = source.source
+        if stream.capabilities.framework != "numpy":
+            raise ValueError(
+                "an envpool in async mode stays in NumPy: leave framework='torch' out, policies get tensors anyway"
+            )
+        self._source: AsyncPoolSource = source
+        source.led = True
+        self._markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
+        for layer in layers(env):
+            if not isinstance(layer, VectorStream) and getattr(layer, "row_state", None) is None:
+                raise ValueError(
+                    f"{type(layer).__name__} does not go with an envpool in async mode: only flatroll's markers do, "
+                    "and your own if row_state names the arrays [E] they keep. Use postproc, or a pool in sync mode"
+                )
+        assert source.capabilities.batch_size is not None
+        #: B, the number of rows of a step.
+        self.batch_size = source.capabilities.batch_size
+        #: How often the pool was reset here.
+        self.resets = 0
+        #: The envs that the last step's actions were for, int64 ``[B]``.
+        self.stepped: Array = np.zeros(0, np.int64)
+        self._actions: Tree = create_empty_array(env.single_action_space, self.num_envs, np.zeros)
+        self._ended = np.zeros(self.num_envs, bool)  # the env's next row is the first of an episode
+        self._awaited = np.zeros(self.num_envs, bool)  # ... and the pool's reset has made it
+        self._reset_info: Info = {}  # the markers' entries [E] of the last reset
+        self._lent: list[tuple[MarkerWrapper, str, Array]] = []  # arrays [E] in whose place a marker has [B]
+
+    def __del__(self) -> None:
+        """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+
+    @property
+    def ids(self) -> Array:
+        """The envs whose rows were returned last, int64 ``[B]``, in the order in which they came."""
+        return self._source.ids
+
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
+        """Reset all envs; return the first B of them. The others' first rows come with later steps."""
+        self._give_back()
+        env: Any = self.env
+        obs, info = env.reset(seed=seed, options=options)
+        self.resets += 1
+        self._ended[:] = self._awaited[:] = True
+        self._reset_info = {
+            marker.info_name: info[marker.info_name] for marker in self._markers if marker.info_name in info
+        }
+        self._begin(info, np.ones(self.batch_size, bool))
+        stream = self.stream
+        stream.first, stream.ended = np.ones(self.batch_size, bool), np.zeros(self.batch_size, bool)
+        self._ended[self.ids] = False
+        return obs, info
+
+    def step(self, actions: Tree) -> Step:
+        """Step the envs of the rows returned last; return the next B rows that are done."""
+        self._give_back()
+        stream, source = self.stream, self._source
+        self.stepped = stepped = source.ids
+        sent = stream.send(actions)
+        map_tree(lambda whole, part: whole.__setitem__(stepped, part), self._actions, sent)
+        source.receive()
+        ids = source.ids
+        stream.ended = self._ended[ids]  # what the stream knows of the step before decides on first rows
+        stream.any_ended = bool(stream.ended.any())
+        for marker in self._markers:
+            for name in marker.row_state or ():
+                whole = getattr(marker, name)
+                self._lent.append((marker, name, whole))
+                setattr(marker, name, whole[ids])
+        result: Step = self.env.step(sent)
+        self._ended[ids] = stream.ended
+        stream.actions = map_tree(lambda whole: whole[ids], self._actions)
+        new = self._awaited[ids]
+        for marker, name, whole in self._lent:
+            whole[ids[~new]] = getattr(marker, name)[~new]
+        self._give_back()
+        if new.any():
+            self._begin(result[4], new)
+        return result
+
+    def _begin(self, info: Info, new: Array) -> None:
+        """Put the reset's entries into the rows where bool ``new`` ``[B]`` is True, which are awaited no more."""
+        ids = self.ids
+        for name, whole in self._reset_info.items():
+            if isinstance(whole, np.ndarray):
+                rows = whole[ids]
+                info[name] = rows if new.all() else select(new, rows, info[name])
+        self._awaited[ids] = False
+
+    def _give_back(self) -> None:
+        """Let the markers have their arrays ``[E]`` again."""
+        while self._lent:
+            marker, name, whole = self._lent.pop()
+            setattr(marker, name, whole)

@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple
 from flatroll.specs import Composite, TensorSpec, as_spec
 from flatroll.specs.spaces import space_leaves
-from flatroll.wrappers.arrays import leaves_at
+from flatroll.wrappers.arrays import Tree, leaves_at
 
-#: Actions are drawn in chunks of so many steps; a fixed size, so that windows change no draw.
+#: Actions are drawn in chunks of this many steps; a fixed size, so that windows change no draw.
 _CHUNK = 64
 
 
@@ -99,7 +99,7 @@ class RandomActions:
         """The actions of the next vector step, a tree as the space is."""
         if self._used == _CHUNK:
             self._chunk, self._used = self._draw(self._spec), 0
-            self._steps = _unbound(self._chunk)
+            self._steps = _unbind(self._chunk)
         self._used += 1
         return self._steps[self._used - 1]
 
@@ -118,14 +118,14 @@ class RandomActions:
         """Restore a `state_dict`, so that the same actions follow."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
-        self._steps = [] if self._chunk is None else _unbound(self._chunk)
+        self._steps = [] if self._chunk is None else _unbind(self._chunk)
 
 
-def _unbound(chunk: Any) -> list[Any]:
+def _unbind(chunk: Tree) -> list[Tree]:
     """The actions of each step of a chunk, as trees."""
     if isinstance(chunk, dict):
-        parts = {key: _unbound(child) for key, child in chunk.items()}
+        parts = {key: _unbind(child) for key, child in chunk.items()}
         return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]
     if isinstance(chunk, tuple):
-        return list(zip(*map(_unbound, chunk), strict=True))
+        return list(zip(*map(_unbind, chunk), strict=True))
     return list(chunk.unbind())

@@ -1,7 +1,6 @@
 """`rollout`: a fixed number of transitions from every env as one flat batch; `check_env_specs`, a checked one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +10,18 @@ from tensordict.nn import InteractionType, set_interaction_type
 from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
-from flatroll.rollouts.batch_spec import batch_spec
-from flatroll.rollouts.pool_runner import of_pool
+from flatroll.rollouts.batch_columns import batch_spec
+from flatroll.rollouts.policies import Policy
+from flatroll.rollouts.pool_runner import lead_pool
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.testing.check_env import ContractError, is_suspicion, vector_env_problems
 
 
 def rollout(
-    env: Any,
-    policy: Any = None,
+    env: EnvLike,
+    policy: Policy | None = None,
     num_steps: int = 100,
     *,
     seed: int | None = None,
@@ -61,7 +62,7 @@ def rollout(
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     env = adapt_env(env, dtype=obs_dtype)
-    runner = of_pool(Runner(env, info_keys=info_keys, writer=writer))
+    runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
     runner.start(policy, num_steps, devices=devices, seed=seed)
     missing = num_steps
@@ -77,7 +78,7 @@ def rollout(
     return runner.lay_out(mask, compact=False)[0]
 
 
-def check_env_specs(env: Any, num_steps: int = 100, *, seed: int = 0) -> None:
+def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> None:
     """Step an env with random actions and raise an error that lists what it does not keep.
 
     Checked are what `flatroll.wrappers.testing.check_vector_env` checks (spaces, shapes, dtypes, ownership, final

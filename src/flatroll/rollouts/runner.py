@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
+from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -18,12 +18,12 @@ from flatroll.layout.keys import (
     TERMINATED,
     TRUNCATED,
     NestedKey,
+    as_tuple,
     next_key,
 )
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
-from flatroll.rollouts.info_columns import InfoColumns
-from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
+from flatroll.rollouts.policies import Columns, ModulePolicy, Policy, as_function_of_obs, is_module
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
@@ -39,9 +39,9 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs, ObservationDelta, final_of, true_next
+from flatroll.wrappers.compact import CompactObs, final_of, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RecurrentPrimer, TrajId, find_wrapper
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
 
 
@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(
         self,
-        env: Any,  # anything as_vector_env takes, or a stack of wrappers
+        env: EnvLike,  # anything as_vector_env takes, or a stack of wrappers
         # stored: key as it came with the observation, ("next", key) with the step
         info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
@@ -69,9 +69,7 @@ class Runner:
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
-        delta = find_wrapper(env, ObservationDelta)
-        deltas = () if delta is None else (delta.keys, delta.delta_dtype)
-        self.keys = ColumnKeys(env, info_keys, *deltas)
+        self.keys = ColumnKeys(env, info_keys)
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         space = env.single_action_space
         keys = self.keys
@@ -96,7 +94,7 @@ class Runner:
         #: Whether `step` only begins steps, which `settle` awaits.
         self.sends = False
         self._sent: Tree = None  # the actions of the step under way
-        self._warned = False  # that somebody else has moved the env
+        self._warned = False  # that another user has moved the env
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -115,13 +113,14 @@ class Runner:
 
     def start(
         self,
-        policy: Any,  # a tensordict module, a callable from observation to action, or None for random actions
+        policy: Policy
+        | None,  # a tensordict module, a callable from observation to action, or None for random actions
         steps: int,  # vector steps to have room for
         *,
         devices: Devices,
         seed: int | None = None,  # of random actions
         recurrent: bool = True,  # wire the recurrent states that the policy declares
-        state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
+        state_stride: int = 1,  # keep them in every n-th row of a trajectory, and in the first rows of runs
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
         space = self.env.single_action_space
@@ -131,7 +130,7 @@ class Runner:
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         #: Gives the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+        if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
             module = ModulePolicy(policy, space, self.num_envs, devices, recurrent=recurrent, primed=primed)
@@ -201,8 +200,7 @@ class Runner:
         if window.same_step != self.stream.same_step:
             raise RuntimeError(
                 f"{type(self.stream.source.stepped).__name__} was given a limit of steps (max_frames_per_traj=, "
-                "StepCounter(max_steps=)) after this collector was made over it: set the limit first, or give each "
-                "collector its own env"
+                "StepCounter(max_steps=)) after this collector was made: set the limit first"
             )
         if window.steps and not self._dense_finals and self._ended is not None:
             # Rows that wait in the window lose the next step, which has held their next observations. (Under
@@ -216,7 +214,7 @@ class Runner:
         self.started, self._at, self._ended = True, self.stream.at, None
 
     def _restart_moved(self) -> None:
-        """Cut the open episodes and reset an env that somebody else has moved; warn the first time."""
+        """Cut the open episodes and reset an env that another user has moved; warn the first time."""
         if not self._warned:
             self._warned = True
             name = type(self.stream.source.stepped).__name__
@@ -236,9 +234,8 @@ class Runner:
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
             raise ValueError(
-                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool in sync "
-                "mode, or a vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's "
-                "wrappers around it (put them around the single envs, or take flatroll's)"
+                "splits= needs envs whose steps can be begun and awaited later (AsyncVectorEnv, envpool in sync mode), "
+                f"without gymnasium's wrappers around them, got {base}: put wrappers around the single envs"
             )
         if self._check_actions is not None:
             raise ValueError(
@@ -292,10 +289,10 @@ class Runner:
         """Step the env, or await the step that was begun with these actions; record the results."""
         window, stream, keys = self.window, self.stream, self.keys
         obs, reward, terminated, truncated, info = self.env.step(action)
-        taken = stream.actions if self._check_actions is None else action
-        results = [reward, terminated, truncated, taken]
+        given = stream.actions if self._check_actions is None else action  # what the env was given
+        results = [reward, terminated, truncated, given]
         if not self._one_action:
-            results[3:] = leaves_at(taken, keys.action_paths)
+            results[3:] = leaves_at(given, keys.action_paths)
         if keys.next_names:
             results += [info[name] for name in keys.next_names]
         if stream.same_step:
@@ -383,3 +380,72 @@ class Runner:
         # With own_buffers=False these may be arrays that another user's step of the env writes into.
         self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
         return self.window.lay_out(mask, compact)
+
+
+class InfoColumns:
+    """Finds the chosen entries of an env's ``info``, and records those of its steps."""
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
+    ) -> None:
+        self._stream, self._names = stream, names
+        self._device = stream.capabilities.device
+        self._on_host = stream.capabilities.framework == "numpy"
+        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
+        around = (*layers(env), *layers(stream.source.env))
+        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._seen: set[NestedKey] = set()
+
+    def clear(self) -> None:
+        """Forget which entries came, with the columns that they came into."""
+        self._seen.clear()
+
+    def record(self, info: dict[str, Any], window: Window) -> None:
+        """Put the entries of the step just made into a `Window`.
+
+        Gymnasium moves those of ended SAME_STEP rows to ``final_info``.
+        """
+        stream = self._stream
+        final = info.get("final_info") if stream.same_step else None
+        for name in self._names:
+            value = self.entry(info, name)
+            last = self.entry(final, name) if isinstance(final, dict) else None
+            if last is not None:
+                value = last if value is None else select(stream.ended, last, value)
+            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
+                pass
+            elif value.shape[:1] == (stream.num_envs,):
+                value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
+            window.put_loose(next_key(name), value)
+            if value is not None and name not in self._seen:
+                self._seen.add(name)
+                if name not in window.columns:  # it came with no observation yet: all batches have both
+                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
+                    window.put_loose(name, zeros)
+
+    def entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
+        """An entry of ``info`` where the env's arrays are; None if it is not there."""
+        value: Any = info
+        for part in as_tuple(name):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
+            raise TypeError(
+                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
+                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
+            )
+        if self._on_host:
+            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+        return to_torch(value, self._device)
+
+    def check_seen(self, info: dict[str, Any]) -> None:
+        """Raise KeyError if an entry was in no step's info; ``info`` is the last one."""
+        missing = [name for name in self._names if name not in self._seen]
+        if missing:
+            names = sorted(key for key in info if not key.startswith("_"))
+            raise KeyError(
+                f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must come in the "
+                "first batch: take more frames_per_batch, or for the return of episodes flatroll.wrappers.RewardSum"
+            )

@@ -1,28 +1,23 @@
 """Envs in several parts that step in turn: while the policy acts for one part, the others' steps are under way."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.keys import require
-from flatroll.rollouts.arguments import Devices, make_env
-from flatroll.rollouts.policies import Columns, refuse_memory
+from flatroll.rollouts.arguments import Devices
+from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
+from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.arrays import Array, map_tree
-from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import TrajId, find_wrapper
-from flatroll.wrappers.moves import Moves, moves_of
-
-#: A `Runner`; imported it would lengthen the chain of imports.
-Part: TypeAlias = Any
+from flatroll.wrappers.stream import Moves
 
 
 class SplitRunner:
@@ -32,7 +27,7 @@ class SplitRunner:
     begin its next step. Whoever looks at the window awaits all of them first, so nothing is under way between batches.
     """
 
-    def __init__(self, parts: Sequence[Part], moves: Moves | None) -> None:
+    def __init__(self, parts: Sequence[Runner], moves: Moves | None) -> None:
         self._parts = parts
         #: Number of the first env of each part in the pool.
         self._firsts = np.cumsum([0, *(part.num_envs for part in parts)])[:-1].tolist()
@@ -52,7 +47,7 @@ class SplitRunner:
 
     def start(
         self,
-        policy: Any,
+        policy: Policy | None,
         steps: int,
         *,
         devices: Devices,
@@ -112,7 +107,7 @@ class SplitRunner:
                 finals.append(final)
             batches.append(batch)
             rows += len(batch)
-        return _joined(batches), _joined(finals) if compact else None
+        return _concatenate(batches), _concatenate(finals) if compact else None
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that go on or have transitions that no batch has taken."""
@@ -140,7 +135,7 @@ class SplitRunner:
 class JointWindow(Window):
     """The windows of the parts side by side: bool ``[steps, E]`` of the whole pool."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Runner]) -> None:
         self._parts = parts
         self.num_envs = sum(part.num_envs for part in parts)
         self.same_step = False  # what only a single window knows makes no difference to the rows
@@ -165,42 +160,7 @@ class JointWindow(Window):
             surplus_from -= part.num_envs
 
 
-def make_envs(
-    create_env_fn: Any, splits: int, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
-) -> tuple[list[Any], Moves | None, bool]:
-    """Return the env in so many parts, the count of moves of one that was divided, and whether they were made here.
-
-    For the other arguments see `make_env`.
-    """
-    if splits == 1:
-        env, made = make_env(create_env_fn, obs_dtype, max_steps, undo)
-        return [env], None, made
-    moves = None
-    if isinstance(create_env_fn, (list, tuple)):
-        if len(create_env_fn) != splits:
-            raise ValueError(
-                f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
-            )
-        envs = [make_env(one, obs_dtype, max_steps, undo) for one in create_env_fn]
-        made = all(made for _, made in envs)
-        if any(made for _, made in envs) != made:
-            raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
-    else:
-        whole, made = make_env(create_env_fn, None, None, undo)
-        if not isinstance(whole, AsyncVectorEnv):
-            raise ValueError(
-                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
-                f"a list of {splits} envs, each a part of the pool, or of functions that make them. (Two envpools "
-                "need seeds of their own: envpool.make_gymnasium(..., num_envs=4, seed=0) and seed=4)"
-            )
-        if splits > whole.num_envs:
-            raise ValueError(f"splits={splits} needs at least so many envs, and the env has {whole.num_envs}")
-        moves = moves_of(whole)
-        envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
-    return [env for env, _ in envs], moves, made
-
-
-def _check_alike(parts: Sequence[Part]) -> None:
+def _check_alike(parts: Sequence[Runner]) -> None:
     """Raise ValueError if the parts cannot make one batch, or would make the same rows."""
     if len({id(part.stream.moves) for part in parts}) < len(parts):
         raise ValueError("the parts of splits= must be different envs, got one of them twice")
@@ -221,13 +181,13 @@ def _check_alike(parts: Sequence[Part]) -> None:
         )
 
 
-def _seeds_of_pool(env: Any) -> Iterator[int]:
+def _seeds_of_pool(env: object) -> Iterator[int]:
     """The seeds of an envpool's envs; nothing for any other env."""
     config = getattr(env, "config", None)
     if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
         yield from config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
 
 
-def _joined(batches: list[TensorDict]) -> TensorDict:
+def _concatenate(batches: list[TensorDict]) -> TensorDict:
     result: Any = TensorDict.cat(batches)
     return result

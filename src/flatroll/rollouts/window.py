@@ -6,7 +6,6 @@ number is ``step * E + env``.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 
-#: NumPy picks so many rows in 1 µs, torch in 10; of more rows torch copies with all cores.
+#: Up to this many rows NumPy is faster (1 µs, torch 10 µs); more rows torch copies with all cores.
 _FEW_ROWS = 1024
 
 
@@ -47,7 +46,7 @@ class Window:
         same_step: bool,  # every cell is a transition; else the column DEAD says which are not
         dense_finals: bool,
     ) -> None:
-        # With dense_finals the true next observations stand in columns of their own (on a device, where picking the
+        # With dense_finals the true next observations have columns of their own (on a device, where picking the
         # ended rows would wait); else they are the observations one step later, but for those given to put_final.
         self.num_envs = num_envs
         #: Vector steps in the window.
@@ -65,7 +64,7 @@ class Window:
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
-    def put(self, keys: Iterable[NestedKey], values: Iterable[Any]) -> None:
+    def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
         """Record values ``[E, ...]`` of the current step, one for each key."""
         columns, step = self.columns, self.steps
         for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
@@ -74,7 +73,7 @@ class Window:
             except KeyError:
                 self._allocate(key, value)[step] = value
 
-    def put_loose(self, key: NestedKey, value: Any) -> None:
+    def put_loose(self, key: NestedKey, value: Array | None) -> None:
         """Record a value whose dtype may change between steps; None is recorded as 0."""
         column = self.columns.get(key)
         if value is None:
@@ -199,7 +198,7 @@ class Window:
             if self._dense_finals:
                 column = self.gather(self._keys.next_of[key], cells, host_cells)
             else:
-                # One step later stands E cells further on; a reset has overwritten it where finals were kept.
+                # One step later is E cells further on; a reset has overwritten it where finals were kept.
                 column = self.gather(key, cells + self.num_envs, host_cells + self.num_envs)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], host_cells, column)
@@ -245,7 +244,7 @@ class Window:
                     self._finals.setdefault(key, []).append((numbers - first, values))
         self.steps, self.taken = 1, surplus_from
 
-    def _allocate(self, key: NestedKey, value: Any) -> Array:
+    def _allocate(self, key: NestedKey, value: Array) -> Array:
         """A new column of zeros for values like this one."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)

@@ -5,10 +5,10 @@ from flatroll.sharing.channel import Channel, Closed
 from flatroll.sharing.door import Door
 from flatroll.sharing.mailbox import Inbox, Outbox, Window
 from flatroll.sharing.memory import Memory
-from flatroll.sharing.nursery import Nursery, Worker, WorkerDied
+from flatroll.sharing.nursery import Nursery, Worker
 from flatroll.sharing.parcel import pack, unpack
 from flatroll.sharing.weights import SharedWeights
-from flatroll.sharing.worker import WorkerTraceback
+from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 __all__ = [
     "Block",

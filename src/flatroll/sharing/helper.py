@@ -8,13 +8,13 @@ import signal
 import socket
 import sys
 import threading
-import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flatroll.sharing.channel import Channel, Closed
-from flatroll.sharing.worker import die_with, portable, run
+from flatroll.sharing.worker import Failure, die_with, run
 
 START, KILL = "start", "kill"  # kinds of messages to the helper
 READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds of messages from it
@@ -28,8 +28,18 @@ main(int(sys.argv[1]), int(sys.argv[2]))
 """
 
 
-def main(descriptor: int, parent: int, fork: bool, preload: list[str]) -> None:
-    """Serve the parent until its end of the channel is closed; then kill the workers that are left."""
+def main(descriptor: int, parent: int, fork: bool, preload: list[str], end_watch: Callable[[], None]) -> None:
+    """Serve the parent until its end of the channel is closed; then kill the workers that are left.
+
+    Args:
+        descriptor: of the channel to the parent.
+        parent: number of its process.
+        fork: whether workers are forked from this process; else each is a fresh interpreter.
+        preload: modules to import before the first fork.
+        end_watch: ends the thread that waits for the parent's death while this process imports.
+    """
+    # The parent may have blocked signals, and a blocked SIGCHLD would never tell that a worker ended.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # It was passed to this interpreter, and must not be passed on to those of the workers.
     os.set_inheritable(descriptor, False)
     control = Channel(descriptor)
@@ -39,24 +49,26 @@ def main(descriptor: int, parent: int, fork: bool, preload: list[str]) -> None:
     helper = Helper(control, parent, fork)
     try:
         if fork:
-            prepare(preload)
+            for name in preload:
+                importlib.import_module(name)
+        end_watch()
+        if fork:
+            prepare_forks(preload)
         control.send(READY)
         helper.serve()
     except (Closed, SystemExit):  # the parent is gone; a signal
         pass
     except BaseException as error:
         with suppress(Closed):
-            control.send(BROKEN, (portable(error), traceback.format_exc()))
+            control.send(BROKEN, Failure.of(error))
     finally:
         helper.kill_all()
         # An ordinary exit would run the exit functions of whatever was loaded.
         os._exit(0)
 
 
-def prepare(preload: list[str]) -> None:
-    """Import what workers need, and see that this process can still be forked."""
-    for name in preload:
-        importlib.import_module(name)
+def prepare_forks(preload: list[str]) -> None:
+    """See that this process can still be forked after these imports."""
     threads = thread_count()
     if threads > 1:
         raise RuntimeError(
@@ -81,11 +93,16 @@ def thread_count() -> int:
 
 
 class Helper:
-    """Forks workers on request. Each is the leader of a process group, so that its own children go with it."""
+    """Forks workers on request. Each is the leader of a process group, so that its own children go with it.
+
+    What becomes of a worker is reported on a channel of its own, so that threads of the parent that wait for different
+    workers never read each other's reports.
+    """
 
     def __init__(self, control: Channel, parent: int, fork: bool) -> None:
         self._control, self._parent_pid, self._fork = control, parent, fork
         self._pids: dict[int, int] = {}  # of each worker's number
+        self._reports: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         # The end of a child writes a byte into this pair, which wakes the loop.
@@ -119,13 +136,14 @@ class Helper:
             if self._control.ended:
                 return
 
-    def _start(self, number: int, channel: Channel) -> None:
+    def _start(self, number: int, channel: Channel, report: Channel) -> None:
         helper = os.getpid()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 os.setpgid(0, 0)
+                report.forget()
                 self._become_worker(channel, helper)
                 status = run(channel)
             finally:
@@ -133,8 +151,9 @@ class Helper:
         with suppress(ProcessLookupError, PermissionError):  # both do it, since either may come first
             os.setpgid(pid, pid)
         channel.forget()
-        self._pids[number] = pid
-        self._control.send(STARTED, (number, pid))
+        self._pids[number], self._reports[number] = pid, report
+        with suppress(Closed):  # Ctrl-C came while the parent waited
+            report.send(STARTED, pid)
 
     def _become_worker(self, channel: Channel, helper: int) -> None:
         """Let go of what is the helper's; where workers are not forked, turn into a fresh interpreter."""
@@ -148,7 +167,8 @@ class Helper:
         self._selector.close()
         self._wake.close()
         self._waker.close()
-        self._control.forget()
+        for held in (self._control, *self._reports.values()):
+            held.forget()
         if self._parent is not None:
             self._parent.close()
         die_with(helper)
@@ -162,7 +182,9 @@ class Helper:
             kill_group(pid)
             _, status = os.waitpid(pid, 0)
             del self._pids[number]
-            self._control.send(ENDED, (number, os.waitstatus_to_exitcode(status)))
+            with suppress(Closed):  # the parent has let go of the worker
+                self._reports[number].send(ENDED, os.waitstatus_to_exitcode(status))
+            self._reports.pop(number).forget()
 
     def kill_all(self) -> None:
         """Kill the workers and what they started."""

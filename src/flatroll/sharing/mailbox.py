@@ -119,6 +119,9 @@ class Window:
     afterwards the writer writes other rows there. `copy` gives tensors to keep.
     """
 
+    #: Whether the tensors are memory of their own, after `keep`.
+    owned = False
+
     def __init__(
         self, inbox: "Inbox", tables: "list[dict[Key, torch.Tensor]]", note: Any, place: Any
     ) -> None:
@@ -133,7 +136,7 @@ class Window:
         """Copy the tables, so that they stay, and give the slot back."""
         tables = self.copy()
         self.release()
-        self.tables = tables
+        self.tables, self.owned = tables, True
 
     def release(self) -> None:
         """Give the slot back to the writer; a second call does nothing. A writer that is gone is no error here."""

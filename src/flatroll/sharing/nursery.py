@@ -1,6 +1,8 @@
 """`Nursery` starts workers from a prepared process; `Worker` is the parent's view of one."""
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,28 +13,61 @@ from io import BytesIO
 from itertools import count
 from multiprocessing.connection import wait as wait_for_any
 from pickle import PickleError
+from threading import RLock
 from time import monotonic
 from typing import Any, Literal
 
 from flatroll.sharing.channel import Channel, Closed, MessagePickler
 from flatroll.sharing.helper import BROKEN, ENDED, KILL, READY, START, STARTED, kill_group
-from flatroll.sharing.worker import FAILED, RUN, WorkerTraceback
+from flatroll.sharing.worker import FAILED, RUN, WorkerDied
 
 #: The helper's interpreter. The libraries of linear algebra read these names when they are loaded, and would start
-#: threads, which a fork loses.
+#: threads, which a fork loses. Imports may take long, and the parent may be killed meanwhile: a thread waits for that
+#: (by the parent's end of the channel where the system has no descriptors of processes) and ends before the first fork.
 HELPER_PROGRAM = """
-import os, sys
+import os, select, sys, threading
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.putenv(name, sys.argv[1])
 descriptor, parent, fork, preloaded = map(int, sys.argv[2:6])
 preload, sys.path[:] = sys.argv[6 : 6 + preloaded], sys.argv[6 + preloaded :]
+imported, done = os.pipe()
+def watch():
+    try:
+        alive = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        alive = descriptor
+    if os.getppid() != parent:
+        os._exit(1)
+    poll = select.poll()
+    for each in (alive, imported):
+        poll.register(each, select.POLLIN)
+    if imported not in dict(poll.poll()):
+        os._exit(1)
+    if alive != descriptor:
+        os.close(alive)
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
+def end_watch():
+    os.write(done, b".")
+    watcher.join()
+    os.close(done)
+    os.close(imported)
 from flatroll.sharing.helper import main
-main(descriptor, parent, bool(fork), preload)
+main(descriptor, parent, bool(fork), preload, end_watch)
 """
+_OF_A_START = 8  # file descriptors that starting a worker needs for a moment, and some spare ones
 
 
-class WorkerDied(RuntimeError):
-    """A worker's process ended without a word: it was killed, or crashed."""
+def need_descriptors(count: int) -> None:
+    """Raise OSError if this process may not open ``count`` more files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    opened = len(os.listdir("/dev/fd"))
+    if most != resource.RLIM_INFINITY and opened + count > most:
+        raise OSError(
+            errno.EMFILE,
+            f"{count} more file descriptors are needed, but {opened} of {most} are in use: raise the limit to "
+            f"{opened + count} or more with ulimit -n",
+        )
 
 
 class Nursery:
@@ -44,7 +79,7 @@ class Nursery:
 
     Workers end with this process, however it ends: the helper kills them when its channel is closed, or when this
     process is gone. Each worker has a process group of its own: Ctrl-C reaches this process only, and the children that
-    a worker has go with it. One thread at a time may use a nursery and its workers.
+    a worker has go with it. Several threads may use a nursery at once, each worker by one of them at a time.
 
     Args:
         start_method: ``"fork"`` as said, or ``"spawn"``: each worker is a fresh interpreter, for what cannot be
@@ -55,6 +90,7 @@ class Nursery:
 
     Raises:
         ValueError: unknown ``start_method``, or ``num_threads`` below 1.
+        OSError: this process may open too few files.
 
     >>> def double(channel, number):
     ...     channel.send("result", 2 * number)
@@ -77,6 +113,7 @@ class Nursery:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self.num_threads = num_threads
+        need_descriptors(_OF_A_START)
         self._helper = _Helper(self.start_method == "fork", list(preload), num_threads)
         self._workers: list[Worker] = []
         self._numbers = count()
@@ -94,8 +131,10 @@ class Nursery:
 
         Raises:
             TypeError: the function or an argument cannot be pickled; the text says which.
-            RuntimeError: the nursery is closed, or its preparation failed.
+            RuntimeError: the nursery is closed, its preparation failed, or it was made by another process.
+            OSError: this process may open too few files.
         """
+        need_descriptors(_OF_A_START)
         number = next(self._numbers)
         # "Started" is answered before anything is sent to the worker, so it reads while this process writes.
         worker = self._helper.start(number, name or f"worker {number}")
@@ -115,6 +154,11 @@ class Nursery:
             ) from error
         self._workers.append(worker)
         return worker
+
+    @property
+    def helper(self) -> "subprocess.Popen[bytes]":
+        """The process that starts workers."""
+        return self._helper.process
 
     @property
     def workers(self) -> "tuple[Worker, ...]":
@@ -141,40 +185,28 @@ class Nursery:
         waiting = self.workers if workers is None else tuple(workers)
         deadline = None if timeout is None else monotonic() + timeout
         others = list(also)
-        while not (ready := self._with_news(waiting)):
+        while not (ready := [worker for worker in waiting if worker.has_news()]):
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
-            channels = [worker.channel for worker in waiting if not worker.channel.ended]
-            if set(others) & set(wait_for_any([*channels, self._helper.control, *others], left)):  # type: ignore[list-item]
-                return self._with_news(waiting)
+            sources: list[Any] = [source for worker in waiting for source in worker.sources()]
+            if set(others) & set(wait_for_any([*sources, *others], left)):
+                return [worker for worker in waiting if worker.has_news()]
         return ready
-
-    def _with_news(self, workers: "Iterable[Worker]") -> "list[Worker]":
-        """Those for which there is something to receive."""
-        self._helper.feed()
-        return [worker for worker in workers if worker.read_news()]
-
-    def _running(self, workers: "Iterable[Worker]") -> "list[Worker]":
-        """Those whose process is not gone."""
-        self._helper.feed()
-        return [worker for worker in workers if not worker.known_to_have_ended()]
 
     def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
         """End these workers and forget them; workers that have ended are no error.
 
         Each sees its channel closed, and may use the time to close its env. What is left after ``timeout`` seconds is
-        killed.
+        killed. In a forked copy of the owner nothing happens. A call that was interrupted may be made again.
         """
         if not self._helper.is_mine():
             return
         ending, deadline = list(workers), monotonic() + timeout
         for worker in ending:
             worker.channel.finish()
-        left = self._running(ending)
-        while left and monotonic() < deadline:
-            wait_for_any([self._helper.control], max(0, deadline - monotonic()))  # type: ignore[list-item]
-            left = self._running(left)
+        while (left := [worker for worker in ending if not worker.has_ended()]) and monotonic() < deadline:
+            wait_for_any([worker.report for worker in left], max(0, deadline - monotonic()))  # type: ignore[misc]
         for worker in left:
             worker.kill()
         for worker in ending:
@@ -183,10 +215,12 @@ class Nursery:
                 self._workers.remove(worker)
 
     def close(self, timeout: float = 5.0) -> None:
-        """End all workers as `end` does, and the process that starts them; a second call does nothing."""
+        """End all workers as `end` does, and the process that starts them; a second call does nothing, or finishes
+        what Ctrl-C interrupted."""
         if self._end.alive:
             self.end(self.workers, timeout)
-            self._end()
+            self._helper.end()
+            self._end.detach()
 
     def __enter__(self) -> "Nursery":
         return self
@@ -198,41 +232,43 @@ class Nursery:
 class Worker:
     """A worker as its parent sees it: its ``channel``, ``name``, ``pid``, and errors that say what became of it."""
 
-    def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel) -> None:
+    def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel, report: Channel) -> None:
         self.name, self.channel = name, channel
+        #: Where the helper says what became of the worker; ready for reading once it has ended.
+        self.report = report
         #: Number of its process.
         self.pid = -1
         self._helper, self._number = helper, number
+        self._exitcode: int | None = None
 
     @property
     def exitcode(self) -> int | None:
         """None while it runs; then its exit status, or minus the number of the signal that killed it."""
-        self._helper.feed()
-        return self._helper.exitcodes.get(self._number)
+        self.has_ended()
+        return self._exitcode
 
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
-        self._helper.feed()
-        return self.known_to_have_ended()
-
-    def known_to_have_ended(self) -> bool:
-        """Whether the helper has said so in what was read from it.
-
-        Who asks for several workers before a wait reads once, before all of them. Reading for each would take the
-        word of a worker that was asked about before, and nothing would end the wait.
-        """
-        return self._number in self._helper.exitcodes or self._helper.gone
+        """Whether its process is gone. With the helper all end."""
+        if self._exitcode is None and not self.report.ended:
+            self.report.feed()
+            if message := self.report.pop(ENDED):
+                self._exitcode = message[1]
+                self.report.forget()
+                self._helper.forget(self._number)
+            elif self.report.ended:
+                self._helper.kill_what_is_left(self._number)
+        return self.report.ended
 
     def has_news(self) -> bool:
         """Whether it has sent something that was not received, or ended."""
-        self._helper.feed()
-        return self.read_news()
-
-    def read_news(self) -> bool:
-        """The same by what was read from the helper, see `known_to_have_ended`."""
-        ended = self.known_to_have_ended()  # asked first: what it sent before its end is then there to read
+        ended = self.has_ended()  # asked first: what it sent before its end is then there to read
         self.channel.feed()
         return self.channel.has_messages() or ended
+
+    def sources(self) -> list[Channel]:
+        """What can be read once it has sent something more, or ended, if `has_news` has said that there is nothing."""
+        # Once its end of the channel is closed, only the helper can still say how it ended.
+        return [self.report] if self.channel.ended else [self.channel, self.report]
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send it a message. That it is gone is no error here: the next `receive` says so."""
@@ -243,10 +279,11 @@ class Worker:
         """Wait for its next message of these kinds, as `Channel.receive`.
 
         Raises:
-            WorkerDied: it ended otherwise than by an error, or its function has returned. All that it sent before is
-                received first.
+            WorkerDied: it ended otherwise than by an error, as by ``sys.exit``, or its function has returned. All that
+                it sent before is received first.
             TimeoutError: nothing came in time.
-            BaseException: what its function raised, with the traceback there as its cause.
+            Exception: what its function raised, with the traceback there as its cause; a RuntimeError with its type
+                and text if it cannot be made here.
         """
         deadline = None if timeout is None else monotonic() + timeout
         while True:
@@ -256,7 +293,7 @@ class Worker:
             if message is not None and message[0] != FAILED:
                 return message[1] if len(kinds) == 1 else message
             if message is not None:
-                self._raise(*message[1])
+                message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
                 raise WorkerDied(f"{self.name} (pid {self.pid}) {self._how_it_ended()}")
             left = None if deadline is None else deadline - monotonic()
@@ -264,13 +301,7 @@ class Worker:
                 raise TimeoutError(
                     f"{self.name} (pid {self.pid}) sent no {' or '.join(kinds)} within {timeout} s"
                 )
-            # Once its end of the channel is closed, only the helper can still say how it ended.
-            channels = [self._helper.control] if self.channel.ended else [self.channel, self._helper.control]
-            wait_for_any(channels, left)  # type: ignore[arg-type]
-
-    def _raise(self, error: BaseException, trace: str) -> None:
-        error.add_note(f"raised in {self.name} (pid {self.pid})")
-        raise error from WorkerTraceback(f"\n{trace}")
+            wait_for_any(self.sources(), left)  # type: ignore[arg-type]
 
     def _how_it_ended(self) -> str:
         code = self.exitcode
@@ -278,7 +309,8 @@ class Worker:
             return "was killed, since the process that starts workers is gone"
         if code >= 0:
             return f"ended with status {code}"
-        return f"was killed by signal {-code} ({signal.strsignal(-code)}: {signal.Signals(-code).name})"
+        names = {each.value: f": {each.name}" for each in signal.Signals}  # real-time signals have none
+        return f"was killed by signal {-code} ({signal.strsignal(-code)}{names.get(-code, '')})"
 
     def kill(self) -> None:
         """Kill it and its children, also in the middle of a step."""
@@ -286,16 +318,15 @@ class Worker:
 
 
 class _Helper:
-    """The parent's end of the helper: what it says about workers, and how to end it."""
+    """The parent's end of the helper: how workers are started and killed, and how to end it."""
 
     def __init__(self, fork: bool, preload: list[str], threads: int) -> None:
-        self.exitcodes: dict[int, int] = {}
-        self.gone = False
         self._pids: dict[int, int] = {}  # of workers not known to have ended
         self._owner = os.getpid()
-        self.control, theirs = Channel.pair()
+        self._lock = RLock()  # held by the thread that writes to the helper, or waits until it is ready
+        self._control, theirs = Channel.pair()
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", HELPER_PROGRAM, str(1 if fork else threads)),
                     *map(str, (theirs.fileno(), self._owner, int(fork), len(preload))),
@@ -315,81 +346,69 @@ class _Helper:
 
     def start(self, number: int, name: str) -> Worker:
         """Have a worker forked, and wait until it is."""
-        if not self._ready:
-            self._receive(READY)
-            self._ready = True
-        ours, theirs = Channel.pair()
-        worker = Worker(self, number, name, ours)
+        if not self.is_mine():
+            raise RuntimeError(
+                f"this nursery belongs to process {self._owner}, which made it: make another one"
+            )
+        (ours, theirs), (report, reported) = Channel.pair(), Channel.pair()
+        worker = Worker(self, number, name, ours, report)
         try:
-            self.control.send(START, (number, theirs))
-            started = -1
-            while started != number:  # one before, whose answer Ctrl-C left unread
-                started, worker.pid = self._receive(STARTED)
+            with self._lock:
+                if not self._ready:
+                    if (message := self._control.receive(READY, BROKEN))[0] == BROKEN:
+                        message[1].throw("the process that starts workers")
+                    self._ready = True
+                self._control.send(START, (number, theirs, reported))
+            for sent in (theirs, reported):
+                sent.forget()
+            worker.pid = report.receive(STARTED)
         except Closed:
-            self.gone = True
-            raise self._closed() from None
+            with self._lock:
+                self._control.feed()
+                if broken := self._control.pop(BROKEN):
+                    broken[1].throw("the process that starts workers")
+            raise RuntimeError(
+                "the process that starts workers is gone: it was killed, or the nursery is closed"
+            ) from None
         finally:
-            theirs.forget()
+            for sent in (theirs, reported):
+                sent.forget()
         self._pids[number] = worker.pid
         return worker
 
-    def _receive(self, kind: str) -> Any:
-        try:
-            got, content = self.control.receive(kind, BROKEN)
-        except Closed:
-            self.gone = True
-            raise self._closed() from None
-        if got == BROKEN:
-            error, trace = content
-            error.add_note("raised in the process that starts workers")
-            raise error from WorkerTraceback(f"\n{trace}")
-        return content
-
-    def _closed(self) -> RuntimeError:
-        return RuntimeError(
-            "the process that starts workers is gone: it was killed, or the nursery is closed"
-        )
-
-    def feed(self) -> None:
-        """Read which workers ended. With the helper all end."""
-        self.control.feed()
-        while message := self.control.pop(ENDED):
-            number, code = message[1]
-            self.exitcodes[number] = code
-            self._pids.pop(number, None)
-        if self.control.ended and not self.gone:
-            self.gone = True
-            self._kill_rest()
+    def forget(self, number: int) -> None:
+        """Note that a worker has ended."""
+        self._pids.pop(number, None)
 
     def kill(self, number: int) -> None:
-        """Have a worker killed; nothing if it has ended."""
-        try:
-            self.control.send(KILL, number)
-        except Closed:
-            self._kill_rest()
+        """Have a worker killed; nothing if it has ended, or in a forked copy of the owner."""
+        if number in self._pids and self.is_mine():
+            try:
+                with self._lock:
+                    self._control.send(KILL, number)
+            except Closed:
+                self.kill_what_is_left(number)
 
-    def _kill_rest(self) -> None:
-        """Kill what a helper that was itself killed could not."""
-        if self.is_mine():
-            for pid in self._pids.values():
-                kill_group(pid)
-            self._pids.clear()
+    def kill_what_is_left(self, number: int) -> None:
+        """Kill a worker that a helper that was itself killed could not."""
+        pid = self._pids.pop(number, None)
+        if pid is not None and self.is_mine():
+            kill_group(pid)
 
     def end(self) -> None:
         """End the helper, which kills the workers. In a forked copy of the owner nothing happens."""
         if not self.is_mine():
             return
-        self.feed()  # the last exit codes
-        self.control.close()
-        self.gone = True
+        self._control.close()
         if not self._ready:  # it may still be importing, and has no workers
-            self._process.kill()
+            self.process.kill()
         try:
-            self._process.wait(5)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:  # stopped, or the system is very slow
-            self._process.kill()
-            self._process.wait()
-            self._kill_rest()
+            self.process.kill()
+            self.process.wait()
+            for number in list(self._pids):
+                self.kill_what_is_left(number)
 
 
 def _can_be_pickled(value: Any) -> bool:

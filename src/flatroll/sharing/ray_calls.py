@@ -4,32 +4,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
-from traceback import format_exception
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import psutil
 
-from flatroll.sharing.nursery import WorkerDied
-from flatroll.sharing.worker import WorkerTraceback, portable
+from flatroll.sharing.worker import Failure, WorkerDied
 
 #: Arguments of ``ray.init`` that only the one who starts a cluster may give.
 _OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}
 _LARGEST_DEFAULT_STORE = 2**30  # bytes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What an actor answers instead of a result: the error, and its traceback as text."""
-
-    error: BaseException
-    trace: str
-
-    def throw(self, name: str) -> NoReturn:
-        """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
-        self.error.add_note(f"raised in {name}")
-        raise self.error from WorkerTraceback(f"\n{self.trace}")
+#: Errors of Ray that say that an actor, its node, or a result there is gone. Not every version has all of them.
+_DEATHS = (
+    "RayActorError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError",
+    "OutOfDiskError", "OutOfMemoryError", "RaySystemError", "WorkerCrashedError",
+)  # fmt: skip
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -37,7 +26,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except BaseException as error:
-        return Failure(portable(error), "".join(format_exception(error)))
+        return Failure.of(error)
 
 
 class Calls(Protocol):
@@ -46,9 +35,12 @@ class Calls(Protocol):
     def make(self, kind: type, options: Mapping[str, Any]) -> Any:
         """Return a new actor ``kind()``; ``options`` are those of ``ray.remote``."""
 
-    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+    def call(
+        self, actor: Any, method: str, *arguments: Any, returns: int = 1, group: str | None = None
+    ) -> Any:
         """Begin a call; return a reference to its result, or a list of them. Arguments that are references come as
-        what they refer to. The calls of one actor run one after the other, in this order."""
+        what they refer to. The calls of one actor run one after the other, in this order; those of a ``group`` that the
+        actor's options name in ``concurrency_groups``, beside the others."""
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Wait for one of these results and return those that are there, none after ``timeout`` seconds."""
@@ -119,9 +111,14 @@ class RayCalls:
         # Ray never restarts an actor: it would come back with the numbers that its rows have already.
         return self._ray.remote(**options, max_restarts=0, max_task_retries=0)(kind).remote()
 
-    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+    def call(
+        self, actor: Any, method: str, *arguments: Any, returns: int = 1, group: str | None = None
+    ) -> Any:
         function = getattr(actor, method)
-        return (function if returns == 1 else function.options(num_returns=returns)).remote(*arguments)
+        options: dict[str, Any] = {} if returns == 1 else {"num_returns": returns}
+        if group is not None:
+            options["concurrency_group"] = group
+        return (function.options(**options) if options else function).remote(*arguments)
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return list(self._ray.wait(list(references), num_returns=1, timeout=timeout)[0])
@@ -130,13 +127,13 @@ class RayCalls:
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
+        except tuple(getattr(errors, name) for name in _DEATHS if hasattr(errors, name)) as error:
             raise WorkerDied(f"the actor is gone: {error}") from error
         except (
             errors.RayTaskError
         ) as error:  # outside of `attempt`: arguments or results that cannot be pickled
             cause = error.cause
-            return Failure(cause if isinstance(cause, BaseException) else portable(error), str(error))
+            return Failure.of(cause if isinstance(cause, BaseException) else error, trace=str(error))
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)

@@ -1,5 +1,6 @@
 """`SharedWeights`: tensors with a version, written by one process and read by others without a lock."""
 
+import os
 from collections.abc import Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,15 @@ def _values(name: str, value: Any) -> "torch.Tensor":
 
 
 _FENCE = Lock()
+
+
+def _renew_fence() -> None:
+    """Replace the lock in a forked process: a thread of the parent may have held it, and does not exist here."""
+    global _FENCE
+    _FENCE = Lock()
+
+
+os.register_at_fork(after_in_child=_renew_fence)
 
 
 def _fence() -> None:

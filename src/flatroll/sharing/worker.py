@@ -5,9 +5,9 @@ import pickle
 import random
 import signal
 import sys
-import traceback
-from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from traceback import format_exception
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -19,6 +19,80 @@ RUN, FAILED = "run", "failed"  # kinds of messages
 
 class WorkerTraceback(Exception):
     """Where in another process an error was raised: the cause of the error in this one."""
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process has ended: it was killed, crashed, or called ``sys.exit``."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error raised in another process, in a form that always arrives.
+
+    Attributes:
+        name: of the error's type.
+        text: of the error.
+        trace: its traceback.
+        pickled: the error itself, if it can be pickled.
+        ends: whether it is no ``Exception`` but ends a program, as SystemExit does.
+    """
+
+    name: str
+    text: str
+    trace: str
+    pickled: bytes | None
+    ends: bool
+
+    @staticmethod
+    def of(error: BaseException, trace: str | None = None) -> "Failure":
+        """Describe an error; its own methods may fail, too.
+
+        >>> Failure.of(ValueError("wrong action")).error()
+        ValueError('wrong action')
+        >>> Failure.of(SystemExit(3)).error()
+        WorkerDied('ended by SystemExit: 3')
+        """
+        name, ends = type(error).__name__, not isinstance(error, Exception)
+        try:
+            text = str(error)
+        except Exception as other:  # whatever its author's __str__ raises
+            text = f"(its text cannot be had: __str__ raised {type(other).__name__})"
+        if trace is None:
+            trace = "".join(format_exception(error))
+        try:
+            pickled = None if ends else cloudpickle.dumps(error)
+        except Exception:  # likewise for __reduce__
+            pickled = None
+        failure = Failure(name, text, trace, pickled, ends)
+        return failure if failure._unpickled() is not None else Failure(name, text, trace, None, ends)
+
+    def _unpickled(self) -> Exception | None:
+        """The error itself; None where it cannot be made again, as one of a class that only its process can import."""
+        if self.pickled is None:
+            return None
+        try:
+            error = pickle.loads(self.pickled)
+            same = type(error).__name__ == self.name and str(error) == self.text
+        except (
+            Exception
+        ):  # an import that fails, an __init__ that wants other arguments, a __str__ that raises
+            return None
+        return error if same and isinstance(error, Exception) else None
+
+    def error(self) -> Exception:
+        """The error itself if this process can make it, else a RuntimeError with its type and text.
+
+        What ends a program there (SystemExit, KeyboardInterrupt, GeneratorExit) is a `WorkerDied` here.
+        """
+        if self.ends:
+            return WorkerDied(f"ended by {self.name}: {self.text}")
+        return self._unpickled() or RuntimeError(f"{self.name}: {self.text}")
+
+    def throw(self, name: str) -> NoReturn:
+        """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
+        error = self.error()
+        error.add_note(f"raised in {name}")
+        raise error from WorkerTraceback(f"\n{self.trace}")
 
 
 def main(descriptor: int, starter: int) -> None:
@@ -51,9 +125,8 @@ def run(channel: Channel) -> int:
     except Closed:
         return 0
     except BaseException as error:
-        failure = (portable(error), "".join(traceback.format_exception(error)))
         try:
-            channel.send(FAILED, failure)
+            channel.send(FAILED, Failure.of(error))
         except Closed:  # nobody is there to read it
             return 0
         return 1
@@ -63,15 +136,9 @@ def run(channel: Channel) -> int:
     return 0
 
 
-def portable(error: BaseException) -> BaseException:
+def portable(error: BaseException) -> Exception:
     """The error itself if it survives pickling, else a RuntimeError with its type and text."""
-    with suppress(
-        AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError, pickle.PickleError
-    ):
-        again = pickle.loads(cloudpickle.dumps(error))
-        if type(again) is type(error) and str(again) == str(error):
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return Failure.of(error, trace="").error()
 
 
 def die_with(starter: int) -> None:

@@ -16,12 +16,12 @@ make_env = partial(make, "SameStep")
 
 WRONG = [
     ({"create_env_fn": make_env()}, TypeError, "create_env_fn must be a function that makes an env"),
-    ({"create_env_fn": []}, ValueError, "num_collectors=None and 0 functions in create_env_fn"),
+    ({"create_env_fn": []}, ValueError, "a function or a list of some, got an empty list"),
     ({"num_collectors": 0}, ValueError, "num_collectors must be"),
     (
         {"create_env_fn": [make_env], "num_collectors": 2},
         ValueError,
-        "num_collectors=2 and 1 functions in",
+        "num_collectors must be the number of functions, 1, got 2",
     ),
     (
         {"num_collectors": 3, "sync": True, "frames_per_batch": 2},

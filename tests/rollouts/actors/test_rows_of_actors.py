@@ -254,7 +254,7 @@ def test_rows_go_from_actor_to_buffer_actor_without_the_driver():
         fake, num_collectors=2, frames_per_batch=7, total_frames=70, compact_obs=True, replay_buffer=buffer
     ) as actors:
         assert list(actors) == [None] * 10
-    assert not [value for value in seen if isinstance(value, tuple)]
+    assert not [value for value in seen if type(value) is tuple]  # rows
     assert len(buffer) == 70
     assert buffer.stats()["trajectories"] == len(buffer[:][IDS].unique())
     assert 0 < len(buffer.sample()) <= 30

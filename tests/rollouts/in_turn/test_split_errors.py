@@ -91,7 +91,7 @@ class Flipped(gym.vector.VectorActionWrapper):
             lambda: [gym.wrappers.vector.RecordEpisodeStatistics(env) for env in parts(0, 2)],
             by_place,
             ValueError,
-            "without gymnasium's wrappers around it",
+            "without gymnasium's wrappers around them",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_more_parts_than_envs_close_what_was_made() -> None:
         made.append(cartpoles(2))
         return made[0]
 
-    with pytest.raises(ValueError, match="splits=3 needs at least so many envs, and the env has 2"):
+    with pytest.raises(ValueError, match="splits=3 needs at least as many envs, got 2"):
         collector(make, splits=3)
     assert made[0].closed
 

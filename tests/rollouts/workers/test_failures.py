@@ -16,6 +16,8 @@ from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncColl
 from flatroll.rollouts.workers.team import Member, Team
 from flatroll.sharing import Nursery, WorkerDied, WorkerTraceback
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 IDS = ("collector", "traj_ids")
 BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
@@ -209,3 +211,47 @@ def test_kills_with_replacement(nursery: Nursery) -> None:
     found = kill_workers(nursery, kills=10)
     assert found["wrong"] == found["segments"] == 0 and found["workers"] == count
     assert abs(found["descriptors"]) <= 6  # two for each block of three workers that may not be there yet
+
+
+class HangsAt:
+    """Makes an env that dies in its second episode; call number ``at``, over all processes, hangs instead."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        self.folder, self.at = folder, at
+
+    def __call__(self) -> Any:
+        number = len(list(self.folder.iterdir()))
+        (self.folder / str(number)).touch()
+        if number == self.at:
+            hangs()
+        return Faulty(dies) if number == 0 else Seeded()
+
+
+def test_a_replacement_that_hangs_while_its_env_is_made(tmp_path: Path, nursery: Nursery) -> None:
+    with MultiAsyncCollector(
+        HangsAt(tmp_path, at=1), frames_per_batch=4, start_timeout=3, on_failure="replace", nursery=nursery
+    ) as collector:
+        while collector.stats()["failures"] < 2:
+            next(collector)
+        assert len(next(collector)) == 4
+
+
+def test_step_timeout_holds_for_the_env_of_a_replacement(nursery: Nursery, tmp_path: Path) -> None:
+    with (
+        MultiSyncCollector(
+            HangsAt(tmp_path, at=1), frames_per_batch=4, step_timeout=1, on_failure="replace", max_failures=1,
+            start_timeout=None, nursery=nursery,
+        ) as collector,
+        pytest.raises(TimeoutError, match=r"did not make its env within 1 s|within start_timeout=1 s"),
+    ):  # fmt: skip
+        while True:
+            next(collector)
+
+
+def test_an_env_that_hangs_while_it_is_made_is_an_error(nursery: Nursery) -> None:
+    count = len(nursery.workers)
+    with pytest.raises(TimeoutError, match=r"did not make its env within 0.5 s|within start_timeout=0.5 s"):
+        MultiSyncCollector(
+            hangs, frames_per_batch=4, start_timeout=0.5, on_failure="replace", nursery=nursery
+        )
+    assert len(nursery.workers) == count

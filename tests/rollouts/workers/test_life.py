@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from waits import wait_not_in_vain
-from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, hangs, stop_myself
+from worker_envs import Faulty, ItsWeight, Once, Seeded, assert_equal, envs, falls, hangs, stop_myself
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from flatroll.rollouts.workers.messages import Note
-from flatroll.rollouts.workers.stats import Tally
+from flatroll.rollouts.workers.delivery import Tally
+from flatroll.rollouts.workers.transport import Note
 from flatroll.sharing import Nursery
 
 IDS = ("collector", "traj_ids")
@@ -80,7 +81,7 @@ def test_the_thread_ends_with_the_total(nursery: Nursery) -> None:
         assert len(buffer) == 50
     with (
         MultiAsyncCollector(Seeded, frames_per_batch=5, nursery=nursery) as collector,
-        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: give MultiCollector"),
+        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: give Multi\w*Collector"),
     ):
         collector.start()
 
@@ -92,7 +93,7 @@ def test_an_error_in_the_thread_is_told_once(asked: str, nursery: Nursery) -> No
         [Seeded, lambda: Faulty(falls)], frames_per_batch=4, replay_buffer=buffer, nursery=nursery
     )
     collector.start()
-    wait_until(lambda: not collector._supply.is_running)
+    wait_until(lambda: all(thread.name != "collector" for thread in threading.enumerate()))
     uses = {
         "sample": buffer.sample,
         "extend": lambda: buffer.extend(buffer[:]),
@@ -149,20 +150,23 @@ def test_shutdown_is_bounded(fault: Any, nursery: Nursery) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_ctrl_c(nursery: Nursery) -> None:
+@BOTH
+def test_ctrl_c_in_a_wait_loses_nothing(sync: bool, nursery: Nursery, tmp_path: Path) -> None:
     owner = os.getpid()
-
-    def interrupts() -> None:
-        os.kill(owner, signal.SIGINT)
-        hangs()
-
-    collector = MultiSyncCollector([Seeded, lambda: Faulty(interrupts)], frames_per_batch=40, nursery=nursery)
-    count = len(nursery.workers)
-    with pytest.raises(KeyboardInterrupt):
-        next(collector)
-    assert len(nursery.workers) == count - 2
-    with pytest.raises(RuntimeError, match="the collector is closed"):
-        next(collector)
+    once = Once(tmp_path / "pressed", lambda: os.kill(owner, signal.SIGINT))
+    with MultiCollector(
+        [Seeded, lambda: Faulty(once)], sync=sync, frames_per_batch=40, nursery=nursery
+    ) as collector:
+        batches = []
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                batches.append(next(collector))
+        batches += [next(collector) for _ in range(3)]
+        assert collector.stats()["failures"] == 0
+    rows = torch.cat(batches)
+    for id in rows[IDS].unique():
+        steps = rows["observation"][rows[IDS] == id][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
 
 
 def test_two_runs_with_a_seed_are_bit_equal_and_resumed_ones_are_new(nursery: Nursery) -> None:
@@ -252,6 +256,7 @@ import gymnasium
 import numpy as np
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiCollector
+from flatroll.sharing import Nursery
 
 class Env(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
@@ -262,11 +267,14 @@ class Env(gymnasium.Env):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
-collector = MultiCollector(lambda: Env(), num_workers=2, sync=False, frames_per_batch=5, replay_buffer=buffer)
+nursery = Nursery(preload=("flatroll.rollouts",))
+collector = MultiCollector(
+    lambda: Env(), num_workers=2, sync=False, frames_per_batch=5, replay_buffer=buffer, nursery=nursery
+)
 collector.start()
 while len(buffer) < 100:
     time.sleep(0.01)
-print("pids", *(worker.pid for worker in collector._nursery.workers), flush=True)
+print("pids", *(worker.pid for worker in nursery.workers), flush=True)
 """
 
 

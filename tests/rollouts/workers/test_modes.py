@@ -17,10 +17,12 @@ from flatroll.layout import split_trajectories
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Filled
-from flatroll.rollouts.workers.messages import Note, Signals
-from flatroll.rollouts.workers.worker import Watch
+from flatroll.rollouts.workers.transport import Note
+from flatroll.rollouts.workers.worker import Signals, Watch
 from flatroll.sharing import Nursery, SharedWeights
 from flatroll.wrappers import RewardSum
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 IDS = ("collector", "traj_ids")
 BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
@@ -323,6 +325,8 @@ def test_kept_batches_hold_no_mappings(nursery: Nursery) -> None:
 class Reused:
     """A window whose memory is written to as soon as it is given back."""
 
+    owned = False
+
     def __init__(self, first: int) -> None:
         reward = torch.arange(first, first + 3.0)
         final = {"row": torch.tensor([2]), "next": torch.tensor([float(first)])}
@@ -344,7 +348,7 @@ class Reused:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_windows_are_given_back_after_their_rows_were_copied(count: int) -> None:
-    member = SimpleNamespace(worker=SimpleNamespace(name="worker 0"))
+    member = SimpleNamespace(link=SimpleNamespace(name="worker 0"))
     filled: Any = [Filled(member, Reused(3 * i), 3) for i in range(count)]  # type: ignore[arg-type]
     delivery = Delivery(None, None, True, False)
     batch = delivery.batch(filled)

@@ -11,6 +11,8 @@ from flatroll.layout import audit
 from flatroll.rollouts import Collector, MultiCollector
 from flatroll.sharing import Nursery
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 OPTIONS: Any = {
     "random": (None, {"init_random_frames": 9, "info_keys": ["count"], "set_truncated": True}),
     "compact": (None, {"compact_obs": True, "max_frames_per_traj": 5, "track_policy_version": True}),

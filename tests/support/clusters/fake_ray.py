@@ -6,7 +6,7 @@ from collections import deque
 
 import cloudpickle
 
-from flatroll.sharing.nursery import WorkerDied
+from flatroll.sharing.worker import WorkerDied
 
 
 class Reference:
@@ -59,10 +59,12 @@ class FakeRay:
         self.actors.append(actor)
         return actor
 
-    def call(self, actor, method, *arguments, returns=1):
+    def call(self, actor, method, *arguments, returns=1, group=None):
         references = [Reference(self) for _ in range(returns)]
         if actor.dead:
             self.fail(references)
+        elif group is not None:  # beside what the actor is at
+            references[0].store(getattr(actor.instance, method)(*arguments))
         else:
             actor.calls.append((references, method, arguments))
         return references[0] if returns == 1 else references

@@ -1,6 +1,6 @@
-"""Collectors whose envs are stepped by several processes."""
+"""Collectors whose envs are stepped by several processes, or by actors of a Ray cluster."""
 
-from flatroll.rollouts.workers.actors.ray_collector import RayCollector
 from flatroll.rollouts.workers.multi_collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers.ray_collector import RayCollector
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector", "RayCollector"]

@@ -1,24 +1,17 @@
 """Checks the arguments of a collector with many workers, and groups them by who needs them."""
 
 import inspect
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDictBase
 from torch import nn
 
 from flatroll.layout.checks import whole_number, writer_number
 from flatroll.rollouts.arguments import check_counts, check_together
 from flatroll.rollouts.collector import Collector
-from flatroll.rollouts.policies import state_of
-from flatroll.sharing.weights import SharedWeights
-
-_LOG = logging.getLogger("flatroll.rollouts")
 
 #: Arguments of `Collector` that each worker's gets as they are.
 _PASSED_ON = set(inspect.signature(Collector.__init__).parameters) - {
@@ -37,6 +30,7 @@ class Modes:
     on_failure: Any
     max_failures: int
     step_timeout: float | None
+    start_timeout: float | None
     slots: int
 
 
@@ -49,12 +43,9 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
     for name, count, least in (("max_failures", modes.max_failures, 0), ("slots", modes.slots, 1)):
         if isinstance(count, bool) or not hasattr(count, "__index__") or count < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
-    if modes.step_timeout is not None and not (
-        isinstance(modes.step_timeout, Real) and modes.step_timeout > 0
-    ):
-        raise ValueError(
-            f"step_timeout must be a positive number of seconds or None, got {modes.step_timeout!r}"
-        )
+    for name, seconds in (("step_timeout", modes.step_timeout), ("start_timeout", modes.start_timeout)):
+        if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
+            raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
     if modes.sync and frames < workers:
         raise ValueError(
             f"frames_per_batch={frames} is less than a row for each of {workers} workers: collect more rows, or with "
@@ -110,17 +101,17 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
 
 
 def one_for_each(
-    create_env_fn: Any, policy_factory: Any, num_workers: int | None, splits: int
+    create_env_fn: Any, policy_factory: Any, num_workers: int | None, splits: int, name: str = "num_workers"
 ) -> tuple[list[Any], list[Callable[[], Any] | None]]:
-    """The env function and the policy function of each worker."""
+    """The env function and the policy function of each worker; ``name`` is what their number is called."""
     functions = create_env_fn
-    count = None if num_workers is None else whole_number("num_workers", num_workers)
+    count = None if num_workers is None else whole_number(name, num_workers)
     if not isinstance(functions, (list, tuple)):
         functions = [functions] * (count or 1)
     if not functions:
         raise ValueError("create_env_fn must be a function or a list of some, got an empty list")
     if count not in (None, len(functions)):
-        raise ValueError(f"num_workers must be the number of functions, {len(functions)}, got {num_workers}")
+        raise ValueError(f"{name} must be the number of functions, {len(functions)}, got {num_workers}")
     for function in functions:
         parts: Sequence[Any] = function if splits > 1 and isinstance(function, (list, tuple)) else [function]
         for part in parts:
@@ -139,19 +130,12 @@ def one_for_each(
     for factory in factories:
         if factory is not None and not callable(factory):
             raise TypeError(f"policy_factory must be a function that makes a policy, got {factory!r}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if len(functions) > cores:
-        _LOG.warning(
-            "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",
-            len(functions),
-            cores,
-        )
     return list(functions), list(factories)
 
 
-def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: bool) -> Any:
+def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: bool, made_there: bool) -> Any:
     """The policy of this process, with the weights that workers begin with; TypeError if it needs some and has none."""
-    if policy is None and factories[0] is not None:
+    if policy is None and factories[0] is not None and not made_there:
         policy = factories[0]()
     if update_at_each_batch and not isinstance(policy, nn.Module):
         raise TypeError(f"update_at_each_batch needs a policy with weights, got {type(policy).__name__}")
@@ -163,11 +147,3 @@ def seeds_of(seed: int | None) -> np.random.SeedSequence:
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
         raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
     return np.random.SeedSequence(seed)
-
-
-def publish(weights: SharedWeights, given: Any) -> None:
-    """Make the weights of a module, a state dict or a tensordict of parameters the next version.
-
-    Of a policy without weights, only the version goes on.
-    """
-    weights.publish(state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {})

@@ -1,6 +1,7 @@
 """`Delivery`: turns the windows of workers into batches, and hands them to a replay buffer if there is one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.workers.gather import Filled
-from flatroll.rollouts.workers.messages import Note
+from flatroll.rollouts.workers.transport import Note, RowsElsewhere
 
 Columns = Mapping[Any, Tensor]
 
@@ -34,11 +35,15 @@ class Delivery:
         self._finals: dict[Any, Any] = {}
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
-        """The rows of these windows, one behind the other; the windows are given back to their workers."""
+        """The rows of these windows, one behind the other, in memory of their own; the windows are released."""
         notes: list[Note] = [window.note for _, window, _ in filled]
-        names = [member.worker.name for member, _, _ in filled]
+        names = [member.link.name for member, _, _ in filled]
         columns = _joined(
-            [window.tables[0] for _, window, _ in filled], names, len(notes[0].shape) > 1, self._columns
+            [window.tables[0] for _, window, _ in filled],
+            names,
+            self._columns,
+            padded=len(notes[0].shape) > 1,
+            owned=filled[0].window.owned,
         )
         shape = (
             sum(note.shape[0] for note in notes),
@@ -51,10 +56,8 @@ class Delivery:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
             first += note.rows
         if finals:
-            last = _joined(finals, names, False, self._finals)
+            last = _joined(finals, names, self._finals, owned=filled[0].window.owned)
             final = nest(last, len(last["row"]))
-        for _, window, _ in filled:
-            window.release()
         if self._stack:
             steps = (len(filled), shape[0] // len(filled))
             columns = {key: column.view(*steps, *column.shape[1:]) for key, column in columns.items()}
@@ -64,26 +67,35 @@ class Delivery:
             batch = batch.to(self._storing, non_blocking=not self._wait)
             final = None if final is None else final.to(self._storing, non_blocking=not self._wait)
         self.final = final
+        for _, window, _ in filled:
+            window.release()
         return batch
 
-    def extend(self, filled: Sequence[Filled]) -> bool:
-        """Let the buffer copy each window from where its worker wrote it, which saves a copy of all rows.
+    def takes_windows(self) -> bool:
+        """Whether `extend` can be used: a buffer copies rows from where they are, and no batch is to be made first."""
+        copies = getattr(self._buffer, "copies_rows", False) or hasattr(self._buffer, "extend_reference")
+        return copies and not self._stack and self._storing is None
+
+    def extend(self, filled: Filled) -> bool:
+        """Let the buffer take a window from where it is, which saves a copy of all rows; the caller releases it.
 
         Returns:
-            False, and nothing is done, if there is no buffer, or one that might keep references to that memory.
+            False, and nothing is done, if the buffer might keep references to that memory.
         """
-        if self._stack or self._storing is not None or not getattr(self._buffer, "copies_rows", False):
-            return False
-        for member, window, _ in filled:
-            with window:
-                columns, *finals = window.tables
-                final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
-                try:
-                    self._buffer.extend(nest(columns, *window.note.shape), **final)
-                except (KeyError, TypeError, ValueError) as error:
-                    error.add_note(f"in the rows of {member.worker.name}")
-                    raise
+        member, window, _ = filled
         self.final = None
+        if isinstance(window, RowsElsewhere):
+            self._buffer.extend_reference(window.reference)
+            return True
+        if not getattr(self._buffer, "copies_rows", False):
+            return False
+        columns, *finals = window.tables
+        final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
+        try:
+            self._buffer.extend(nest(columns, *window.note.shape), **final)
+        except (KeyError, TypeError, ValueError) as error:
+            error.add_note(f"in the rows of {member.link.name}")
+            raise
         return True
 
     def hand_over(self, batch: TensorDict) -> TensorDict | None:
@@ -96,13 +108,19 @@ class Delivery:
 
 
 def _joined(
-    tables: Sequence[Columns], names: Sequence[str], padded: bool, agreed: dict[Any, Any]
+    tables: Sequence[Columns],
+    names: Sequence[str],
+    agreed: dict[Any, Any],
+    *,
+    padded: bool = False,
+    owned: bool = False,
 ) -> dict[Any, Tensor]:
-    """The rows of all tables one behind the other, in new memory.
+    """The rows of all tables one behind the other, in memory of their own.
 
     Args:
         tables: columns ``[N, *S]`` by key, of each worker.
         names: of the workers, for errors.
+        owned: whether a table alone may be taken as it is.
         padded: whether columns are ``[n, T, *S]`` and may differ in T: shorter ones are then filled up with zeros.
         agreed: what the collector's first table had, which all later ones must have, too: ``(dtype, S)`` by key, and
             the name of its worker by None. The first call fills it in.
@@ -123,12 +141,12 @@ def _joined(
                     "spaces"
                 )
     made = {}
-    for key, column in tables[0].items():
+    for key in tables[0]:
         parts = [table[key] for table in tables]
         if padded and len({part.shape[1] for part in parts}) > 1:
             longest = max(part.shape[1] for part in parts)
             parts = [_filled_up(part, longest) for part in parts]
-        made[key] = torch.cat(parts) if len(parts) > 1 else column.clone()
+        made[key] = torch.cat(parts) if len(parts) > 1 else parts[0] if owned else parts[0].clone()
     return made
 
 
@@ -141,3 +159,43 @@ def _filled_up(column: Tensor, length: int) -> Tensor:
     made = column.new_zeros(len(column), length, *column.shape[2:])
     made[:, : column.shape[1]] = column
     return made
+
+
+@dataclass
+class Tally:
+    """Counts of the workers that stood at one place of the team, one after the other."""
+
+    frames: int = 0
+    windows: int = 0
+    rows: int = 0
+    held: int = 0
+    waited: float = 0.0
+    lag_least: int | None = None
+    lag_most: int | None = None
+    lag_sum: float = 0.0
+    lag_count: int = 0
+
+    def count(self, note: Note, fresh: int, version: int) -> None:
+        """Count a window that was delivered while the policy had this version."""
+        self.frames += fresh
+        self.windows += 1
+        self.rows += note.rows
+        self.held, self.waited = note.held, note.waited
+        if note.versions is not None:
+            oldest, mean, newest = note.versions
+            least, most = version - newest, version - oldest
+            self.lag_least = least if self.lag_least is None else min(self.lag_least, least)
+            self.lag_most = most if self.lag_most is None else max(self.lag_most, most)
+            self.lag_sum += version - mean
+            self.lag_count += 1
+
+    def facts(self) -> dict[str, Any]:
+        """The counts by name."""
+        mean = self.lag_sum / self.lag_count if self.lag_count else None
+        return {
+            "frames": self.frames,
+            "windows": self.windows,
+            "rows_held": self.held,
+            "waited": self.waited,
+            "policy_lag": {"min": self.lag_least, "mean": mean, "max": self.lag_most},
+        }

@@ -1,16 +1,14 @@
 """How windows of several workers become batches: `InStep`, one of each worker, and `InTurn`, one worker's at a time."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flatroll.rollouts.workers.messages import GO
 from flatroll.rollouts.workers.team import Event, Member, Team
-from flatroll.sharing.mailbox import Window
-
-WITHOUT_END = -1
+from flatroll.rollouts.workers.transport import WITHOUT_END, Wake, Window
 
 
 class Filled(NamedTuple):
@@ -28,18 +26,13 @@ class Gatherer:
         team: the workers.
         frames_per_batch, total_frames: as in `MultiCollector`.
         whole: whether windows hold whole trajectories, and so other numbers of rows than were collected.
-        frames: rows that were collected before.
     """
 
-    def __init__(
-        self, team: Team, frames_per_batch: int, total_frames: int, whole: bool, frames: int = 0
-    ) -> None:
+    def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         self.team = team
         self._rows, self.total, self._whole = frames_per_batch, total_frames, whole
-        #: Rows collected for what was delivered so far.
-        self.frames = frames
 
-    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+    def next(self, limited: bool, wake: Wake | None = None) -> list[Filled] | None:
         """The windows of the next batch; none once ``total_frames`` are collected.
 
         Args:
@@ -48,9 +41,13 @@ class Gatherer:
         """
         raise NotImplementedError
 
+    def set_total(self, total: int) -> None:
+        """Collect up to ``total`` rows in all; -1: no end."""
+        self.total = total
+
     def _left(self) -> int:
         """Rows up to ``total_frames``."""
-        return max(0, self.total - self.frames)
+        return max(0, self.total - self.team.frames)
 
     def _is_limited(self, limited: bool) -> bool:
         return limited and self.total >= 0
@@ -81,14 +78,13 @@ class InStep(Gatherer):
         frames_per_batch: int,
         total_frames: int,
         whole: bool,
-        frames: int = 0,
         enough: float | None = None,
     ) -> None:
-        super().__init__(team, frames_per_batch, total_frames, whole, frames)
+        super().__init__(team, frames_per_batch, total_frames, whole)
         self._enough = enough
         self._asks: list[Ask] = []
 
-    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+    def next(self, limited: bool, wake: Wake | None = None) -> list[Filled] | None:
         limited = self._is_limited(limited)
         while True:
             over = limited and not self._left()
@@ -104,7 +100,7 @@ class InStep(Gatherer):
                     self._take(event, limited)
                 self._cut()
             asks, self._asks = self._asks, []
-            self.frames += sum(ask.fresh for ask in asks)
+            self.team.frames += sum(ask.fresh for ask in asks)
             filled = [Filled(ask.member, ask.window, ask.fresh) for ask in asks if ask.window is not None]
             if filled or over:
                 return filled
@@ -122,9 +118,7 @@ class InStep(Gatherer):
         member, limit = ask.member, WITHOUT_END
         if limited and self._whole:
             limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
-        member.windows += 1
-        member.since = monotonic()
-        member.worker.send(GO, (ask.rows, limit))
+        member.ask(ask.rows, limit)
 
     def _take(self, event: Event, limited: bool) -> None:
         """Note what came; what a lost member was asked for is asked of another."""
@@ -160,31 +154,40 @@ class InStep(Gatherer):
         late = [ask for ask in self._asks if not ask.answered]
         if self._enough is not None and len(self._asks) - len(late) >= ceil(self._enough * len(self._asks)):
             for ask in late:
-                ask.member.signals.cut(ask.member.windows)
+                ask.member.link.cut()
 
 
 class InTurn(Gatherer):
     """Lets each worker make window after window, and takes those that are there, one worker's after another's."""
 
-    def __init__(
-        self, team: Team, frames_per_batch: int, total_frames: int, whole: bool, frames: int = 0
-    ) -> None:
-        super().__init__(team, frames_per_batch, total_frames, whole, frames)
+    def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
+        super().__init__(team, frames_per_batch, total_frames, whole)
         self._queue: list[Filled] = []  # windows in the order in which they came
         self._served: dict[int, int] = {}  # of each place: the number of its last window
         self._count = 0
         self._limits: dict[Member, int] = {}  # up to how many rows each is to collect
-        if whole and total_frames >= 0:
-            share = max(1, ceil(self._left() / len(team.members)))
-            self._limits = dict.fromkeys(team.members, share)
+        self.set_total(total_frames)
 
-    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+    def set_total(self, total: int) -> None:
+        super().set_total(total)
+        if self._whole and total >= 0:
+            share = max(1, ceil(self._left() / len(self.team.members)))
+            self._limits = {member: member.frames + share for member in self.team.members}
+
+    def next(self, limited: bool, wake: Wake | None = None) -> list[Filled] | None:
         limited = self._is_limited(limited)
         if limited and not self._whole and not self._left():
             return []
+        # Windows that are still needed: more need not be asked for.
+        windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
         while True:
             for member in self.team.members:
-                self._tell(member, limited)
+                limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
+                if limit != member.told:
+                    member.told, member.ended = limit, False
+                    member.ask(self._rows, limit)
+                if not member.ended:
+                    member.link.go_on(windows)
             going = [member for member in self.team.members if not member.ended]
             if not going and not self._queue:
                 return []
@@ -196,13 +199,6 @@ class InTurn(Gatherer):
             if not events:
                 return None
 
-    def _tell(self, member: Member, limited: bool) -> None:
-        """Let a member begin, or tell it of another limit."""
-        limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
-        if limit != member.told:
-            member.told, member.ended, member.since = limit, False, monotonic()
-            member.worker.send(GO, (self._rows, limit))
-
     def _take(self, event: Event) -> None:
         member = event.member
         if event.window is not None:
@@ -210,7 +206,7 @@ class InTurn(Gatherer):
             member.since = inf  # it may have to wait for a free slot, until one of its windows is served
         elif not event.lost:
             member.ended = True
-            self.frames += event.fresh
+            self.team.frames += event.fresh
         elif member in self._limits:  # what it was to collect is left to others
             rest = max(0, self._limits.pop(member) - member.frames)
             if event.successor is not None:
@@ -225,7 +221,7 @@ class InTurn(Gatherer):
         self._queue.remove(filled)
         filled.member.since = monotonic()  # it has a free slot from now on
         self._served[filled.member.place] = self._count = self._count + 1
-        self.frames += filled.fresh
+        self.team.frames += filled.fresh
         return filled
 
 

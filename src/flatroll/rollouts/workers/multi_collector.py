@@ -1,37 +1,34 @@
-"""`MultiCollector`: processes that each run a `Collector`, for batches of exact size or windows as they come."""
+"""`MultiCollector`: workers that each run a `Collector`, for batches of exact size or windows as they come."""
 
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from flatroll.layout.inspect.text import Facts
-from flatroll.rollouts.policies import refuse_hidden_weights
+from flatroll.rollouts.policies import refuse_hidden_weights, state_of
 from flatroll.rollouts.workers.arguments import (
     Modes,
     check_modes,
     check_options,
     one_for_each,
     policy_here,
-    publish,
     seeds_of,
 )
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Gatherer, InStep, InTurn, shares
-from flatroll.rollouts.workers.launch import Launcher
+from flatroll.rollouts.workers.processes import Processes
 from flatroll.rollouts.workers.supply import Supply
-from flatroll.rollouts.workers.team import Team
-from flatroll.rollouts.workers.worker import work
+from flatroll.rollouts.workers.team import Interrupts, Team
+from flatroll.rollouts.workers.transport import Job, Transport
 from flatroll.sharing.nursery import Nursery
-from flatroll.sharing.weights import SharedWeights
 
-PRELOADED = "flatroll.rollouts"  # what the process that forks workers imports
 Device = torch.device | str | None
 OnFailure = Literal["raise", "drop", "replace"]
 
@@ -58,7 +55,7 @@ class MultiCollector(Facts):
             lambda, and need not stand in a module.
         policy: as in `Collector`. Workers act with copies of it; see `update_policy_weights_`.
         num_workers: W. Default: the number of functions, or 1.
-        sync: see above.
+        sync: see above. Default True.
         frames_per_batch: rows of a batch; with ``sync=True`` at least one for each worker.
         total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
         policy_factory: function that makes the policy in the worker, for one that is costly to send or cannot be
@@ -81,8 +78,12 @@ class MultiCollector(Facts):
         max_failures: raise anyway if more workers fail within 60 s. Default 3.
         step_timeout: kill a worker of which no vector step ends within so many seconds (a reset and hooks count,
             too), as a failure of its own: TimeoutError. Default None: never.
+        start_timeout: seconds that a worker may take until its env is made, likewise. Default None: without end for the
+            first workers, ``step_timeout`` for one that replaces another.
         start_method: ``"fork"`` or ``"spawn"``, see `flatroll.sharing.Nursery`. Default None: the system's.
         nursery: the process that starts workers, for several collectors to share; it stays open. Default: a new one.
+        transport: what starts workers and brings windows, see `flatroll.rollouts.workers.transport`. Default: processes
+            of this machine.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded; see `start`.
         init_random_frames: so many rows with random actions, shared out to the workers, rounded up. Default None: 0.
         trajs_per_batch: trajectories of a batch, all complete; with ``sync=True`` each worker gives its share of them.
@@ -108,7 +109,6 @@ class MultiCollector(Facts):
     """
 
     _supply: Supply
-    _launcher: Launcher
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class MultiCollector(Facts):
         policy: Any = None,
         *,
         num_workers: int | None = None,
-        sync: bool,
+        sync: bool = True,
         frames_per_batch: int,
         total_frames: int = -1,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
@@ -130,8 +130,10 @@ class MultiCollector(Facts):
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
         step_timeout: float | None = None,
+        start_timeout: float | None = None,
         start_method: Literal["fork", "spawn"] | None = None,
         nursery: Nursery | None = None,
+        transport: Transport | None = None,
         replay_buffer: Any = None,
         init_random_frames: int | None = None,
         trajs_per_batch: int | None = None,
@@ -145,88 +147,98 @@ class MultiCollector(Facts):
         count, trajs, random_frames = len(functions), trajs_per_batch, init_random_frames or 0
         counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
         counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
-        check_options(options, replay_buffer, writer, writer + count - 1, **counts)
-        modes = Modes(sync, cat_results, preemptive_threshold, on_failure, max_failures, step_timeout, slots)
+        self._writers = 1 if transport is None else transport.writers_of_each
+        check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
+        modes = Modes(
+            sync=sync,
+            cat_results=cat_results,
+            preemptive_threshold=preemptive_threshold,
+            on_failure=on_failure,
+            max_failures=max_failures,
+            step_timeout=step_timeout,
+            start_timeout=start_timeout,
+            slots=slots,
+        )
         check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
-        policy = policy_here(policy, factories, update_at_each_batch)
-        self.num_workers, self.frames_per_batch, self.total_frames = count, frames_per_batch, total_frames
-        self.policy, self._modes, self._buffer, self._update = (
-            policy,
-            modes,
-            replay_buffer,
-            update_at_each_batch,
-        )
-        self._whole, self._progress, self._storing = trajs is not None, progress, storing_device or device
-        self._weights = SharedWeights(policy.state_dict() if isinstance(policy, nn.Module) else {})
-        self._owns_nursery = nursery is None
-        self._nursery = nursery or Nursery(start_method, preload=(PRELOADED,), num_threads=num_threads)
-        self._launch = partial(
-            Launcher,
-            work=work,
-            nursery=self._nursery,
-            functions=functions,
-            factories=factories,
-            policy=policy,
-            weights=self._weights,
-            rows=shares(frames_per_batch, count) if sync else [frames_per_batch] * count,
-            trajs=shares(trajs, count) if sync and trajs is not None else [trajs] * count,
-            random_frames=random_frames,
-            options={"postproc": None, "policy_device": device, "sync": sync, "slots": slots}
-            | {"timed": step_timeout is not None}
-            | options,
-        )
-        self._writer, self._first_version, self._seed_sequence = writer, 0, seeds_of(seed)
-        self._begin(0)
+        made_there = transport is not None and transport.makes_policies
+        policy = policy_here(policy, factories, update_at_each_batch, made_there)
+        seeds = seeds_of(seed)
+        self.num_workers, self.frames_per_batch, self._total = count, frames_per_batch, total_frames
+        self.policy, self._modes, self._buffer = policy, modes, replay_buffer
+        self._update, self._whole, self._progress = update_at_each_batch, trajs is not None, progress
+        storing = storing_device or device
+        self._storing = None if storing is None else torch.device(storing)
+        self._random_frames = random_frames
+        self._with_ids = options.get("track_traj_ids", True)
+        shared = {"policy_device": device} | options
+        self._jobs = [
+            Job(
+                place=place,
+                create_env_fn=functions[place],
+                policy=None if factories[place] is not None else policy,
+                policy_factory=factories[place],
+                frames_per_batch=shares(frames_per_batch, count)[place] if sync else frames_per_batch,
+                trajs_per_batch=trajs if trajs is None or not sync else shares(trajs, count)[place],
+                sync=sync,
+                slots=slots,
+                timed=step_timeout is not None,
+                options=shared,
+            )
+            for place in range(count)
+        ]
+        self._transport = transport or Processes(count, nursery, start_method, num_threads)
+        try:
+            self._transport.share(policy.state_dict() if isinstance(policy, nn.Module) else {})
+        except BaseException:
+            self._transport.close()
+            raise
+        self._begin(0, writer, seeds)
 
-    def _begin(self, frames: int) -> None:
-        """Start the workers; ``frames`` rows were collected before."""
-        modes, buffer, nursery = self._modes, self._buffer, self._nursery
-        launcher = self._launch(
-            first_version=self._first_version - self._weights.version,
-            seed_sequence=self._seed_sequence,
-            collected=lambda: frames,
-        )
+    def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
+        """Start the workers; ``frames`` rows were collected before, and numbers up to ``writer`` and children of
+        ``seeds`` used up."""
+        modes, interrupts = self._modes, Interrupts()
+        self._seed_sequence, self._begun_at = seeds, frames
         try:
             team = Team(
-                launcher,
-                nursery,
-                self.num_workers,
-                first_writer=self._writer,
-                with_ids=launcher.options.get("track_traj_ids", True),
+                self._transport,
+                self._jobs,
+                first_writer=writer,
+                writers=self._writers if self._with_ids else 0,
+                seeds=seeds,
+                random_frames=self._random_frames,
+                frames=frames,
+                interrupts=interrupts,
                 on_failure=modes.on_failure,
                 max_failures=modes.max_failures,
                 step_timeout=modes.step_timeout,
+                start_timeout=modes.start_timeout,
             )
         except BaseException:
-            if self._owns_nursery:
-                nursery.close(0)
+            self._transport.close()
             raise
-        given = team, self.frames_per_batch, self.total_frames, self._whole, frames
+        given = team, self.frames_per_batch, self._total, self._whole
         gatherer: Gatherer = (
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
-        launcher.collected = lambda: gatherer.frames
-        self._launcher = launcher
-        weights, first = self._weights, launcher.first_version
-        wait = not launcher.options.get("no_cuda_sync", False)
+        wait = not self._jobs[0].options.get("no_cuda_sync", False)
         self._supply = Supply(
             gatherer,
-            Delivery(
-                buffer,
-                None if self._storing is None else torch.device(self._storing),
-                wait,
-                modes.cat_results == "stack",
-            ),
-            nursery,
-            owns_nursery=self._owns_nursery,
-            version=lambda: weights.version + first,
-            publish=partial(publish, weights, self.policy) if self._update else int,
-            buffer=buffer,
+            Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),
+            self._transport,
+            interrupts,
+            publish=self._publisher() if self._update else None,
+            buffer=self._buffer,
             whole=self._whole,
             progress=self._progress,
         )
         # Also when nobody has this collector any more, and when the interpreter ends.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
+
+    def _publisher(self) -> Callable[[], None]:
+        """Publishes the policy's weights; it does not refer to this collector, which may be forgotten."""
+        policy, transport = self.policy, self._transport
+        return lambda: transport.publish(policy.state_dict())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
@@ -264,18 +276,28 @@ class MultiCollector(Facts):
     @property
     def frames(self) -> int:
         """Number of rows collected so far."""
-        return self._supply.gatherer.frames
+        return self._supply.gatherer.team.frames
+
+    @property
+    def total_frames(self) -> int:
+        """Number of rows to collect in all; -1: no end."""
+        return self._total
+
+    @total_frames.setter
+    def total_frames(self, total: int) -> None:
+        self._total = total
+        self._supply.gatherer.set_total(total)
 
     @property
     def seeds(self) -> list[int]:
         """The seed of each worker."""
-        return list(self._launcher.seeds)
+        return list(self._supply.gatherer.team.seeds)
 
     @property
     def policy_version(self) -> int:
         """How often the weights have been updated. With ``track_policy_version`` each row has the number of the
         version that chose its action."""
-        return self._weights.version + self._launcher.first_version
+        return self._transport.version
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
         """Publish new weights to all workers, and count the update in `policy_version`.
@@ -298,8 +320,14 @@ class MultiCollector(Facts):
             raise TypeError(
                 f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
             )
+        self._publish(self.policy if policy_or_weights is None else policy_or_weights)
+
+    def _publish(self, given: Any) -> None:
+        """Make the weights of a module, a state dict or a tensordict the next version; without weights, only count."""
         with self._supply.lock:
-            publish(self._weights, self.policy if policy_or_weights is None else policy_or_weights)
+            self._transport.publish(
+                state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {}
+            )
 
     def start(self) -> None:
         """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
@@ -314,7 +342,7 @@ class MultiCollector(Facts):
         supply = self._open()
         if self._buffer is None:
             raise RuntimeError(
-                "start() collects into a replay buffer: give MultiCollector(replay_buffer=...)"
+                f"start() collects into a replay buffer: give {type(self).__name__}(replay_buffer=...)"
             )
         supply.start()
 
@@ -383,33 +411,33 @@ class MultiCollector(Facts):
         """
         self._open()
         self._end.detach()
-        self._supply.close(1.0, keep_nursery=True)
+        self._supply.close(1.0, keep_transport=True)
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
-            self._weights.publish(state["policy"])
-        self._first_version = state["policy_version"]
-        self._seed_sequence = np.random.SeedSequence(**state["seed"])
-        self._writer = max(self._supply.gatherer.team.next_writer, state["next_writer"])
-        self._begin(state["frames"])
+            self._transport.publish(state["policy"])
+        self._transport.version = state["policy_version"]
+        writer = max(self._supply.gatherer.team.next_writer, state["next_writer"])
+        self._begin(state["frames"], writer, np.random.SeedSequence(**state["seed"]))
 
     def _published(self) -> dict[str, Any]:
         """The weights that workers act with."""
         assert self.policy is not None
         weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
-        self._weights.fetch_into(weights)
+        self._transport.fetch_into(weights)
         return weights
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """End the workers, each at its next step; a second call does nothing.
+        """End the workers, each at its next step; a second call does nothing, or finishes what Ctrl-C interrupted.
 
         Workers may take ``timeout`` seconds to end a step and close their envs; then they are killed.
 
         Raises:
             BaseException: what ended the thread of `start`, if nobody has been told yet.
         """
-        if self._end.detach() is not None:
+        if os.getpid() == self._supply.owner:
             self._supply.close(timeout)
-        self._raise_error()
+            self._end.detach()
+            self._raise_error()
 
     def async_shutdown(self, timeout: float = 5.0) -> None:
         """The same as `shutdown`."""
@@ -422,14 +450,24 @@ class MultiCollector(Facts):
             "its state_dict(), and load it into a new one"
         )
 
+    def _check_open(self) -> None:
+        """Raise RuntimeError if the collector is closed."""
+        self._raise_error()
+        if self._supply.closed:
+            raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
+
     def _raise_error(self) -> None:
+        """Raise what ended the thread of `start`, if nobody has been told yet; RuntimeError in another process."""
+        if os.getpid() != self._supply.owner:
+            raise RuntimeError(
+                f"this collector belongs to process {self._supply.owner}, which made it: rows taken here would be "
+                "missing there. Make another one in this process"
+            )
         self._supply.raise_error()
 
     def _open(self) -> Supply:
         """The supply, if the caller may take from it."""
-        self._raise_error()
-        if self._supply.closed:
-            raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
+        self._check_open()
         if self._supply.is_running:
             raise RuntimeError(
                 "the thread of start() collects: sample from the replay buffer, or pause() it before"

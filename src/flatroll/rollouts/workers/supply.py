@@ -1,7 +1,8 @@
 """`Supply`: all that a collector with workers consists of once its arguments are checked, without its front."""
 
-from collections.abc import Callable, Sequence
-from threading import RLock
+import os
+import threading
+from collections.abc import Callable
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -9,12 +10,10 @@ from tensordict import TensorDict
 
 from flatroll.layout.keys import MASK
 from flatroll.rollouts.progress import ProgressBar
-from flatroll.rollouts.workers.delivery import Delivery
-from flatroll.rollouts.workers.drain import Drain
+from flatroll.rollouts.workers.delivery import Delivery, Tally
 from flatroll.rollouts.workers.gather import Filled, Gatherer
-from flatroll.rollouts.workers.stats import Tally
-from flatroll.rollouts.workers.wake import Wake
-from flatroll.sharing.nursery import Nursery
+from flatroll.rollouts.workers.team import Interrupts
+from flatroll.rollouts.workers.transport import Transport, Wake
 
 
 class Supply:
@@ -25,10 +24,9 @@ class Supply:
     Args:
         gatherer: gives the windows of each batch.
         delivery: makes batches of them.
-        nursery: that started the workers.
-        owns_nursery: whether to close it at the end.
-        version: gives the policy's version.
-        publish: called before each batch is asked for.
+        transport: of the workers.
+        interrupts: holds Ctrl-C back while rows are in hand.
+        publish: called before each batch is asked for; None: nothing is.
         buffer: that hears of an error in the thread, if it has ``note_failure``; and how many rows wait in workers
             for the end of their trajectories, if these are to be complete and it has ``note_waiting``.
         whole: whether trajectories are to be complete.
@@ -39,92 +37,157 @@ class Supply:
         self,
         gatherer: Gatherer,
         delivery: Delivery,
-        nursery: Nursery,
+        transport: Transport,
+        interrupts: Interrupts,
         *,
-        owns_nursery: bool,
-        version: Callable[[], int],
-        publish: Callable[[], Any],
+        publish: Callable[[], None] | None,
         buffer: Any,
         whole: bool,
         progress: bool,
     ) -> None:
-        self.gatherer, self.delivery = gatherer, delivery
-        self._nursery, self._owns_nursery = nursery, owns_nursery
-        self._version, self._publish = version, publish
+        self.gatherer, self.delivery, self.transport = gatherer, delivery, transport
+        self._interrupts, self._publish = interrupts, publish
         self._note_waiting = getattr(buffer, "note_waiting", None) if whole else None
         self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]
-        self.closed = False
-        self.drain: Drain | None = None
+        self._filled: list[Filled] = []  # windows that were gathered and are not delivered yet
+        self._batch: TensorDict | None = None  # made of them, and not handed over yet
+        self._made: tuple[TensorDict | None] | None = None  # handed over, and not returned yet
+        self.owner = os.getpid()
+        self.closed = self._ended = False
+        self._thread: _Thread | None = None
         #: Held while weights are published, and while a batch is made of what was gathered, and counted.
-        self.lock = RLock()
+        self.lock = threading.RLock()
 
     def next(self, limited: bool, wake: Wake | None = None) -> tuple[TensorDict | None] | None:
         """The next batch, in a tuple (of None if a buffer took it); None at the end, or once ``wake`` is set.
 
-        After an error, Ctrl-C included, all is closed: rows of some workers are lost, what followed would have gaps.
+        Ctrl-C loses nothing: the next call goes on from there. After any other error all is closed, since rows of some
+        workers are lost, and what followed would have gaps.
         """
         began = perf_counter()
         try:
-            with self.lock:
-                self._publish()
-            filled = self.gatherer.next(limited, wake)
-            if not filled:
-                if self._bar is not None:
-                    self._bar.close()
-                return None
-            with self.lock:
-                return (self._deliver(filled, began),)
+            with self._interrupts:
+                if self._made is None and not (self._filled or self._batch is not None):
+                    with self.lock:
+                        if self._publish is not None:
+                            self._publish()
+                    filled = self.gatherer.next(limited, wake)
+                    if not filled:
+                        if self._bar is not None:
+                            self._bar.close()
+                        return None
+                    self._count(filled)
+                if self._made is None:
+                    with self.lock:
+                        self._made = (self._deliver(began),)
+        except KeyboardInterrupt:
+            raise
         except BaseException:
             self.close(0.3)
             raise
+        made, self._made = self._made, None
+        return made
 
-    def _deliver(self, filled: Sequence[Filled], began: float) -> TensorDict | None:
-        version = self._version()
-        for member, window, fresh in filled:
-            self.tallies[member.place].count(window.note, fresh, version)
-        before = self.gatherer.frames - sum(fresh for _, _, fresh in filled)
-        if self._note_waiting is not None:
-            self._note_waiting(sum(tally.held for tally in self.tallies))
-        if self._bar is None and self.delivery.extend(filled):
-            return None
-        batch = self.delivery.batch(filled)
-        if self._bar is not None:
-            mask = batch.get(MASK, None)
-            self._bar.show(batch.reshape(-1) if mask is None else batch[mask], before, began)
-        return self.delivery.hand_over(batch)
+    def _count(self, filled: list[Filled]) -> None:
+        """Take windows over from the gatherer."""
+        with self.lock:
+            version = self.transport.version
+            for member, window, fresh in filled:
+                self.tallies[member.place].count(window.note, fresh, version)
+            self._filled = filled
+            if self._note_waiting is not None:
+                self._note_waiting(sum(tally.held for tally in self.tallies))
+
+    def _deliver(self, began: float) -> TensorDict | None:
+        """Deliver the windows at hand. Each step is noted only once it is done, so that it can be tried again."""
+        if self._bar is None and self.delivery.takes_windows():
+            while self._filled and self.delivery.extend(self._filled[0]):
+                self._filled.pop(0).window.release()
+            if not self._filled:
+                return None
+        if self._filled:
+            before = self.gatherer.team.frames - sum(fresh for _, _, fresh in self._filled)
+            self._batch = self.delivery.batch(self._filled)
+            self._filled = []
+            if self._bar is not None:
+                mask = self._batch.get(MASK, None)
+                self._bar.show(self._batch.reshape(-1) if mask is None else self._batch[mask], before, began)
+        assert self._batch is not None
+        made = self.delivery.hand_over(self._batch)
+        self._batch = None
+        return made
 
     def start(self) -> None:
         """Let a thread deliver until all is collected."""
-        self.drain = Drain(lambda wake: self.next(True, wake) is not None, self._note_failure)
+        self._thread = _Thread(lambda wake: self.next(True, wake) is not None, self._note_failure)
 
     @property
     def is_running(self) -> bool:
         """Whether that thread is at work."""
-        return self.drain is not None and self.drain.is_running
+        return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout: float | None = None) -> None:
         """Let the thread end after the batch at work; what it gathered so far comes next."""
-        if self.drain is not None:
-            self.drain.stop(timeout)
+        if self._thread is not None:
+            self._thread.stop(timeout)
 
     def raise_error(self) -> None:
         """Raise what ended the thread, once."""
-        if self.drain is not None:
-            self.drain.raise_error()
+        if self._thread is not None:
+            self._thread.raise_error()
 
-    def close(self, timeout: float, keep_nursery: bool = False) -> None:
-        """End thread and workers within about ``timeout`` seconds; a second call does nothing."""
-        if self.closed:
-            self.stop(timeout)  # which may be closing
+    def close(self, timeout: float, keep_transport: bool = False) -> None:
+        """End thread and workers within about ``timeout`` seconds; a second call does nothing, or finishes what Ctrl-C
+        interrupted. In a forked copy of the owner nothing happens."""
+        if os.getpid() != self.owner:
             return
         self.closed = True
         began = monotonic()
-        self.stop(timeout)
-        left = max(0.0, timeout - (monotonic() - began))
-        self.gatherer.team.end(left)
-        if self._owns_nursery and not keep_nursery:
-            self._nursery.close(0)
+        self.stop(timeout)  # which may be closing
+        if self._ended:
+            return
+        self.gatherer.team.end(max(0.0, timeout - (monotonic() - began)))
+        if not keep_transport:
+            self.transport.close()
         if self._bar is not None:
             self._bar.close()
+        self._ended = True
+
+
+class _Thread(threading.Thread):
+    """Calls ``step(wake)`` again and again, until it returns False, raises, or `stop` is called.
+
+    It keeps ``step`` alive and nothing else, and no program waits for it at its end. After an error
+    ``tell(raise_error)`` is called, if it is given.
+    """
+
+    def __init__(
+        self, step: Callable[[Wake], bool], tell: Callable[[Callable[[], None]], None] | None
+    ) -> None:
+        super().__init__(name="collector", daemon=True)
+        self._step, self._tell, self._wake = step, tell, Wake()
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._wake.is_set() and self._step(self._wake):
+                pass
+        except BaseException as error:  # told to the thread that asks next
+            self._error = error
+            if self._tell is not None:
+                self._tell(self.raise_error)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Let it end, and wait until it has, ``timeout`` seconds at most; a second call does nothing."""
+        self._wake.set()
+        if self is not threading.current_thread():
+            self.join(timeout)
+
+    def raise_error(self) -> None:
+        """Raise what ended it, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

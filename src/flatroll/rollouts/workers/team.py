@@ -1,19 +1,71 @@
 """`Team`: the workers of a collector as their owner sees them: what they deliver, and what is done when one fails."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
 from time import monotonic
+from types import FrameType
 from typing import Any, Literal
 
-from flatroll.rollouts.workers.messages import END, READY, Note, Signals
-from flatroll.sharing.mailbox import Inbox, Window
-from flatroll.sharing.nursery import Nursery, Worker, WorkerDied
-from flatroll.sharing.worker import WorkerTraceback
+import numpy as np
+
+from flatroll.layout.checks import writer_number
+from flatroll.rollouts.workers.transport import END, READY, Job, Link, Note, Transport, Wake, Window
+from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 _LOG = logging.getLogger("flatroll.rollouts")
 _WITHIN = 60.0  # seconds in which max_failures are counted
+
+
+class Interrupts:
+    """Holds Ctrl-C back while rows are in hand, so that none is lost, as a context manager.
+
+    KeyboardInterrupt is raised at its end, in the waits of `let_through`, or at once when Ctrl-C is pressed again. It
+    does nothing in other threads than the main one, where Python raises no KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
+        self._waiting = self._pressed = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler, self._pressed = handler, False
+                signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if (self._waiting or self._pressed) and self._handler is not None:
+            self._handler(number, frame)
+        self._pressed = True
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """For a wait in which nothing is lost."""
+        self._waiting = True  # first, so that no signal comes between the look and the wait
+        try:
+            self._raise_if_pressed()
+            yield
+        finally:
+            self._waiting = False
+
+    def _raise_if_pressed(self) -> None:
+        if self._pressed and self._handler is not None:
+            self._pressed = False
+            self._handler(signal.SIGINT, None)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._handler is not None:
+            handler, pressed = self._handler, self._pressed
+            self._handler, self._pressed = None, False
+            signal.signal(signal.SIGINT, handler)
+            if pressed and kind is None:
+                handler(signal.SIGINT, None)
 
 
 @dataclass(eq=False)
@@ -22,21 +74,19 @@ class Member:
 
     place: int
     writer: int
-    worker: Worker
-    inbox: Inbox
-    signals: Signals
+    link: Link
+    limit: float | None  # seconds until it must have made its collector
+    since: float  # when it was started, last had nothing to do, or was heard of; inf while it waits for the owner
     ready: bool = False  # its collector is made
     frames: int = 0  # rows that it had collected when last heard of
-    windows: int = 0  # that it was asked for
     told: int | None = None  # up to how many rows it was last told to collect; -1: without end
     ended: bool = False  # it has done so
     overdue: TimeoutError | None = None  # why it was killed
-    since: float = 0.0  # when it last had nothing to do, or was heard of; inf while it waits for the owner
 
-    def idle(self) -> float:
-        """Seconds since it began the step under way, or was given something to do; 0 while it makes its collector."""
-        beat = self.signals.beat[0]
-        return monotonic() - float(self.since if beat == inf else beat) if self.ready else 0.0
+    def ask(self, rows: int, limit: int) -> None:
+        """Ask for windows, see `Link.ask`."""
+        self.since = monotonic()
+        self.link.ask(rows, limit)
 
 
 @dataclass(frozen=True)
@@ -44,6 +94,7 @@ class Event:
     """What came from a member: a window; none, it has collected all; or it was lost, and who follows it, if any."""
 
     member: Member
+    note: Note | None = None
     window: Window | None = None
     fresh: int = 0  # rows that it has collected since it was last heard of
     lost: bool = False
@@ -54,27 +105,41 @@ class Team:
     """Workers that are started alike; see `MultiCollector` for what the arguments mean.
 
     Args:
-        launch: starts the worker of a place, with a writer number and signals.
-        nursery: that starts them.
-        count: W.
+        transport: starts them.
+        jobs: what they are to do, one for each place; each worker gets a writer number and a seed of its own.
         first_writer: number of worker 0 in trajectory ids; each further one, replacements included, has the next.
+        writers: numbers that a worker takes, 0 if there are no ids.
+        seeds: the sequence of which each worker takes the next child.
+        random_frames: rows with random actions, of all.
+        frames: rows that were collected before.
+        interrupts: lets Ctrl-C through while the owner waits.
     """
 
     def __init__(
         self,
-        launch: Callable[[int, int, Signals], Worker],
-        nursery: Nursery,
-        count: int,
+        transport: Transport,
+        jobs: Sequence[Job],
         *,
         first_writer: int,
-        with_ids: bool,
+        writers: int,
+        seeds: np.random.SeedSequence,
+        random_frames: int,
+        frames: int,
+        interrupts: Interrupts,
         on_failure: Literal["raise", "drop", "replace"],
         max_failures: int,
         step_timeout: float | None,
+        start_timeout: float | None,
     ) -> None:
-        self._launch, self._nursery, self._with_ids = launch, nursery, with_ids
-        self._on_failure, self._max_failures, self._step_timeout = on_failure, max_failures, step_timeout
+        self.transport, self._jobs, self._writers = transport, jobs, writers
+        self._on_failure, self._max_failures = on_failure, max_failures
+        self._step_timeout, self._start_timeout = step_timeout, start_timeout
+        self._seed_sequence, self._random_frames, self._interrupts = seeds, random_frames, interrupts
         self.next_writer = first_writer
+        #: Rows collected for what was delivered so far.
+        self.frames = frames
+        #: The seed of the last worker at each place, and how many were started.
+        self.seeds, self.started = [0] * len(jobs), 0
         self._failed_at: list[float] = []
         #: How many workers have failed so far.
         self.failures = 0
@@ -82,107 +147,132 @@ class Team:
         self.waited = 0.0
         self.returns_key: Any = None  # of episodes' returns, if the envs count them
         self.members: list[Member] = []
+        self._events: list[Event] = []  # that came and were not returned yet
         self._begun = False
         try:
-            for place in range(count):
+            for place in range(len(jobs)):
                 self.members.append(self._start(place))
-            while missing := [member for member in self.members if not member.ready]:
-                self._listen(missing, None)
+            while waiting := [member for member in self.members if not member.ready]:
+                self._listen(waiting, self._time_left(waiting))
+            self._events.clear()  # of workers that had to be replaced: nobody has asked them for anything
             self._begun = True
         except BaseException:
             self.end(0)
             raise
 
     def _start(self, place: int) -> Member:
-        signals = Signals()
-        writer = self.next_writer if self._with_ids else 0
-        self.next_writer += 1
-        worker = self._launch(place, writer, signals)
-        return Member(place, writer, worker, Inbox(worker.channel), signals)
+        writer = writer_number(self.next_writer) if self._writers else 0
+        self.next_writer += self._writers
+        (child,) = self._seed_sequence.spawn(1)
+        self.seeds[place] = int(child.generate_state(1)[0] >> 1)
+        self.started += 1
+        job = replace(
+            self._jobs[place],
+            writer=writer,
+            seed=self.seeds[place],
+            # the share of what is left, rounded up
+            init_random_frames=ceil(max(0, self._random_frames - self.frames) / len(self._jobs)),
+        )
+        limit = self._start_timeout
+        if limit is None and self._begun:
+            limit = self._step_timeout  # others wait for a replacement
+        return Member(place, writer, self.transport.start(job), limit, monotonic())
 
     def events(
-        self, waiting: Sequence[Member], wake: Any = None, timeout: float | None = None
+        self, waiting: Sequence[Member], wake: Wake | None = None, timeout: float | None = None
     ) -> list[Event]:
         """Wait until one of these members has delivered something or failed, and return what there is.
 
         Args:
             waiting: the members to wait for.
-            wake: a `Wake`, which ends the wait. Default None: nothing does.
+            wake: ends the wait once it is set. Default None: nothing does.
             timeout: seconds to wait at most. Default: without end, as long as each step ends within ``step_timeout``.
 
         Raises:
-            BaseException: what a worker raised, or `WorkerDied`, or TimeoutError, unless workers that fail are dropped
-                or replaced.
+            Exception: what a worker raised, or `WorkerDied`, or TimeoutError, unless workers that fail are dropped or
+                replaced.
         """
+        waiting = list(dict.fromkeys(waiting))  # a member may be asked for several windows
         while True:
-            events = self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
-            if events or timeout is not None or (wake is not None and wake.is_set()):
+            self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
+            if self._events or timeout is not None or (wake is not None and wake.is_set()):
+                events, self._events = self._events, []
                 return events
 
-    def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Any = None) -> list[Event]:
-        """Wait once, and return what has come, which may be nothing."""
-        began = monotonic()
-        by_worker = {member.worker: member for member in waiting}
-        ready = self._nursery.wait(by_worker, seconds, also=() if wake is None else (wake,))
-        self.waited += monotonic() - began
-        events = [event for worker in ready for event in self._hear(by_worker[worker])]
-        for worker in by_worker.keys() - set(ready) if self._step_timeout is not None else ():
-            self._check_time(by_worker[worker])
-        return events
+    def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Wake | None = None) -> None:
+        """Note what has come, waiting once if that is nothing."""
+        if not self._hear(waiting):
+            began = monotonic()
+            with self._interrupts.let_through():
+                self.transport.wait([member.link for member in waiting], seconds, wake)
+            self.waited += monotonic() - began
+            self._hear(waiting)
+        for member in waiting:
+            self._check_time(member)
 
     def _time_left(self, waiting: Sequence[Member]) -> float | None:
-        """Seconds until a step may be overdue."""
-        limit = self._step_timeout
-        if limit is None:
-            return None
-        return max(
-            0.0, min((limit - member.idle() for member in waiting if not member.overdue), default=limit)
-        )
+        """Seconds until a step may be overdue, or an env that is being made."""
+        left = [
+            limit - (member.link.quiet(member.since, limit) if member.ready else monotonic() - member.since)
+            for member in waiting
+            if (limit := self._limit(member)) is not None and not member.overdue
+        ]
+        return max(0.0, min(left)) if left else None
+
+    def _limit(self, member: Member) -> float | None:
+        return self._step_timeout if member.ready else member.limit
 
     def _check_time(self, member: Member) -> None:
-        """Kill a member from which nothing is there, and that has not ended a step in time."""
-        limit, worker = self._step_timeout, member.worker
-        if limit is not None and member.overdue is None and member.idle() >= limit:
+        """Kill a member that has not ended a step, or made its env, in time."""
+        limit, link = self._limit(member), member.link
+        if limit is None or member.overdue is not None or member not in self.members:
+            return
+        if member.ready and link.quiet(member.since, limit) >= limit:
             member.overdue = TimeoutError(
-                f"no step of {worker.name} (pid {worker.pid}) ended within step_timeout={limit} s: it was killed"
+                f"no step of {link} ended within step_timeout={limit:g} s: it was killed"
             )
-            worker.kill()
+        elif not member.ready and monotonic() - member.since >= limit:
+            member.overdue = TimeoutError(link.not_ready(limit))
+            if not self._begun:  # it would only happen again
+                raise member.overdue
+        if member.overdue is not None:
+            link.kill()
 
-    def _hear(self, member: Member) -> list[Event]:
-        """All that a member has sent; its failure comes after it."""
-        events: list[Event] = []
-        member.since = monotonic()
-        while member.worker.has_news():
-            try:
-                kind, content = member.worker.receive()
-            except BaseException as error:
-                if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
-                    raise  # not the worker's
-                return [*events, self._failed(member, error)]
-            if kind == READY:
-                member.ready, self.returns_key = True, content
-            elif kind == END:
-                events.append(Event(member, fresh=self._count(member, content)))
-            elif (window := member.inbox.open(kind, content)) is not None:
-                events.append(Event(member, window, self._count(member, window.note)))
-        return events
+    def _hear(self, members: Sequence[Member]) -> bool:
+        """Note all that these members have sent, and then their failures; whether there was anything."""
+        heard = False
+        for member in members:
+            while True:
+                try:
+                    message = member.link.receive()
+                except Exception as error:
+                    if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
+                        raise  # not the worker's
+                    self._events.append(self._failed(member, error))
+                    heard = True
+                    break
+                if message is None:
+                    break
+                kind, content = message
+                member.since, heard = monotonic(), True
+                if kind == READY:
+                    member.ready, self.returns_key = True, content.returns
+                    continue
+                note = content if kind == END else content.note
+                fresh, member.frames = note.frames - member.frames, note.frames
+                self._events.append(Event(member, note, None if kind == END else content, fresh))
+        return heard
 
-    @staticmethod
-    def _count(member: Member, note: Note) -> int:
-        fresh, member.frames = note.frames - member.frames, note.frames
-        return fresh
-
-    def _failed(self, member: Member, error: BaseException) -> Event:
+    def _failed(self, member: Member, error: Exception) -> Event:
         """Go on without it, or with another in its place; or raise the error."""
-        self._nursery.end([member.worker], timeout=0)
+        self.transport.end([member.link], timeout=0)
         now = monotonic()
         self.failures += 1
         self._failed_at = [*(at for at in self._failed_at if now - at < _WITHIN), now]
+        dies = isinstance(error, WorkerDied)
         if member.overdue is not None:
             error = member.overdue
-        if self._on_failure == "raise" or not (
-            member.ready or (self._begun and isinstance(error, WorkerDied))
-        ):
+        if self._on_failure == "raise" or not (member.ready or dies):
             raise error  # what cannot even be made would fail again and again
         if len(self._failed_at) > self._max_failures:
             error.add_note(
@@ -192,17 +282,17 @@ class Team:
             raise error
         at = self.members.index(member)
         if self._on_failure == "drop":
-            del self.members[at]
-            if not self.members:
+            if len(self.members) == 1:
                 error.add_note("it was the last worker")
                 raise error
+            del self.members[at]
             successor = None
         else:
             successor = self.members[at] = self._start(member.place)
         _LOG.warning(
             "%s failed and is %s: %s: %s",
-            member.worker.name,
-            "dropped" if successor is None else f"replaced by pid {successor.worker.pid}",
+            member.link.name,
+            "dropped" if successor is None else "replaced",
             type(error).__name__,
             str(error),  # the error itself would keep the worker's memory, where records of the log are kept
         )
@@ -210,6 +300,4 @@ class Team:
 
     def end(self, timeout: float) -> None:
         """End all workers, at their next step; kill those that are left after ``timeout`` seconds."""
-        for member in self.members:
-            member.signals.stop()
-        self._nursery.end([member.worker for member in self.members], timeout)
+        self.transport.end([member.link for member in self.members], timeout)

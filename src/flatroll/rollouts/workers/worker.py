@@ -1,11 +1,11 @@
-"""What runs in a worker: a `Collector`, whose batches go into the worker's mailbox."""
+"""What runs in a worker of any transport: a `Collector` that makes windows, and what is told of them."""
 
 import random
 import warnings
 from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,97 +14,117 @@ from torch import Tensor, nn
 
 from flatroll.layout.keys import next_key
 from flatroll.rollouts.collector import Collector
-from flatroll.rollouts.workers.messages import END, GO, READY, Note, Signals
-from flatroll.sharing.channel import Channel, Closed
-from flatroll.sharing.mailbox import Outbox
-from flatroll.sharing.weights import SharedWeights
+from flatroll.rollouts.workers.transport import Job, Note, Ready
+from flatroll.sharing.block import Block, Column, Table
+from flatroll.sharing.channel import Closed
 from flatroll.wrappers.markers import RewardSum, find_wrapper
 
 
-def work(
-    channel: Channel,
-    *,
-    create_env_fn: Any,
-    policy: Any,
-    policy_factory: Callable[[], Any] | None,
-    postproc: Callable[[Any], Any] | None,
-    weights: SharedWeights,
-    first_version: int,
-    signals: Signals,
-    sync: bool,
-    slots: int,
-    seed: int,
-    timed: bool,
-    **arguments: Any,
-) -> None:
-    """Collect one window for each request (sync), or window after window, until the owner closes the channel.
+class Weights(Protocol):
+    """Where a worker finds the policy's weights: `version` of the newest ones, and a copy of them."""
+
+    @property
+    def version(self) -> int: ...
+
+    def fetch_into(self, state: Mapping[str, Tensor]) -> int:
+        """Copy the newest weights into these tensors; return their version."""
+        ...
+
+
+class WindowMaker:
+    """Makes a worker's collector, and one window with its `Note` at each call of `make`.
 
     Args:
-        channel: to the owner.
-        create_env_fn, postproc, arguments: as in `Collector`.
-        policy: likewise, unless ``policy_factory`` makes it here.
-        weights: the policy's, from the owner.
-        first_version: the version of the policy that has version 0 in ``weights``.
+        job: what to do.
         signals: numbers that the owner writes while a window is at work.
-        sync: whether a window is made for each request, with the weights that are there when it begins; else
-            window after window, and weights are looked for before each vector step.
-        slots: windows that may wait for the owner.
-        seed: of env, random actions, torch, NumPy and `random`.
-        timed: whether to show when each step begins.
+        weights: the policy's.
+        first_version: the version of the policy that has version 0 in ``weights``.
     """
-    for set_seed in (random.seed, torch.manual_seed, np.random.seed):
-        set_seed(seed)
-    if policy_factory is not None:
-        policy = policy_factory()
-    watch = Watch(signals, weights, first_version, policy, looks=not sync, timed=timed)
-    rows = RowCount(postproc)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned
-        collector = Collector(
-            create_env_fn,
-            policy,
-            seed=seed,
-            interruptor=watch,
-            postproc=None if postproc is None else rows,
-            **arguments,
+
+    def __init__(self, job: Job, signals: "Signals", weights: Weights, first_version: int) -> None:
+        for set_seed in (random.seed, torch.manual_seed, np.random.seed):
+            set_seed(job.seed)
+        policy = job.policy if job.policy_factory is None else job.policy_factory()
+        options = dict(job.options)
+        self._counted = RowCount(options.pop("postproc", None))
+        self._watch = Watch(signals, weights, first_version, policy, looks=not job.sync, timed=job.timed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned
+            self.collector = Collector(
+                job.create_env_fn,
+                policy,
+                seed=job.seed,
+                writer=job.writer,
+                frames_per_batch=job.frames_per_batch,
+                trajs_per_batch=job.trajs_per_batch,
+                init_random_frames=job.init_random_frames,
+                interruptor=self._watch,
+                postproc=None if self._counted.postproc is None else self._counted,
+                **options,
+            )
+        self._watch.attach(self.collector)
+
+    def ready(self) -> Ready:
+        """What the owner is told once the collector is made."""
+        collector = self.collector
+        returns = find_wrapper(
+            collector.env[0] if isinstance(collector.env, tuple) else collector.env, RewardSum
         )
-    with collector:
-        watch.attach(collector)
-        env = collector.env[0] if isinstance(collector.env, tuple) else collector.env
-        returns = find_wrapper(env, RewardSum)
-        channel.send(READY, None if returns is None else next_key(returns.key))
-        _collect(channel, collector, watch, Outbox(channel, slots), rows, sync)
+        leaves: Any = collector.spec.items(True, True)
+        row_bytes = sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
+        return Ready(None if returns is None else next_key(returns.key), row_bytes)
 
+    def ask(self, rows: int, limit: int) -> None:
+        """Make windows of ``rows`` rows from now on, until ``limit`` are collected in all (-1: no end)."""
+        self.collector.frames_per_batch, self.collector.total_frames = rows, limit
 
-def _collect(
-    channel: Channel, collector: Collector, watch: "Watch", outbox: Outbox, rows: "RowCount", sync: bool
-) -> None:
-    """Make windows and put them into the mailbox until the channel is closed."""
-    waited, going = 0.0, False
-    while True:
-        began = monotonic()
-        channel.feed()
-        request = channel.pop(GO) if going else (GO, channel.receive(GO))
-        waited += monotonic() - began
-        if request is not None:
-            collector.frames_per_batch, collector.total_frames = request[1]
-        going = not sync
+    def make(self, waited: float) -> tuple[Note, list[Mapping[Any, Tensor]]]:
+        """Collect a window: its note, and the columns of its rows and of their *final*; no columns once all that was
+        asked for is collected. ``waited`` is what the note says of it."""
+        collector, watch = self.collector, self._watch
         watch.begin_window()
         batch = next(collector, None)
         watch.end_window()
         note = Note(collector.frames, 0, (), collector.rows_held, waited, watch.versions())
-        if batch is None:  # all that was asked for is collected
-            channel.send(END, note)
-            going = False
-            continue
-        tables = [batch] if collector.final is None else [batch, collector.final]
-        columns = [_columns(table) for table in tables]
-        note = note._replace(
-            rows=len(batch) if rows.before is None else rows.before, shape=tuple(batch.shape)
+        if batch is None:
+            return note, []
+        before = self._counted.before
+        note = note._replace(rows=len(batch) if before is None else before, shape=tuple(batch.shape))
+        return note, [columns_of(table) for table in (batch, collector.final) if table is not None]
+
+
+class Signals:
+    """What a worker looks at before each vector step, and what it shows there, without a system call.
+
+    Args:
+        block: the memory, of another process's `Signals`. Default: new memory.
+    """
+
+    def __init__(self, block: Block | None = None) -> None:
+        made = block is None
+        self._block = (
+            Block([Table(1, {"numbers": Column("int64", (2,)), "beat": Column("float64", ())})])
+            if block is None
+            else block
         )
-        began = monotonic()
-        outbox.put(*columns, note=note)
-        waited += monotonic() - began
+        arrays = self._block.arrays()
+        #: int64 [2]: the last window that is to be delivered with the rows there are; whether to stop (0 or 1).
+        self.numbers = arrays["numbers"][0]
+        #: float64 [1]: when the step under way began (``time.monotonic()``), inf while none is.
+        self.beat = arrays["beat"]
+        if made:
+            self.beat[0] = inf
+
+    def cut(self, window: int) -> None:
+        """Let the worker deliver window number ``window``, counted from 1, with the rows that there are."""
+        self.numbers[0] = window
+
+    def stop(self) -> None:
+        """Let the worker end at its next step."""
+        self.numbers[1] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Signals, (self._block,)
 
 
 class Watch:
@@ -113,7 +133,7 @@ class Watch:
     def __init__(
         self,
         signals: Signals,
-        weights: SharedWeights,
+        weights: Weights,
         first_version: int,
         policy: Any,
         *,
@@ -177,16 +197,16 @@ class RowCount:
     """Calls ``postproc``, and keeps the number of rows that it was given (None: it was not called)."""
 
     def __init__(self, postproc: Callable[[Any], Any] | None) -> None:
-        self._postproc = postproc
+        self.postproc = postproc
         self.before: int | None = None
 
     def __call__(self, batch: Any) -> Any:
         self.before = len(batch)
-        assert self._postproc is not None
-        return self._postproc(batch)
+        assert self.postproc is not None
+        return self.postproc(batch)
 
 
-def _columns(table: Any) -> Mapping[Any, Tensor]:
+def columns_of(table: Any) -> Mapping[Any, Tensor]:
     """The columns by key; TypeError for what has none, or is no tensor."""
     if not isinstance(table, TensorDictBase) or not table.batch_dims:
         raise TypeError(

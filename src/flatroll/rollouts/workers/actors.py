@@ -1,0 +1,454 @@
+"""`Actors`: workers are actors of a Ray cluster; windows come through its object store."""
+
+import copy
+import importlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from flatroll.layout.keys import POLICY_VERSION
+from flatroll.rollouts.workers.transport import (
+    END,
+    READY,
+    WINDOW,
+    WITHOUT_END,
+    Job,
+    Note,
+    Ready,
+    Rows,
+    RowsElsewhere,
+    Wake,
+)
+from flatroll.rollouts.workers.worker import Signals, WindowMaker, columns_of
+from flatroll.sharing.flat_weights import flatten_weights, unflatten_weights, weight_layout
+from flatroll.sharing.packed import Packed, pack, unpack
+from flatroll.sharing.ray_calls import Calls, attempt, put_named
+from flatroll.sharing.worker import Failure, WorkerDied
+
+_ASIDE = "aside"  # the concurrency group of calls that an actor answers while it collects
+_LOOK = 0.1  # seconds after which a thread that waits looks at its Wake: ray.wait takes no descriptors
+_PATIENCE = 5.0  # seconds that an actor may take to say how long its step has run
+
+
+class Answer(NamedTuple):
+    """What an actor says of a window: its note, the number of bytes, and whether there are rows."""
+
+    note: Note
+    nbytes: int
+    has_rows: bool
+
+
+class CollectorActor:
+    """Makes a collector, and collects a window at each call. Rows and errors go back as plain values."""
+
+    _collector: Any = None
+    _maker: WindowMaker | None = None
+    #: Of a `MultiCollector`, which counts the updates that it has seen: each one's number for the driver.
+    _versions: list[int] | None = None
+
+    def start(
+        self,
+        create_env_fn: Any,
+        policy: Any,
+        policy_factory: Any,
+        options: Any,
+        job: Job,
+        own: Mapping[str, Any],
+    ) -> Ready | Failure:
+        """Make the collector.
+
+        Args:
+            create_env_fn, policy, policy_factory, options: what ``job`` says of these, which are sent once for all.
+            job: what to do.
+            own: ``workers`` and ``num_threads``; with more than one worker, further arguments of a `MultiCollector`.
+        """
+        parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
+        made: Ready | Failure = attempt(self._start, replace(job, **parts, options=options), dict(own))
+        return made
+
+    def _start(self, job: Job, own: dict[str, Any]) -> Ready:
+        self._given, self._signals = GivenWeights(), Signals()
+        if own.pop("workers") == 1:
+            torch.set_num_threads(own["num_threads"])
+            self._maker = WindowMaker(job, self._signals, self._given, 0)
+            self._collector = self._maker.collector
+            return self._maker.ready()
+        self._versions = [0]
+        # By its public name: MultiCollector's file stands above the transports.
+        multi_collector = importlib.import_module("flatroll.rollouts").MultiCollector
+        self._collector = multi_collector(
+            job.create_env_fn,
+            job.policy,
+            policy_factory=job.policy_factory,
+            frames_per_batch=job.frames_per_batch,
+            trajs_per_batch=job.trajs_per_batch,
+            init_random_frames=job.init_random_frames,
+            seed=job.seed,
+            writer=job.writer,
+            sync=job.sync,
+            **own,
+            **job.options,
+        )
+        return Ready(None, 0)
+
+    def collect(self, version: int, weights: Any, rows: int, limit: int) -> tuple[Answer | Failure, Any]:
+        """Collect a window; return an `Answer` or a `Failure`, and the rows and their *final*, packed.
+
+        Args:
+            version: number of the weights.
+            weights: an array of bytes and its layout, None if the actor has this version.
+            rows: of the window.
+            limit: rows to collect in all; -1: no end.
+        """
+        found: Any = attempt(self._collect, version, weights, rows, limit)
+        return (found, None) if isinstance(found, Failure) else found
+
+    def _collect(self, version: int, weights: Any, rows: int, limit: int) -> tuple[Answer, Any]:
+        maker = self._maker
+        if maker is None:
+            return self._collect_of_many(version, weights, limit)
+        self._given.give(version, weights)
+        maker.ask(rows, limit)
+        note, tables = maker.make(0.0)
+        return _answer(note, tables)
+
+    def _collect_of_many(self, version: int, weights: Any, limit: int) -> tuple[Answer, Any]:
+        """The same of a `MultiCollector`."""
+        collector, versions = self._collector, self._versions
+        assert versions is not None
+        if weights is not None or version != versions[-1]:
+            collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
+            versions.append(version)
+        if limit != collector.total_frames:
+            collector.total_frames = limit
+        batch = next(collector, None)
+        held = sum(worker["rows_held"] for worker in collector.stats()["workers"])
+        note = Note(collector.frames, 0, (), held, 0.0, (version, version, version))
+        if batch is None:
+            return _answer(note, [])
+        if batch.get(POLICY_VERSION, None) is not None:
+            batch[POLICY_VERSION] = torch.tensor(versions)[batch[POLICY_VERSION]]
+        tables = [columns_of(table) for table in (batch, collector.final) if table is not None]
+        return _answer(note._replace(rows=len(batch), shape=tuple(batch.shape)), tables)
+
+    def cut(self, window: int) -> None:
+        """Let ``collect`` call number ``window``, counted from 1, deliver the rows that there are."""
+        self._signals.cut(window)
+
+    def step_seconds(self) -> float | None:
+        """Seconds since the step under way began; None while none is."""
+        beat = float(self._signals.beat[0])
+        return None if beat == inf else monotonic() - beat
+
+    def close(self) -> None:
+        """Close the env."""
+        if self._collector is not None:
+            self._collector.shutdown()
+
+
+def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer, Any]:
+    """What `CollectorActor.collect` returns; rows and *final* as ``RayReplayBuffer.extend_reference`` takes them."""
+    batches = [TensorDict(dict(table), [len(next(iter(table.values())))]) for table in tables]
+    packed: list[Packed] = [pack(batch) for batch in batches]
+    nbytes = sum(each.nbytes for each in packed)
+    return Answer(note, nbytes, bool(packed)), (*packed, None)[:2] if packed else None
+
+
+class GivenWeights:
+    """Weights that come with a call, for a `Watch`."""
+
+    version = -1  # none came yet
+
+    def __init__(self) -> None:
+        self._state: dict[str, Tensor] = {}
+
+    def give(self, version: int, weights: Any) -> None:
+        """Take an array of bytes and its layout as this version; None: the weights stay."""
+        self.version = version
+        if weights is not None:
+            self._state = unflatten_weights(*weights)
+
+    def fetch_into(self, state: Mapping[str, Tensor]) -> int:
+        """Copy them into these tensors, once; return their version."""
+        for name, value in self._state.items():
+            state[name].detach().copy_(value)
+        self._state = {}
+        return self.version
+
+
+class Actors:
+    """The transport of `RayCollector`: each worker is an actor, and a window the result of a call.
+
+    Args:
+        calls: Ray, or what stands in for it.
+        configs: options of ``ray.remote``, for each actor.
+        env_functions: of each actor, see `RayCollector`.
+        in_flight: windows of an actor that are under way or wait in the object store.
+        workers: of each actor; more than 1 are processes of a `MultiCollector` in it.
+        own: further arguments of that `MultiCollector`; ``num_threads`` in any case.
+        by_reference: leave rows in the object store, for a buffer that fetches them itself.
+        with_signals: whether actors have to answer while they collect, as `Link.cut` and `Link.quiet` need.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        configs: Sequence[Mapping[str, Any]],
+        *,
+        in_flight: int,
+        workers: int,
+        own: Mapping[str, Any],
+        by_reference: bool,
+        with_signals: bool,
+    ) -> None:
+        self.calls, self.in_flight, self.by_reference = calls, in_flight, by_reference
+        self.version, self.weights = 0, None  # a reference; None: those that the policy was sent with
+        self.makes_policies, self.writers_of_each = True, workers
+        self.served = 0  # a running number of the messages that came
+        group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
+        self._configs = [{**config, **group} for config in configs]
+        self._own = {**own, "workers": workers}
+        self._sent: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by the number of what was sent, which it keeps: its reference
+        self._layout: Any = None  # of the weights, once they are known
+        self._flat: Any = None
+        self._largest = 0  # bytes of a window
+        self._closed = False
+
+    def share(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self._layout = weight_layout(state)
+            self._flat = flatten_weights(state, self._layout)
+
+    def publish(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            if self._layout is None:  # of a policy that is made in the actors
+                self._layout = weight_layout(state)
+            self._flat = flatten_weights(state, self._layout)
+            # Stored once for all actors. The store forgets the version before when the last call with it has run.
+            self.weights = self.calls.put((self._flat, self._layout))
+        self.version += 1
+
+    def fetch_into(self, state: Mapping[str, Tensor]) -> None:
+        if self._flat is not None:
+            for name, value in unflatten_weights(self._flat, self._layout).items():
+                state[name].copy_(value)
+
+    def start(self, job: Job) -> "Actor":
+        if id(job.options) not in self._sent:
+            put_named(self.calls, **job.options)  # one by one, for the error: they are sent together
+        sent = [
+            self._send(name, value)
+            for name, value in {
+                "create_env_fn": job.create_env_fn,
+                "policy": job.policy,
+                "policy_factory": job.policy_factory,
+                "arguments": job.options,
+            }.items()
+        ]
+        config = self._configs[job.place]
+        actor = self.calls.make(CollectorActor, config)
+        starting = self.calls.call(actor, "start", *sent, job.without_parts(), self._own)
+        return Actor(self, actor, job, config, starting)
+
+    def _send(self, name: str, value: Any) -> Any:
+        """Store a value once for all actors; return its reference."""
+        if id(value) not in self._sent:
+            sent = _on_cpu(value) if name == "policy" else value
+            self._sent[id(value)] = value, put_named(self.calls, **{name: sent})[0]
+        return self._sent[id(value)][1]
+
+    def check_store(self, window: int, in_step: bool) -> None:
+        """Raise MemoryError if the object store cannot hold what may be under way, with windows of so many bytes."""
+        if window <= self._largest:
+            return
+        self._largest, count = window, len(self._configs)
+        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # the version in use and the next one
+        need, room = count * self.in_flight * window + weights, self.calls.store_bytes()
+        if need > room:
+            each = "" if in_step else f" x max_in_flight={self.in_flight}"
+            raise MemoryError(
+                f"{count} collectors{each} windows of {window:,} bytes and {weights:,} bytes of weights need "
+                f"{need:,} bytes of the object store, which has {room:,}: take a smaller frames_per_batch, fewer "
+                f"collectors, or a larger store, ray_init_config={{'object_store_memory': {2 * need}}}"
+            )
+
+    @staticmethod
+    def under_way(link: Any) -> int:
+        """Number of windows of an actor that are under way or wait in the object store."""
+        return len(link.under_way)
+
+    def wait(self, links: "Sequence[Actor]", timeout: float | None, wake: Wake | None = None) -> None:
+        # Those that waited longest come first: Ray returns the first ones that are ready.
+        heads = {
+            link.head: link for link in sorted(links, key=lambda link: link.served) if link.head is not None
+        }
+        ends = inf if timeout is None else monotonic() + timeout
+        while not (wake is not None and wake.is_set()):
+            left = max(0.0, ends - monotonic())
+            seconds = left if wake is None else min(left, _LOOK)
+            ready = self.calls.wait(list(heads), None if seconds == inf else seconds)
+            for head in ready:
+                heads[head].is_ready = True
+            if ready or wake is None or monotonic() >= ends:
+                return
+
+    def end(self, links: "Sequence[Actor]", timeout: float) -> None:
+        ends = monotonic() + timeout
+        closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
+        while closing and (left := ends - monotonic()) > 0:
+            ready = self.calls.wait(closing, left)
+            closing = [reference for reference in closing if reference not in ready]
+        for link in links:
+            link.kill()
+            link.forget()
+
+    def close(self) -> None:
+        if not self._closed:
+            self.calls.close()
+            self._closed = True
+
+
+class Actor:
+    """A worker in an actor.
+
+    Attributes:
+        head: the reference that is answered next; None if nothing is under way.
+        served: when something of it was taken last, as a running number.
+        is_ready: whether the head has been answered.
+    """
+
+    def __init__(
+        self, actors: Actors, actor: Any, job: Job, config: Mapping[str, Any], starting: Any
+    ) -> None:
+        self.name = f"collector {job.place} (writer {job.writer})"
+        self.actor, self.served, self.is_ready = actor, 0, False
+        self._actors, self._job, self._config = actors, job, config
+        self._starting = starting  # the reference of the call that makes the collector, until it is answered
+        #: Number of the request, references to an answer and to rows, oldest first.
+        self.under_way: deque[tuple[int, Any, Any]] = deque()
+        self._asked, self._request, self._ended = 0, (0, WITHOUT_END), False
+        self._version = -1  # of the weights that were sent last
+        self._windows = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def head(self) -> Any:
+        if self._starting is not None:
+            return self._starting
+        return self.under_way[0][1] if self.under_way else None
+
+    def ask(self, rows: int, limit: int) -> None:
+        self._asked, self._request, self._ended = self._asked + 1, (rows, limit), False
+        if self._job.sync:
+            self._call()
+
+    def go_on(self, windows: int) -> None:
+        while (
+            self._starting is None
+            and not self._ended
+            and len(self.under_way) < min(self._actors.in_flight, windows)
+        ):
+            self._call()
+
+    def _call(self) -> None:
+        actors = self._actors
+        weights = None if self._version == actors.version else actors.weights
+        self._version = actors.version
+        self._windows += 1
+        answer, rows = actors.calls.call(
+            self.actor, "collect", actors.version, weights, *self._request, returns=2
+        )
+        self.under_way.append((self._asked, answer, rows))
+
+    def cut(self) -> None:
+        self._actors.calls.call(self.actor, "cut", self._windows, group=_ASIDE)
+
+    def receive(self) -> tuple[str, Any] | None:
+        if not self.is_ready or self.head is None:
+            return None
+        actors, answer = self._actors, self._get(self.head)
+        if isinstance(answer, Failure):
+            answer.throw(self.name + (", while its collector was made" if self._starting is not None else ""))
+        if self._starting is not None:
+            actors.check_store(answer.row_bytes * self._job.frames_per_batch, self._job.sync)
+            self._starting, self.is_ready = None, False
+            return READY, answer
+        number, _, reference = self.under_way[0]
+        window: Rows | None = None
+        if answer.has_rows:
+            actors.check_store(answer.nbytes, self._job.sync)
+            if actors.by_reference:
+                window = RowsElsewhere([], answer.note, reference=reference)
+            else:
+                tables = [
+                    dict(unpack(table).items(True, True))
+                    for table in self._get(reference)
+                    if table is not None
+                ]
+                window = Rows(tables, answer.note)
+        self.under_way.popleft()
+        self.is_ready = False
+        actors.served += 1
+        self.served = actors.served
+        if window is not None:
+            return WINDOW, window
+        if number != self._asked:  # it has collected all that was asked for before
+            return None
+        self._ended = True
+        return END, answer.note
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return self._actors.calls.get(reference)
+        except WorkerDied as error:
+            raise WorkerDied(f"{self.name}: {error}") from error
+
+    def quiet(self, since: float, limit: float) -> float:
+        quiet, calls = monotonic() - since, self._actors.calls
+        if self._actors.writers_of_each > 1:  # a MultiCollector watches its workers itself
+            return 0.0
+        if quiet < limit:
+            return quiet
+        asked = calls.call(self.actor, "step_seconds", group=_ASIDE)
+        if not calls.wait([asked], _PATIENCE):
+            return quiet
+        try:
+            seconds = calls.get(asked)
+        except WorkerDied:  # which the next receive() says
+            return 0.0
+        return quiet if seconds is None or isinstance(seconds, Failure) else float(seconds)
+
+    def not_ready(self, limit: float) -> str:
+        asks = {name: value for name, value in self._config.items() if name != "concurrency_groups"}
+        return (
+            f"no node had room for an actor, or its env took too long to be made, within start_timeout={limit} s: "
+            f"{self.name} asks for {asks}. Ask for less with remote_configs, or add nodes"
+        )
+
+    def kill(self) -> None:
+        self._actors.calls.kill(self.actor)
+
+    def forget(self) -> None:
+        """Let go of what is under way."""
+        self._starting = None
+        self.under_way.clear()
+
+
+def _on_cpu(policy: Any) -> Any:
+    """The policy, or a copy on the CPU of a module that has parameters elsewhere: nodes may have no such device."""
+    if isinstance(policy, nn.Module) and any(
+        value.device.type != "cpu" for value in policy.state_dict().values()
+    ):
+        return copy.deepcopy(policy).cpu()
+    return policy

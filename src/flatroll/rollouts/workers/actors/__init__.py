@@ -1,1 +1,0 @@
-"""Collectors in the actors of a Ray cluster."""

@@ -1,0 +1,184 @@
+"""`Processes`: workers are processes of this machine; rows and weights are in shared memory."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from multiprocessing.connection import wait as wait_for_any
+from time import monotonic
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flatroll.rollouts.workers.transport import END, READY, WINDOW, Job, Wake
+from flatroll.rollouts.workers.worker import Signals, WindowMaker
+from flatroll.sharing.channel import Channel
+from flatroll.sharing.mailbox import Inbox, Outbox
+from flatroll.sharing.nursery import Nursery, Worker, need_descriptors
+from flatroll.sharing.weights import SharedWeights
+
+_LOG = logging.getLogger("flatroll.rollouts")
+_GO = "collect"  # the kind of the owner's requests
+_DESCRIPTORS = 5  # of each worker here: its channel, its report, its signals, and blocks of its mailbox
+
+
+def work(
+    channel: Channel,
+    *,
+    job: Job,
+    signals: Signals,
+    weights: SharedWeights,
+    first_version: int,
+    create_env_fn: Any,
+    policy: Any,
+    policy_factory: Any,
+    **options: Any,
+) -> None:
+    """Make one window for each request (``job.sync``), or window after window, until the owner closes the channel."""
+    parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
+    maker = WindowMaker(replace(job, **parts, options=options), signals, weights, first_version)
+    with maker.collector:
+        channel.send(READY, maker.ready())
+        outbox, waited, going = Outbox(channel, job.slots), 0.0, False
+        while True:
+            began = monotonic()
+            channel.feed()
+            request = channel.pop(_GO) if going else (_GO, channel.receive(_GO))
+            waited += monotonic() - began
+            if request is not None:
+                maker.ask(*request[1])
+            note, tables = maker.make(waited)
+            going = not job.sync and bool(tables)
+            if tables:
+                began = monotonic()
+                outbox.put(*tables, note=note)
+                waited += monotonic() - began
+            else:
+                channel.send(END, note)
+
+
+class Processes:
+    """The transport of `MultiCollector`.
+
+    Args:
+        workers: how many there will be.
+        nursery: the process that starts them; it stays open. Default: a new one.
+        start_method, num_threads: of a new one.
+
+    Raises:
+        OSError: this process may open too few files.
+    """
+
+    makes_policies = False
+    writers_of_each = 1
+
+    def __init__(
+        self,
+        workers: int,
+        nursery: Nursery | None = None,
+        start_method: Literal["fork", "spawn"] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers > cores:
+            _LOG.warning(
+                "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",
+                workers,
+                cores,
+            )
+        need_descriptors(workers * _DESCRIPTORS)
+        self._owns_nursery = nursery is None
+        self.nursery = nursery or Nursery(
+            start_method, preload=("flatroll.rollouts",), num_threads=num_threads
+        )
+        self._first_version = 0
+
+    def share(self, state: Mapping[str, Tensor]) -> None:
+        self._weights = SharedWeights(state)
+
+    @property
+    def version(self) -> int:
+        return self._weights.version + self._first_version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._first_version = version - self._weights.version
+
+    def publish(self, state: Mapping[str, Tensor]) -> None:
+        self._weights.publish(state)
+
+    def fetch_into(self, state: Mapping[str, Tensor]) -> None:
+        self._weights.fetch_into(state)
+
+    def start(self, job: Job) -> "Process":
+        signals = Signals()
+        worker = self.nursery.start(
+            work,
+            name=f"worker {job.place}",
+            job=job.without_parts(),
+            create_env_fn=job.create_env_fn,
+            policy=job.policy,
+            policy_factory=job.policy_factory,
+            **job.options,
+            signals=signals,
+            weights=self._weights,
+            first_version=self._first_version,
+        )
+        return Process(worker, signals)
+
+    def wait(self, links: "Sequence[Process]", timeout: float | None, wake: Wake | None = None) -> None:
+        sources: list[Any] = [source for link in links for source in link.worker.sources()]
+        if wake is not None:
+            sources.append(wake)
+        wait_for_any(sources, timeout)
+
+    def end(self, links: "Sequence[Process]", timeout: float) -> None:
+        for link in links:
+            link.signals.stop()
+        self.nursery.end([link.worker for link in links], timeout)
+
+    def close(self) -> None:
+        if self._owns_nursery:
+            self.nursery.close(0)
+
+
+class Process:
+    """A worker in another process."""
+
+    def __init__(self, worker: Worker, signals: Signals) -> None:
+        self.worker, self.signals, self.name = worker, signals, worker.name
+        self._inbox = Inbox(worker.channel)
+        self._windows = 0  # that it was asked for
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.worker.pid})"
+
+    def ask(self, rows: int, limit: int) -> None:
+        self._windows += 1
+        self.worker.send(_GO, (rows, limit))
+
+    def go_on(self, windows: int) -> None:
+        """It does so by itself, as long as it has a free slot."""
+
+    def cut(self) -> None:
+        self.signals.cut(self._windows)
+
+    def receive(self) -> tuple[str, Any] | None:
+        while self.worker.has_news():
+            kind, content = self.worker.receive()
+            if kind in (READY, END):
+                return kind, content
+            if (window := self._inbox.open(kind, content)) is not None:
+                return WINDOW, window
+        return None
+
+    def quiet(self, since: float, limit: float) -> float:
+        beat = float(self.signals.beat[0])
+        return monotonic() - (since if beat == inf else beat)
+
+    def not_ready(self, limit: float) -> str:
+        return f"{self} did not make its env within {limit:g} s: it was killed"
+
+    def kill(self) -> None:
+        self.worker.kill()

@@ -1,0 +1,278 @@
+"""`RayCollector`: collects in the actors of a Ray cluster."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flatroll.layout.checks import whole_number
+from flatroll.rollouts.policies import copy_weights, state_of
+from flatroll.rollouts.workers.actors import Actors
+from flatroll.rollouts.workers.arguments import one_for_each
+from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
+from flatroll.sharing.ray_calls import Calls, RayCalls
+
+Device = torch.device | str | None
+
+
+class RayCollector(MultiCollector):
+    """Collects in actors of a Ray cluster, on this machine or on many; yields batches as `Collector` does.
+
+    It is `MultiCollector` over actors, with `start`, `pause`, preemption, stacks and timeouts.
+    Each actor holds an ordinary `Collector`. Its windows come through the object store to this process, the *driver*,
+    which copies them out at once and yields them, or extends its own replay buffer with them. With ``sync`` each batch
+    has rows of all actors, in their order, collected with the weights of the moment at which it was asked for; else a
+    batch is one actor's window, first come, and actors go on meanwhile. Ray is needed: ``pip install 'flatroll[ray]'``.
+
+    Args:
+        create_env_fn: a function that makes an env, or a list of them, one for each actor. Functions and all other
+            arguments go to actors by cloudpickle; flatroll has to be installed on all nodes.
+        policy: as in `Collector`. It is sent once, and new weights once for each version.
+        num_collectors: number of actors W. Default: the length of the list, else 1.
+        sync: see above. Default False.
+        remote_configs: options of ``ray.remote`` for the actors, such as ``{"num_cpus": 2, "num_gpus": 0.5}``, or a
+            list of W. Default: one CPU each. Ray restarts none of them (``max_restarts`` stays 0): this process
+            replaces actors, since ids would come twice otherwise.
+        ray_init_config: arguments of ``ray.init``, where Ray does not run yet. By default a cluster that the
+            environment names is joined (Ray's rules of ``address="auto"``), else a local one is started, which listens
+            on the loopback interface only and has an object store of at most 1 GiB.
+        max_in_flight: windows of an actor that are under way or wait in the object store, without ``sync``. Default 2.
+            With 1 an actor waits while its window is used; rows are at most so many windows of their actor old.
+        frames_per_batch: as in `Collector`.
+        policy_factory: a function that makes the policy in each actor, instead of ``policy``.
+        on_failure: what happens when an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
+            ``"drop"`` it and go on with the others; or ``"replace"`` it by one with a new writer number and seed. What
+            it had under way is lost, what was yielded is not. The error of a collector that cannot even be made is
+            raised always. Default "raise".
+        max_failures: raise the error of a failure that comes after so many others within 60 s. Default 3.
+        workers_per_actor: with more than 1, an actor holds a `MultiCollector` of so many processes, asks for as many
+            CPUs, and gives their windows, or with ``sync`` one share of them all. Default 1.
+        num_threads: threads of torch in each. Default 1.
+        start_timeout: seconds that an actor may take to be placed on a node and to make its env. Default 300.
+        step_timeout, cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
+            preemption need ``workers_per_actor=1``.
+        seed: actor i gets seeds of its own from it, for its env, torch, NumPy and random actions. With ``sync`` a run
+            repeats itself bit by bit. Default None.
+        writer: number of the first actor in trajectory ids. Each further one, replacements included, has the next free
+            numbers. Default 0.
+        init_random_frames, trajs_per_batch, total_frames: shared out to the actors, as in `MultiCollector`.
+        device: shorthand for ``policy_device``, in the actors, and ``storing_device``.
+        storing_device: where batches are put, in this process.
+        replay_buffer: a buffer of this process, or a `flatroll.buffers.RayReplayBuffer`, to which rows go straight from
+            the actors unless ``sync`` joins them first. None is yielded then.
+        progress: show a bar over all actors. Default False.
+        calls: what runs actors. Default: Ray.
+        arguments: further ones of `Collector`, used in each actor.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError, TypeError: wrong arguments, or such as cannot be pickled; the text says which.
+        MemoryError: what may be under way at once is more than the object store holds; the text says how much.
+        TimeoutError: an actor was not ready in time, for want of resources, say.
+        WorkerDied: an actor is gone (`flatroll.sharing`).
+
+    >>> import gymnasium as gym
+    >>> with RayCollector(  # doctest: +SKIP
+    ...     lambda: gym.make("CartPole-v1"), num_collectors=2, frames_per_batch=10, total_frames=20
+    ... ) as collector:
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([10]), torch.Size([10])]
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        policy: Any = None,
+        *,
+        num_collectors: int | None = None,
+        sync: bool = False,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        max_in_flight: int = 2,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        policy_factory: Callable[[], Any] | None = None,
+        on_failure: OnFailure = "raise",
+        max_failures: int = 3,
+        workers_per_actor: int = 1,
+        num_threads: int = 1,
+        start_timeout: float = 300.0,
+        step_timeout: float | None = None,
+        cat_results: Literal[0, "stack"] = 0,
+        preemptive_threshold: float | None = None,
+        update_at_each_batch: bool = False,
+        seed: int | None = None,
+        writer: int = 0,
+        replay_buffer: Any = None,
+        init_random_frames: int | None = None,
+        trajs_per_batch: int | None = None,
+        device: Device = None,
+        storing_device: Device = None,
+        progress: bool = False,
+        calls: Calls | None = None,
+        **arguments: Any,
+    ) -> None:
+        functions, _ = one_for_each(
+            create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors"
+        )
+        count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
+        configs = actor_options(remote_configs, count, workers)
+        whole_number("max_in_flight", max_in_flight)
+        for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
+            if sync and workers > 1 and parts is not None and parts < count * workers:
+                raise ValueError(
+                    f"{name}={parts} is less than the {count * workers} workers: with sync=True each gives its part"
+                )
+        if policy is not None and policy_factory is not None:
+            raise ValueError("give a policy or a policy_factory, not both")
+        if arguments.get("split_trajs"):
+            raise ValueError(
+                "split_trajs=True pads batches, which actors deliver flat: "
+                "flatroll.layout.split_trajectories(batch) pads one afterwards"
+            )
+        one_each = {
+            'on_failure="drop"': on_failure == "drop",
+            "preemptive_threshold": preemptive_threshold is not None,
+            'cat_results="stack"': cat_results != 0,
+        }
+        if workers > 1 and (found := [name for name, is_given in one_each.items() if is_given]):
+            raise ValueError(
+                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: the workers of other actors cannot "
+                'take over what one was to give, nor can those of one actor be cut. on_failure="replace" goes'
+            )
+        self._made_there = policy_factory is not None
+        own: dict[str, Any] = {"num_threads": num_threads}
+        self._actors = transport = Actors(
+            RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
+            if calls is None
+            else calls,
+            configs,
+            in_flight=1 if sync else max_in_flight,
+            workers=workers,
+            own=own if workers == 1 or step_timeout is None else {**own, "step_timeout": step_timeout},
+            by_reference=not sync
+            and hasattr(replay_buffer, "extend_reference")
+            and storing_device is device is None,
+            with_signals=step_timeout is not None or preemptive_threshold is not None,
+        )
+        try:
+            super().__init__(
+                functions,
+                policy,
+                sync=sync,
+                frames_per_batch=frames_per_batch,
+                total_frames=total_frames,
+                policy_factory=policy_factory,
+                cat_results=cat_results,
+                preemptive_threshold=preemptive_threshold,
+                update_at_each_batch=update_at_each_batch,
+                slots=max_in_flight,
+                seed=seed,
+                writer=writer,
+                on_failure=on_failure,
+                max_failures=max_failures,
+                step_timeout=step_timeout,
+                start_timeout=start_timeout,
+                transport=transport,
+                replay_buffer=replay_buffer,
+                init_random_frames=init_random_frames,
+                trajs_per_batch=trajs_per_batch,
+                device=device,
+                storing_device=storing_device,
+                progress=progress,
+                **arguments,
+            )
+        except BaseException:
+            transport.close()
+            raise
+
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        """Send weights to the actors: windows that begin after the next batch was asked for have them.
+
+        Args:
+            policy_or_weights: a module, its state dict, or a tensordict of its parameters, copied into the policy.
+                Default: the policy's own weights as they are now.
+
+        Raises:
+            TypeError: the policy is no ``nn.Module``, and weights are given, or it uses a module; or it is made in the
+                actors, and no weights are given.
+            ValueError: names or shapes of the weights have changed.
+        """
+        self._check_open()
+        if self._made_there:
+            if policy_or_weights is None:
+                raise TypeError("give the weights: the policy is made in the actors, by policy_factory")
+            self._publish(state_of(policy_or_weights))
+            return
+        if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
+            copy_weights(self.policy, policy_or_weights)
+            policy_or_weights = None
+        super().update_policy_weights_(policy_or_weights)
+
+    def stats(self) -> dict[str, Any]:
+        """As `MultiCollector.stats`, and: ``rows_held``, ``windows`` and ``policy_lag`` of all; ``actors_made`` and
+        ``actors_lost``; and ``collectors``, for each place: the ``writer``, ``frames`` and ``windows``, and
+        ``in_flight``, how many windows are under way."""
+        stats, team, tallies = super().stats(), self._supply.gatherer.team, self._supply.tallies
+        seen = [tally for tally in tallies if tally.lag_count]
+        lag_sum, count = sum(tally.lag_sum for tally in seen), sum(tally.lag_count for tally in seen)
+        return stats | {
+            "rows_held": max(0, self.frames - self._begun_at - sum(tally.rows for tally in tallies)),
+            "windows": sum(tally.windows for tally in tallies),
+            "actors_made": team.started,
+            "actors_lost": team.failures,
+            "policy_lag": {
+                "min": min((tally.lag_least or 0 for tally in seen), default=0),
+                "mean": lag_sum / max(1, count),
+                "max": max((tally.lag_most or 0 for tally in seen), default=0),
+            },
+            "collectors": [
+                {
+                    "writer": member.writer,
+                    "frames": tallies[member.place].frames,
+                    "windows": tallies[member.place].windows,
+                    "in_flight": self._actors.under_way(member.link),
+                }
+                for member in team.members
+            ],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what resuming needs: row count, writer numbers and seeds used up, policy parameters and version.
+
+        Nobody waits for it: rows under way are not in it, nor is the state of an env.
+        """
+        state = super().state_dict()
+        return state | {"seeds_used": state.pop("seed")["n_children_spawned"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`: actors are made anew, with writer numbers and seeds that none had before."""
+        self._check_open()
+        used = max(state["seeds_used"], self._seed_sequence.n_children_spawned)
+        seed = {"entropy": self._seed_sequence.entropy, "n_children_spawned": used}
+        super().load_state_dict(state | {"seed": seed})
+
+
+def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
+    """Return the options of ``ray.remote`` for each actor: so many CPUs, and what the caller says.
+
+    Raises:
+        ValueError: as many as actors were expected; or Ray is asked to restart them.
+    """
+    given = [configs or {}] * count if configs is None or isinstance(configs, Mapping) else list(configs)
+    if len(given) != count:
+        raise ValueError(
+            f"remote_configs has {len(given)} entries for {count} collectors: give one, or one for each"
+        )
+    for options in given:
+        if options.get("max_restarts") or options.get("max_task_retries"):
+            raise ValueError(
+                "remote_configs must leave max_restarts and max_task_retries at 0: an actor that Ray restarts would "
+                'give ids that were there before. on_failure="replace" makes another with new ones'
+            )
+    own = ("max_restarts", "max_task_retries")
+    return [
+        {"num_cpus": cpus, **{name: value for name, value in options.items() if name not in own}}
+        for options in given
+    ]
