@@ -11,10 +11,9 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import episode_of, files_in
+from flatroll.datasets.formats.episodes import count_on, episode_of, files_in
 from flatroll.layout.export import optional_package
 from flatroll.layout.hdf5 import h5_columns
-from flatroll.layout.keys import TRAJ_IDS
 
 _NAMES = {"actions": "action", "next_observations": "next.observation"}
 _OWN = ("observations", "rewards", "terminals", "timeouts")
@@ -157,15 +156,11 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        episodes = 0
-        for rows in self._sources(source):
-            first = episodes
-            for episode in read_d4rl(rows, drop_unknown=self._drop_unknown):
-                episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
-                episodes = int(episode[TRAJ_IDS][-1]) + 1
-                if not self._truncated_is_done:
-                    episode["next", "done"] = episode["next", "terminated"].clone()
-                yield episode
+        files = (read_d4rl(rows, drop_unknown=self._drop_unknown) for rows in self._sources(source))
+        for episode in count_on(files):
+            if not self._truncated_is_done:
+                episode["next", "done"] = episode["next", "terminated"].clone()
+            yield episode
 
     def _sources(self, source: Any) -> Iterable[Any]:
         """What `read_d4rl` reads, one after the other."""

@@ -1,6 +1,6 @@
 """What readers of files without our marks share: the files of a folder, and an episode from its columns."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from flatroll.layout.export import Array, from_numpy
+from flatroll.layout.keys import TRAJ_IDS
 
 
 def episode_of(*parts: Any) -> TensorDict:
@@ -60,6 +61,27 @@ def episode_columns(
     columns |= {f"next.{name}": flag for name, flag in flags.items()}
     columns["next.done"] = flags["terminated"] | flags["truncated"]
     return columns
+
+
+def count_on(files: Iterable[Iterable[TensorDict]]) -> Iterator[TensorDict]:
+    """Yield the episodes of several files; the trajectory ids of each go on from those of the file before."""
+    episodes = 0
+    for file in files:
+        first = episodes
+        for episode in file:
+            episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
+            episodes = int(episode[TRAJ_IDS][-1]) + 1
+            yield episode
+
+
+def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
+    """Yield what nested ``folders`` (mappings, or tuples too) hold, by dotted name; parts of tuples by number."""
+    if not isinstance(value, folders):
+        yield name, value
+        return
+    parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]
+    for key, part in parts:
+        yield from named_leaves(part, f"{name}.{key}" if name else str(key), folders)
 
 
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:

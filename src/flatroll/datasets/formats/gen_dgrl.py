@@ -15,11 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import episode_of, files_in
+from flatroll.datasets.formats.episodes import count_on, episode_of, files_in
 from flatroll.datasets.formats.npy import read_header
 from flatroll.datasets.ids import unknown_id
 from flatroll.layout.export import Array
-from flatroll.layout.keys import TRAJ_IDS
 
 _NAMES = ("observations", "actions", "rewards", "dones")
 _LONGEST_NAME = 1 << 20
@@ -290,10 +289,4 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        episodes = 0
-        for path in files_in(source, (".xz", ".tar", ".gz")):
-            first = episodes
-            for episode in read_gen_dgrl(path):
-                episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
-                episodes = int(episode[TRAJ_IDS][-1]) + 1
-                yield episode
+        return count_on(map(read_gen_dgrl, files_in(source, (".xz", ".tar", ".gz"))))

@@ -18,17 +18,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.sources import Source, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted import is_shift
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -228,17 +226,10 @@ def _table(
 ) -> Any:
     """The frames of one episode."""
     columns, arrays = to_numpy(rows), dict[str, Any]()
-    ends = torch.zeros(len(rows), dtype=torch.bool)
-    ends[-1] = True
     for field in fields:
         array = columns[field["key"]]
         if field["next"]:
-            root = columns[field["key"].removeprefix(f"{NEXT}.")]
-            if not is_shift(torch.from_numpy(root), torch.from_numpy(array), ends):
-                raise ValueError(
-                    f"{field['key']} is not the observation of the next row (n-step data?), which episodes cannot "
-                    'hold: use format="parquet" or "h5"'
-                )
+            check_follows(_root_of(field), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
             array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)

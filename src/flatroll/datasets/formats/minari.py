@@ -4,25 +4,24 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import gymnasium as gym
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import episode_columns
-from flatroll.datasets.formats.sources import Source, episodes_of
+from flatroll.datasets.formats.episodes import episode_columns, named_leaves
+from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted import is_shift
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
 
+_FOLDERS = (dict, tuple)  # what Dict and Tuple spaces have
 _RECORD = "flatroll"  # entry of the metadata: where each column went
 _SINGLE = {"next.reward": "rewards", "next.terminated": "terminations", "next.truncated": "truncations"}
 
@@ -113,8 +112,6 @@ def _one_a_row(columns: Mapping[str, Array], name: str) -> Array:
 def _observations(rows: TensorDictBase) -> Any:
     """T + 1 observations: an array, or a dict of them."""
     columns = to_numpy(rows)
-    ends = torch.zeros(len(rows), dtype=torch.bool)
-    ends[-1] = True
     whole: dict[str, Array] = {}
     for name in _observation_names(rows):
         following = columns.get(f"{NEXT}.{name}")
@@ -123,11 +120,7 @@ def _observations(rows: TensorDictBase) -> Any:
                 f"next.{name} is not in the batch: put a compact batch into a buffer with compact_obs=True, with its "
                 "final=, and export that"
             )
-        if not is_shift(torch.from_numpy(columns[name]), torch.from_numpy(following), ends):
-            raise ValueError(
-                f"next.{name} is not {name} of the next row (n-step data?), which episodes cannot hold: use "
-                'format="parquet" or "h5"'
-            )
+        check_follows(name, columns[name], following)
         whole[name] = np.concatenate([columns[name], following[-1:]])
     if not whole:
         raise ValueError("an episode needs observations: the batch has none")
@@ -220,8 +213,8 @@ def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterato
 def _restore_episode(episode: "EpisodeData", record: list[Any]) -> dict[str, Array]:
     """The columns of an episode by dotted name, as they were written."""
     length, columns = len(episode), dict[str, Array]()
-    leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
-    leaves |= dict(_leaves(episode.actions, ACTION))
+    leaves = _observation_leaves(episode)
+    leaves |= dict(named_leaves(episode.actions, ACTION, _FOLDERS))
     for name, dtype, shape in record:
         later = name.removeprefix(f"{NEXT}.")
         if name in _SINGLE:
@@ -238,9 +231,9 @@ def _restore_episode(episode: "EpisodeData", record: list[Any]) -> dict[str, Arr
 
 def _columns_of(episode: "EpisodeData", infos: bool) -> dict[str, Array]:
     length = len(episode)
-    leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
-    others = {name: np.asarray(array) for name, array in _leaves(episode.actions, ACTION)}
-    for name, values in _leaves(episode.infos or {}, "info") if infos else ():
+    leaves = _observation_leaves(episode)
+    others = {name: np.asarray(array) for name, array in named_leaves(episode.actions, ACTION, _FOLDERS)}
+    for name, values in named_leaves(episode.infos or {}, "info", _FOLDERS) if infos else ():
         array = np.asarray(values)
         if array.dtype.kind in "biufc" and array.shape[:1] == (length + 1,):
             leaves[name] = array
@@ -251,18 +244,10 @@ def _columns_of(episode: "EpisodeData", infos: bool) -> dict[str, Array]:
     return episode_columns(int(episode.id), states, others, episode.rewards, *flags)
 
 
-def _is_folder(values: object) -> "TypeGuard[dict[str, Any] | tuple[Any, ...]]":
-    return isinstance(values, dict | tuple)
-
-
-def _leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Arrays of a Dict or Tuple by dotted name."""
-    if not _is_folder(values):
-        yield name, values
-        return
-    parts = values.items() if isinstance(values, dict) else enumerate(values)
-    for key, value in parts:
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+def _observation_leaves(episode: "EpisodeData") -> dict[str, Array]:
+    """Observations ``[T + 1, ...]`` by dotted name: under ``"observation"``, unless they are of a Dict or Tuple."""
+    several = isinstance(episode.observations, _FOLDERS)
+    return dict(named_leaves(episode.observations, "" if several else OBSERVATION, _FOLDERS))
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay):

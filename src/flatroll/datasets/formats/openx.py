@@ -24,7 +24,7 @@ from flatroll.buffers import (
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.transform import apply, reads_others
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
-from flatroll.datasets.formats.episodes import episode_of
+from flatroll.datasets.formats.episodes import episode_of, named_leaves
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
@@ -100,7 +100,7 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
     """The values of an entry, step after step, by dotted name."""
     found: dict[str, list[Any]] = {}
     for step in steps:
-        for place, value in _leaves(step.get(name), name):
+        for place, value in named_leaves(step.get(name), name):
             found.setdefault(place, []).append(value)
     columns = {}
     for place, values in found.items():
@@ -112,14 +112,6 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
         if arrays[0].dtype.kind in "biufc":
             columns[place] = np.stack(arrays)
     return columns
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(part, f"{name}.{key}")
-    else:
-        yield name, value
 
 
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):

@@ -15,6 +15,7 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
+from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -25,7 +26,7 @@ from flatroll.layout.keys import (
     observation_keys,
     optional_marker,
 )
-from flatroll.layout.ted import rows_equal
+from flatroll.layout.ted import is_shift, rows_equal
 
 CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
@@ -169,6 +170,17 @@ def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bo
     pairs = [(rows.get(key), rows.get(next_key(key), None)) for key in observation_keys(rows)]
     known = [(root, following) for root, following in pairs if following is not None]
     return bool(known) and all(rows_equal(root[1:], following[:1]) for root, following in known)
+
+
+def check_follows(name: str, values: Array, following: Array) -> None:
+    """Raise ValueError unless ``following`` ``[T]`` are the ``values`` ``[T]`` of the rows after, but for the last."""
+    ends = torch.zeros(len(values), dtype=torch.bool)
+    ends[-1] = True
+    if not is_shift(torch.from_numpy(values), torch.from_numpy(following), ends):
+        raise ValueError(
+            f"next.{name} is not {name} of the next row (n-step data?), which episodes cannot hold: use "
+            'format="parquet" or "h5"'
+        )
 
 
 @contextmanager
