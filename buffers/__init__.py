@@ -1,17 +1,14 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
-from flatroll.buffers.checkpointers.base import (
+from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
+from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer, StorageEnsembleCheckpointer
+from flatroll.buffers.checkpointers.rows import (
+    FlatStorageCheckpointer,
     ListStorageCheckpointer,
+    NestedStorageCheckpointer,
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
-from flatroll.buffers.checkpointers.forms import (
-    FlatStorageCheckpointer,
-    NestedStorageCheckpointer,
-    StorageEnsembleCheckpointer,
-)
-from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
-from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer
 from flatroll.buffers.columns.column import After, Column, TensorColumn
 from flatroll.buffers.ensemble import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from flatroll.buffers.index.fragments import BoundaryKeys

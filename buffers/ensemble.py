@@ -14,23 +14,25 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.checkpointers.forms import StorageEnsembleCheckpointer
-from flatroll.buffers.checkpointers.links import checkpointer_of
-from flatroll.buffers.checkpointers.member_folders import load_members, save_members
-from flatroll.buffers.checkpointers.saveable import Apply, Others, Saves
+from flatroll.buffers.checkpointers.links import StorageEnsembleCheckpointer, hooked
+from flatroll.buffers.checkpointers.rows import load_from
+from flatroll.buffers.checkpointers.saving import Saves
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
-from flatroll.buffers.storages.item_kinds import leaves, nest
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
 from flatroll.buffers.writers import Writer, check_tensordicts, has_priorities
-from flatroll.disk import Version
-from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Version
+from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
+from flatroll.disk.manifest import read_manifest
+from flatroll.disk.state_tree import Packer, damaged
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
+from flatroll.layout.tensordict_seam import nest
 
 #: The entry of samples that says which member of the ensemble a row is from.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
@@ -250,7 +252,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
         return join(parts) if tensordicts else pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
-    made = nest(joined, torch.Size([*rows, *first.batch_size[1:]]))
+    made = nest(joined, *rows, *first.batch_size[1:])
     return made if first.device is None else made.to(first.device)
 
 
@@ -377,7 +379,7 @@ class ReplayBufferEnsemble(Facts):
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self.transforms: list[TransformLike] = []
-        self._saves, self._service = Saves(), Service()
+        self.saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -657,13 +659,13 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self._saves.dumps(lambda: self.save_version(Path(path), dict, options), wait)
+        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
         """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
-        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
@@ -675,26 +677,81 @@ class ReplayBufferEnsemble(Facts):
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows, path=path)`` before rows of a member are written; see `ReplayBuffer`."""
-        for checkpointer in [checkpointer_of(rb.storage) for rb in self._members]:
+        for checkpointer in [hooked(rb.storage) for rb in self._members]:
             checkpointer.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows)`` on rows of a member that were read, before they are stored; see `ReplayBuffer`."""
-        for checkpointer in [checkpointer_of(rb.storage) for rb in self._members]:
+        for checkpointer in [hooked(rb.storage) for rb in self._members]:
             checkpointer.register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        """Publish a version of the members, each in a folder of its own, of the ensemble and of ``others``."""
         checkpointer = self.storage.checkpointer
         if checkpointer is not None and not isinstance(checkpointer, StorageEnsembleCheckpointer):
             raise TypeError(
                 f"an ensemble has a StorageEnsembleCheckpointer, and each member its own, got {checkpointer!r}: set "
                 "ensemble[0].storage.checkpointer"
             )
-        state = {"generator": None if self.generator is None else self.generator.get_state()}
-        return save_members(path, self._members, state, others, options, self._saves)
+        packer = Packer()
+        packer.add("others", dict(others))  # what is no data is refused before a row is written
+        known = self.saves.of(path)
+        with Folder(path, write=True, log=False, resume=known.folder, **options._asdict()) as folder:
+            if folder.version is None and folder.versions() and not options.overwrite:
+                raise FileExistsError(
+                    f"{path} holds version {folder.versions()[0]}, which this ensemble has neither loaded nor saved: "
+                    "load it first, save to another folder, or begin anew with overwrite=True"
+                )
+            known.folder = folder
+            # Versions of members that the ensemble's versions name must stay until the new one is there.
+            named: list[Any] = []
+            for number in folder.versions():
+                with suppress(DamagedFileError):
+                    named.append(read_manifest(path, number).extra)
+            saved = []
+            for i, member in enumerate(self._members):
+                inner = path / f"member-{i}"
+                needed = [
+                    extra["members"][i] for extra in named if extra and i < len(extra.get("members", []))
+                ]
+                there = member.saved_versions(inner)
+                keep = max(1, sum(version >= min(needed, default=0) for version in there) + 1)
+                saved.append(
+                    list(member.save_version(inner, {}, options._replace(keep=keep, overwrite=True)))
+                )
+            generator = None if self.generator is None else self.generator.get_state()
+            packer.add("buffer", {"generator": generator, "members": saved})
+            facts = {"kind": "ensemble", "members": [number for number, _ in saved]}
+            return folder.publish(packer.tree, packer.tensors, extra=facts)
 
-    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
-        state, others, version, applies = load_members(path, self._members, number, strict)
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
+        """Read and check a version; return what was saved along with the ensemble, and what loads the rest."""
+        rows = sum(member.storage.max_size for member in self._members)
+
+        def read(version: LoadedVersion) -> tuple[dict[str, Any], Others, list[Apply]]:
+            tree = read_tree(version, rows)
+            state = tree["buffer"]
+            if state is None or (isinstance(state, dict) and "ring" in state):
+                raise ValueError(
+                    f"{'no' if state is None else 'one'} buffer was saved, and no ensemble: load it as that"
+                )
+            if not isinstance(state, dict) or not isinstance(state.get("members"), list):
+                raise damaged("it is the state of no ensemble")
+            saved = state["members"]
+            if len(saved) != len(self._members):
+                raise ValueError(
+                    f"the state has {len(saved)} members, this ensemble has {len(self._members)}"
+                )
+            try:
+                applies = [
+                    member.load_version(path / f"member-{i}", each[0], True)[1]
+                    for i, (member, each) in enumerate(zip(self._members, saved, strict=True))
+                ]
+            except FileNotFoundError as error:  # the version before may have all of its files
+                raise DamagedFileError(f"a member is not there: {error}") from None
+            return state, tree["others"], applies
+
+        (state, others, applies), folder = load_from(path, read, number, strict)
         check_saved_generator(state.get("generator"), self.generator, "ensemble")
 
         def apply() -> None:
@@ -702,9 +759,13 @@ class ReplayBufferEnsemble(Facts):
                 load()
             if self.generator is not None:
                 self.generator.set_state(state["generator"])
-            self._saves.log(path).version = version
+            self.saves.of(path).folder = folder
 
         return others, apply
+
+    def saved_versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return Folder(path).versions() if path.is_dir() else []
 
 
 pickle_by_value(ReplayBufferEnsemble)

@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.checkpointers.base import StorageCheckpointerBase
-from flatroll.buffers.checkpointers.links import checkpointer_of
-from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
-from flatroll.buffers.checkpointers.saveable import Apply, Others, Saves
+from flatroll.buffers.checkpointers.links import Checkpointer, checkpointer_of, hooked
+from flatroll.buffers.checkpointers.saving import Saves
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
@@ -45,7 +44,8 @@ from flatroll.buffers.transforms.transform import (
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
-from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
+from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
+from flatroll.disk.state_tree import Packer
 from flatroll.layout.checks import expect, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
@@ -112,7 +112,7 @@ class ReplayBuffer(Facts):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
-        checkpointer: StorageCheckpointerBase | None = None,
+        checkpointer: Checkpointer | None = None,
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class ReplayBuffer(Facts):
         self.markers: BoundaryKeys | None = None
         self.ring, self.started = Ring(self.storage.max_size), False
         self.transforms: list[TransformLike] = []
-        self._saves, self._service = Saves(), Service()
+        self.saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
@@ -686,7 +686,7 @@ class ReplayBuffer(Facts):
         tensor([2, 3, 4, 5])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self._saves.dumps(lambda: self.save_version(Path(path), dict, options), wait)
+        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -707,7 +707,7 @@ class ReplayBuffer(Facts):
             ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
                 same), or damaged files, named; a folder of a later version of the package.
         """
-        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
@@ -723,48 +723,94 @@ class ReplayBuffer(Facts):
         The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
         items.
         """
-        checkpointer_of(self.storage).register_save_hook(hook)
+        hooked(self.storage).register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
-        checkpointer_of(self.storage).register_load_hook(hook)
+        hooked(self.storage).register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        """Publish a version of the buffer and of ``others`` (plain values by name) in a folder; see `Checkpoint`."""
         self.enter_process()
         self._store_steps()
-        return self._saves.log(path).save(self, lambda state: tree_of(to_plain(state), others), options)
-
-    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
+        packer = Packer()
+        packer.add("others", dict(others))  # what is no data is refused before a row is written
         checkpointer = checkpointer_of(self.storage)
-        checkpointer.check_path(self.storage, path)
+        # Nobody writes until all is copied: rows written out of order, or the first rows, which bring another ring.
+        alone = not self.ring.in_order or not self.started
+        ahead = self.made_ahead() if alone else []
+        with self.write_lock if alone else nullcontext():
+            ring = self.ring
 
-        def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version]:
+            def rows() -> tuple[int, int]:
+                with self.lock:
+                    return ring.saved_rows
+
+            with checkpointer.save(self.storage, ring, self.saves.of(path), options) as save:
+                save.begin(rows)
+                if not alone:
+                    ahead = self.made_ahead()  # without a lock, which those that make them may wait for
+                with nullcontext() if alone else self.write_lock:
+                    if ring is not self.ring:
+                        raise RuntimeError(
+                            "the buffer was emptied or loaded while it was saved: nothing was saved"
+                        )
+                    head, end = ring.saved_rows
+                    save.hold(head, end)
+                    with self.lock:  # of readers, too: a draw changes the sampler
+                        tables = self.tables(ahead)
+                packer.add("buffer", tables)
+                return save.publish(packer, {"kind": "buffer", "buffer": repr(self), "rows": end - head})
+
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
+        """Read and check a version; return what was saved along with the buffer, and what loads the rest."""
+        self.enter_process()
+        checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
+
+        def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
             tree = read_tree(version, self.storage.max_size)
-            state = from_plain(tree["buffer"])
+            state = tree["buffer"]
+            if state is None:
+                raise ValueError(
+                    "a run without a buffer was saved: load it with a Checkpoint without buffer="
+                )
+            if isinstance(state, dict) and "members" in state:
+                raise ValueError(
+                    "an ensemble was saved: load it into a ReplayBufferEnsemble of as many members"
+                )
+            if not isinstance(state, dict) or not isinstance(state.get("storage"), dict):
+                raise damaged(f"it is a {type(state).__name__}")
             with self.write_lock, self.lock:
                 ring = self._saved_ring(state)
             if state["ring"] is not None:
                 tables = state["storage"]
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
-            return tree["others"], state, version.version
+            return tree["others"], state, ring
+
+        try:
+            (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
+            with self.write_lock, self.lock:
+                self._check_state(state, ring)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
 
         def apply() -> None:
             self.load_state_dict(state)
-            self._saves.log(path).note(version, self.ring)
+            saved.folder = folder
+            saved.note(self.ring)
 
-        try:
-            others, state, version = checkpointer.load_with(path, read, number, strict)
-            self.check_state_dict(state)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
         return others, apply
+
+    def saved_versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return checkpointer_of(self.storage).versions(path)
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """The state without the rows; ``ahead`` are samples made ahead. The caller holds both locks."""
         return {
             "storage": self.storage.tables(self._pool_rows),
             "ring": self.ring.state_dict() if self.started else None,
-            "keys": self.markers,
+            "keys": None if self.markers is None else self.markers.to_plain(),
             "sampler": self.sampler.state_dict(),
             "writer": self.writer.state_dict(),
             "generator": None if self.generator is None else self.generator.get_state(),
@@ -784,9 +830,9 @@ class ReplayBuffer(Facts):
         with self.write_lock, self.lock:
             self._check_state(state)
 
-    def _check_state(self, state: dict[str, Any]) -> Ring:
-        """The ring that will count the rows of ``state``; an error if any part of it cannot be loaded. The caller
-        holds both locks, and nothing changes."""
+    def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
+        """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
+        cannot be loaded. The caller holds both locks, and nothing changes."""
         if missing := _ENTRIES - set(state):
             raise ValueError(
                 f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
@@ -795,10 +841,9 @@ class ReplayBuffer(Facts):
         for made in state.get("ahead", []):
             if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
                 raise damaged("its samples made ahead are none")
-        keys = state["keys"]
-        if not isinstance(keys, BoundaryKeys | None):
-            raise damaged(f"its markers are named by {type(keys).__name__}")
-        ring = self._saved_ring(state)
+        if state["keys"] is not None:
+            BoundaryKeys.from_plain(state["keys"])
+        ring = self._saved_ring(state) if ring is None else ring
         if state["ring"] is not None:
             self.storage.check_state_dict(state["storage"], ring)
         self.sampler.check_state_dict(state["sampler"], ring)
@@ -844,12 +889,14 @@ class ReplayBuffer(Facts):
             self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
         self.storage.load_state_dict(state["storage"])
         self.storage.use_ring(ring, self._unshareable_part(ring), first)
-        self.ring, self.markers, self.started = ring, state["keys"], True
+        keys = state["keys"]
+        self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+        self.started = True
 
     def _note_edit(self, slots: Tensor) -> None:
         """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
-        for log in self._saves.logs.values():
-            log.edited(self.ring.numbers(slots, self.ring.head))
+        for saved in self.saves.folders.values():
+            saved.edited(self.ring.numbers(slots, self.ring.head))
 
     def _needs_index(self) -> str | None:
         """Name of what needs a trajectory index (for errors); None for nothing."""

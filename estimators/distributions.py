@@ -23,6 +23,15 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
         )
 
 
+def require_critic(name: str, network: TensorDictModuleBase | None) -> None:
+    """Raise TypeError unless the network, the argument ``name``, is None or has ``in_keys``."""
+    if network is not None and not hasattr(network, "in_keys"):
+        raise TypeError(
+            f"{name} must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
+            f"out_keys=['state_value']), got {type(network).__name__}"
+        )
+
+
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
     """Return the actor's action distribution for each row; the actor's outputs are written to ``batch``."""
     return distribution_for(None, actor_network, batch)[0]

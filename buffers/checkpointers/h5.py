@@ -5,16 +5,19 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.checkpointers.forms import FlatStorageCheckpointer
+from flatroll.buffers.checkpointers.rows import FlatStorageCheckpointer
+from flatroll.buffers.checkpointers.saving import RowWriter, SavedFolder
+from flatroll.buffers.index.ring import Ring
 from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
-from flatroll.disk.columns import Column, Ragged
+from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk.segments import Column, Ragged
 from flatroll.disk.state_tree import from_text, to_text
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
@@ -45,8 +48,6 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
     H5StorageCheckpointer()
     """
 
-    incremental = False
-
     def __init__(
         self,
         *,
@@ -64,13 +65,17 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
         self.checkpoint_file, self.h5_kwargs = checkpoint_file, dict(h5_kwargs or {})
 
     @override
-    def open_to_save(
-        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
-    ) -> Any:
-        return H5Writer(path / self.checkpoint_file, self.h5_kwargs, options["sync"])
+    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
+        return H5Writer(saved.path / self.checkpoint_file, self.h5_kwargs, options.sync)
 
     @override
-    def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
+    def versions(self, path: Path) -> list[int]:
+        return [1] if (path / self.checkpoint_file).is_file() else []
+
+    @override
+    def load_with(
+        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+    ) -> tuple[T, None]:
         file = path / self.checkpoint_file
         if not file.is_file():
             raise FileNotFoundError(f"{file} is not there: H5StorageCheckpointer reads what it has written")
@@ -79,7 +84,7 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
         h5py = _h5py()
         try:
             with h5py.File(file, "r") as h5:
-                return use(_read(h5))
+                return use(_read(h5)), None
         except DamagedFileError as error:
             raise DamagedFileError(f"{file}: {error}") from None
         except PermissionError:
@@ -93,11 +98,9 @@ class H5Writer:
 
     Attributes:
         end: number of the row to come.
-        version: None; a file holds one.
         segments: none that could be kept.
     """
 
-    version: Version | None = None
     segments: tuple[()] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any], sync: bool) -> None:
@@ -111,10 +114,8 @@ class H5Writer:
         self._first: int | None = None
         self.end = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Remove the file, if it was not published."""
         self._h5.close()
         self._file.close()
         with suppress(OSError):
@@ -166,14 +167,21 @@ class H5Writer:
         data.resize(before + len(stored), axis=0)
         data[before:] = stored
 
-    def publish(self, state: Any, tensors: Mapping[str, Tensor], *, head: int, extra: Any) -> Version:
+    def replace(self, columns: Mapping[str, Column], first: int) -> NoReturn:
+        """Raise RuntimeError: there are no segments."""
+        raise RuntimeError(f"no rows of {self._path} can be written anew")
+
+    def publish(
+        self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
+    ) -> Version:
         """Write the state, and give the file its name."""
         self._h5.attrs["format"] = _FORMAT
-        self._h5.attrs["rows"] = (self.end if self._first is None else self._first, self.end, head)
+        first = self.end if self._first is None else self._first
+        self._h5.attrs["rows"] = (first, self.end, first if head is None else head)
         text = np.frombuffer(to_text(state).encode(), np.uint8)
         self._h5.create_dataset("json", data=text, chunks=(max(1, len(text)),), fletcher32=True)
         group = self._h5.create_group("state")
-        for name, values in tensors.items():
+        for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
             data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")

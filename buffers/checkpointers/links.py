@@ -1,26 +1,30 @@
-"""The checkpointer of storages whose rows are files, which get a second name; and which checkpointer a storage has."""
+"""Checkpointers that copy no rows: those of storages whose rows are files, and of ensembles; and which one a storage
+has."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypeVar
 
-from torch import Tensor
-from typing_extensions import override
-
-from flatroll.buffers.checkpointers.base import (
-    Hook,
+from flatroll.buffers.checkpointers.rows import (
     ListStorageCheckpointer,
-    Span,
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
+    load_from,
 )
+from flatroll.buffers.checkpointers.saving import SavedFolder, open_folder
 from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.storages.disk.storage import DiskStorage
+from flatroll.buffers.storages.list import ListStorage
+from flatroll.buffers.storages.storage import Storage
 from flatroll.disk import Folder, LoadedVersion, Version
-from flatroll.disk.columns import Column as FileColumn
-from flatroll.disk.names import MOST_ROWS
+from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk.state_tree import Packer
+
+T = TypeVar("T")
 
 
-class DiskStorageCheckpointer(StorageCheckpointerBase):
+class DiskStorageCheckpointer:
     """The checkpointer of `DiskStorage`: it writes no rows, since they are in files already.
 
     The files get a second name in the folder of the checkpoint (copies are made on another disk), and stay as long as
@@ -43,105 +47,133 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
     >>> folder.cleanup()
     """
 
-    @override
     def check(self, storage: Any) -> None:
-        if not hasattr(storage, "linkable"):
+        """Raise TypeError if this is no checkpointer for ``storage``."""
+        if not isinstance(storage, DiskStorage):
             raise TypeError(
                 f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
             )
 
-    @override
-    def check_path(self, storage: Any, path: Path) -> None:
-        if path.resolve() == Path(storage.path).resolve():
-            raise ValueError(
-                f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
-                f"another one, such as {path / 'checkpoint'}"
-            )
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
+        """Return a save of the rows that ``ring`` counts."""
+        assert isinstance(storage, DiskStorage)  # that is what `check` is for
+        _check_other(storage, saved.path)
+        return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
 
-    @override
-    def register_save_hook(self, hook: Hook) -> None:
-        raise TypeError("DiskStorageCheckpointer takes no hooks: it writes no rows that they could change")
+    def load_with(
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
+    ) -> tuple[T, Folder | None]:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
+        that knows this version."""
+        assert isinstance(storage, DiskStorage)
+        _check_other(storage, path)
+        return load_from(path, use, number, strict)
 
-    @override
-    def register_load_hook(self, hook: Hook) -> None:
-        self.register_save_hook(hook)
-
-    @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
-        raise TypeError("the rows of a DiskStorage are not copied: its files are linked")
-
-    @override
-    def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
-    ) -> dict[str, Any]:
-        raise TypeError("the rows of a DiskStorage are not copied: files are linked")
-
-    @override
     def restore_version(
-        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        state: dict[str, Any] = storage.linked(tables, version, ring)
-        return state
+        """Return the storage's state with the rows of ``version``, which ``ring`` counts; nothing changes."""
+        assert isinstance(storage, DiskStorage)
+        return storage.linked(tables, version, ring)
 
-    @override
-    def open_to_save(
-        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
-    ) -> "LinkedFolder":
-        if not storage.read_only:
-            storage.flush()
-        return LinkedFolder(storage, super().open_to_save(storage, path, resume, anew, options))
+    def versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return Folder(path).versions() if path.is_dir() else []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
-class LinkedFolder:
-    """Writes versions of a folder whose rows are links to the files of a storage; it takes what `Folder` takes.
+class FileLinks:
+    """A save that gives the files of a storage a second name.
 
     Args:
-        storage: a `DiskStorage`, held while ``publish`` is called.
+        storage: whose files are held as they are from :meth:`hold` until the context ends.
         folder: where the version goes.
-
-    Attributes:
-        end: number of the row to come: no row is to be written here, since all are in the storage's files.
-        segments: none that could be edited.
+        saved: what the buffer has in the folder.
+        ring: counts the rows.
     """
 
-    end = MOST_ROWS
-    segments: tuple[()] = ()
-
-    def __init__(self, storage: Any, folder: Folder) -> None:
-        self._storage, self._folder = storage, folder
+    def __init__(self, storage: DiskStorage, folder: Folder, saved: SavedFolder, ring: Ring) -> None:
+        self._storage, self._folder, self._saved, self._ring = storage, folder, saved, ring
+        self._held: AbstractContextManager[Any] | None = None
+        self._head = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
         self._folder.close()
 
-    def drop_before(self, row: int) -> None:
-        """Do nothing: ``publish`` says which rows there are."""
+    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+        """Let the storage write the files of the rows that wait in memory."""
+        if not self._storage.read_only:
+            self._storage.flush()
 
-    def publish(self, state: Any, tensors: Mapping[str, Tensor], *, head: int, extra: Any) -> Version:
-        """Link the files and publish a version, as `Folder.publish` does; ``head`` is a number of the ring's."""
-        segments, first = self._storage.linkable(head)
+    def hold(self, head: int, end: int) -> None:
+        """Keep the files of the rows as they are; rows that come from now on stay in memory."""
+        held = self._storage.held()
+        held.__enter__()
+        self._held, self._head = held, head
+
+    def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
+        """Link the files and publish a version."""
+        segments, first = self._storage.linkable(self._head)
         self._folder.adopt(segments)
-        return self._folder.publish(state, tensors, head=first, extra=extra)
+        version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
+        self._saved.note(self._ring)
+        return version
 
 
-def checkpointer_of(storage: Any) -> StorageCheckpointerBase:
+class StorageEnsembleCheckpointer:
+    """The checkpointer of `StorageEnsemble`: each member's own writes its rows, to a folder of their own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+#: What says how the rows of a storage are saved.
+Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer
+
+
+def checkpointer_of(storage: Storage) -> Checkpointer:
     """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
     if storage.checkpointer is None:
-        columns, files = hasattr(storage, "columns_like"), hasattr(storage, "linkable")
-        kind = (
-            DiskStorageCheckpointer
-            if files
-            else TensorStorageCheckpointer
-            if columns
-            else ListStorageCheckpointer
-        )
-        storage.checkpointer = kind()
+        if isinstance(storage, DiskStorage):
+            storage.checkpointer = DiskStorageCheckpointer()
+        elif isinstance(storage, ListStorage):
+            storage.checkpointer = ListStorageCheckpointer()
+        else:
+            storage.checkpointer = TensorStorageCheckpointer()
     checkpointer = storage.checkpointer
-    if not isinstance(checkpointer, StorageCheckpointerBase):
+    if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
         raise TypeError(
             f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
         )
     checkpointer.check(storage)
     return checkpointer
+
+
+def hooked(storage: Storage) -> StorageCheckpointerBase:
+    """Return the checkpointer of ``storage``, which takes hooks; TypeError if it copies no rows that they could
+    change."""
+    checkpointer = checkpointer_of(storage)
+    if isinstance(checkpointer, DiskStorageCheckpointer):
+        raise TypeError("DiskStorageCheckpointer takes no hooks: it writes no rows that they could change")
+    return checkpointer
+
+
+def _check_other(storage: DiskStorage, path: Path) -> None:
+    """Raise ValueError if a checkpoint's folder is that of the rows."""
+    if path.resolve() == Path(storage.path).resolve():
+        raise ValueError(
+            f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
+            f"another one, such as {path / 'checkpoint'}"
+        )

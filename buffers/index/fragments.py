@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,8 +10,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Array
+from flatroll.disk.state_tree import damaged
 from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
+_NAMES = ("is_init", "done", "traj", "step_count")  # of BoundaryKeys: each one key
 Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
 
@@ -45,6 +47,25 @@ class BoundaryKeys:
             only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
             traj_key = "episode" if only_episode else TRAJ_IDS
         return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the names as plain values, which a state holds."""
+        names = {name: getattr(self, name) for name in _NAMES}
+        return {**names, "more_done": list(self.more_done), "in_order": self.in_order}
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> "BoundaryKeys":
+        """Return the names of which :meth:`to_plain` made ``plain``; ValueError if they are none."""
+        more = plain.get("more_done") if isinstance(plain, dict) else None
+        if not isinstance(more, list) or plain.keys() != {*_NAMES, "more_done", "in_order"}:
+            raise damaged("its markers have other names")
+        for key in (*more, *(plain[name] for name in _NAMES)):
+            parts = key if isinstance(key, tuple) else (key,)
+            if not parts or not all(isinstance(part, str) for part in parts):
+                raise damaged(f"one of its markers is named {key!r}")
+        if type(plain["in_order"]) is not bool:
+            raise damaged("its markers have other names")
+        return cls(**{**plain, "more_done": tuple(more)})
 
 
 class Fragments(NamedTuple):

@@ -97,6 +97,8 @@ class Ring:
 
     #: Rows that a collector keeps back until their trajectories end, for the error of an empty buffer.
     waiting = 0
+    #: Whether row r stands in slot r modulo the capacity.
+    in_order = True
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
@@ -128,6 +130,11 @@ class Ring:
     def written(self) -> int:
         """Count of all rows ever published; also the number of the next row."""
         return int(self._state["written"][0])
+
+    @property
+    def saved_rows(self) -> tuple[int, int]:
+        """Numbers of the first row that a save has, and of the row after the last: those of slots if not `in_order`."""
+        return (self.head, self.written) if self.in_order else (0, self.used)
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""

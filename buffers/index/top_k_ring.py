@@ -35,6 +35,7 @@ class RankedRing(Ring):
     (tensor([1]), tensor([1]))
     """
 
+    in_order = False
     _dtype = np.dtype([(name, "i8") for name in ("head", "written", "taken", "live", "used")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.saved_fragments import SavedFragments
+from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 from flatroll.layout.checks import one_of, whole_number
 

@@ -24,7 +24,7 @@ from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
 from flatroll.buffers.storages import saved_columns
 from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
-from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
+from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown, structure_from_plain
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
 from flatroll.buffers.storages.storage import Links, Rows, Storage
 from flatroll.kernels.rows.spans import Spans
@@ -490,7 +490,7 @@ class ColumnStorage(Storage):
                 self.columns = self._make_columns(state["like"])
             finally:
                 self.lanes = self.lanes if self.columns else before
-            self.structure, self.known = state["structure"], None
+            self.structure, self.known = structure_from_plain(state["structure"]), None
         saved_columns.load(self.columns, state["columns"], new and self.own_column is None)
         if self.compact_obs:
             self.pool, self.known = NextPool(list(state["pool"])), None

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import Columns
+from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
 from flatroll.layout.keys import NestedKey, plain_key
@@ -56,6 +57,29 @@ class Structure(ABC):
         return Trees(pytree.tree_structure(batch))
 
 
+def structure_to_plain(structure: Structure | None) -> Any:
+    """Return a structure as plain values, which a state holds."""
+    if isinstance(structure, TensorDicts):
+        return ["tensordicts", structure.inner]
+    if isinstance(structure, Trees):  # an example tree, as its leaves' numbers
+        return ["tree", pytree.tree_unflatten(list(range(structure.spec.num_leaves)), structure.spec)]
+    return None if structure is None else ["tensors"]
+
+
+def structure_from_plain(plain: Any) -> Structure | None:
+    """Return the structure of which `structure_to_plain` made ``plain``; ValueError if it is none."""
+    match plain:
+        case None:
+            return None
+        case ["tensordicts", torch.Size() as inner]:
+            return TensorDicts(inner)
+        case ["tensors"]:
+            return Tensors()
+        case ["tree", (dict() | list() | tuple()) as tree]:
+            return Trees(pytree.tree_structure(tree))
+    raise damaged(f"its rows are of no known kind, {str(plain)[:40]}")
+
+
 def not_flat(batch: TensorDictBase) -> ValueError:
     """Return the error for a batch of several dimensions given to a storage of single rows."""
     return ValueError(
@@ -84,7 +108,7 @@ class TensorDicts(Structure):
 
     @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        return nest(columns, torch.Size([*shape, *self.inner]))
+        return tensordict_seam.nest(columns, *shape, *self.inner)
 
 
 class Tensors(Structure):
@@ -301,15 +325,6 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
                 "ListStorage takes anything"
             )
     return columns
-
-
-def nest(columns: Columns, shape: torch.Size, device: torch.device | None = None) -> TensorDict:
-    """Build a tensordict of batch size ``shape`` from columns with nested keys.
-
-    >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, torch.Size([2]))["next", "a"]
-    tensor([1., 1.])
-    """
-    return tensordict_seam.nest(columns, *shape, device=device)
 
 
 def entry(batch: object, names: tuple[Any, ...]) -> Any:

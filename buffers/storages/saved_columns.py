@@ -7,7 +7,7 @@ import torch
 
 from flatroll.buffers.columns.column import Column, TensorColumn
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.storages.item_kinds import Structure, like, shown
+from flatroll.buffers.storages.item_kinds import like, shown, structure_from_plain, structure_to_plain
 from flatroll.layout.keys import NestedKey, next_key
 
 #: Dtype of each entry, and shape of one row of it.
@@ -19,7 +19,7 @@ def tables(storage: Any, pool_rows: int) -> dict[str, Any]:
     entries = {} if storage.pool is None else storage.pool.entries
     return {
         "lanes": storage.lanes,
-        "structure": storage.structure,
+        "structure": structure_to_plain(storage.structure),
         "like": {key: (column.dtype, column.shape) for key, column in storage.columns.items()},
         "kinds": {key: kind_of(column) for key, column in storage.columns.items()},
         "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
@@ -60,12 +60,13 @@ def check_like(saved: Any, structure: Any) -> None:
             raise damaged(f"{key!r} is no key of an entry")
         if not isinstance(dtype, torch.dtype) or not is_shape:
             raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
-    if not isinstance(structure, Structure):
-        raise damaged(f"its rows are of no known kind, {type(structure).__name__}")
+    kind = structure_from_plain(structure)
+    if kind is None:
+        raise damaged("its rows are of no known kind")
     # No rows of that kind, made and taken apart again.
     rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in saved.items()}
     try:
-        again = structure.columns(structure.build(rows, torch.Size([0])))
+        again = kind.columns(kind.build(rows, torch.Size([0])))
     except (KeyError, RuntimeError, TypeError) as error:
         raise damaged(f"its entries do not make rows of its kind ({error})") from None
     if {key: like(column) for key, column in again.items()} != dict(saved):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from disk_recorder import check_rows, rows
 
-from flatroll.disk import DamagedFileError, Folder, checksums, manifest, tensor_file
+from flatroll.disk import DamagedFileError, Folder, manifest, tensor_file
 from flatroll.kernels.rows.checksum import absorb, digest, new_state
 
 
@@ -66,7 +66,7 @@ def load(path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["rows", "state"])
 def test_a_flipped_bit_is_an_error(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "LARGE", 1)
+    monkeypatch.setattr(tensor_file, "LARGE", 1)
     save(tmp_path)
     load(tmp_path)
     (file,) = tmp_path.glob(f"*.{ending}")
@@ -123,7 +123,7 @@ def test_a_reader_that_does_not_know_it_names_the_version_to_install(
     fields = json.loads((tmp_path / "small" / "manifest-000000000001.json").read_text())
     assert fields["needs"] == ["ragged"]
     with Folder(tmp_path, write=True) as folder:
-        small, large = torch.zeros(3), torch.zeros(checksums.LARGE)
+        small, large = torch.zeros(3), torch.zeros(tensor_file.LARGE)
         folder.append({"x": small if of_state else large})
         folder.publish(None, {"y": large if of_state else small})
     fields = json.loads((tmp_path / "manifest-000000000001.json").read_text())
@@ -136,7 +136,7 @@ def test_a_reader_that_does_not_know_it_names_the_version_to_install(
 def test_folders_of_before_are_read_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
     assert b"xxh64" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    monkeypatch.setattr(checksums, "LARGE", 1)
+    monkeypatch.setattr(tensor_file, "LARGE", 1)
     load(tmp_path)
     with contextlib.closing(Folder(tmp_path, write=True)) as folder:
         folder.load()

@@ -13,8 +13,8 @@ import torch
 from disk_recorder import Recorder, check_rows, rows
 
 from flatroll.disk import ColumnSchema, Folder, Ragged, column_key, column_name
-from flatroll.disk.merging import FAN_IN
-from flatroll.disk.names import DTYPES
+from flatroll.disk.folder import FAN_IN
+from flatroll.disk.tensor_file import DTYPES
 
 
 def save(path: Path, *ends: int, **options: Any) -> None:

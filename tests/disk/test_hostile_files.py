@@ -173,7 +173,7 @@ def test_later_formats_and_unknown_needs_name_the_version_to_install(path: Path)
 
 def header_of(text: bytes, size: int) -> tensor_file.Header:
     """Read a header with these bytes in a file of so many bytes of data."""
-    return tensor_file._parse(text, 8 + len(text) + size)
+    return tensor_file.parse_header(text, 8 + len(text) + size)
 
 
 def sealed_header(table: Any, crc32: Any = None, dtypes: Any = None) -> bytes:

@@ -28,7 +28,6 @@ READERS = {
 READER_OF_CODE = "datasets/trajectories/rlinf_folder.py"
 #: What sends buffers to other processes of the same run, and imports the packages of extras.
 OTHERS = {
-    ("buffers/ensemble/buffer.py", "pickle"),
     ("buffers/sharing.py", "pickle"),
     ("datasets/preprocess.py", "pickle"),  # an error's name
     ("datasets/formats/d4rl.py", "import_module"),

@@ -197,7 +197,7 @@ CRAFTED: list[tuple[Any, str]] = [
     (["array", "0.raw", "i4", [2]], "expected 8"),
     (["array", "0.raw", "V0", [4]], "array of"),
     (["number", "i4", "00"], "a number of 1 bytes"),
-    (["float", 1], "should stand"),
+    (["float", 1], "a float that is none"),
     (["size", [-1]], "has the shape"),
     (["device", "nowhere"], "is none"),
     (["bytes", "é"], "a bytes that is none"),

@@ -7,7 +7,7 @@ import torch
 
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.disk import column_key, column_name
-from flatroll.disk.names import DTYPES, dtype_name
+from flatroll.disk.tensor_file import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _KIND = "flatroll.DiskStorage"

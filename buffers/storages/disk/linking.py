@@ -24,7 +24,7 @@ from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.disk import LoadedVersion, Segment, Version
-from flatroll.disk.names import MOST_ROWS
+from flatroll.disk.segments import MOST_ROWS
 from flatroll.layout.keys import NestedKey
 
 
@@ -132,8 +132,8 @@ class LinkingStorage(ColumnStorage):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    @override
     def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
     def linkable(self, head: int) -> tuple[list[Segment], int]:

@@ -78,7 +78,7 @@ class RowLog:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-        self.saved: dict[Path, Version] = {}
+        self.saved: dict[Path, Folder | Version] = {}  # by which this run knows other folders
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -231,11 +231,13 @@ class RowLog:
                 if self.layout is not None:
                     self._note()
                 return
-            with Folder(path, write=True, resume=self.saved.get(path), overwrite=overwrite) as other:
+            with Folder(
+                path, write=True, log=False, resume=self.saved.get(path), overwrite=overwrite
+            ) as other:
+                self.saved[path] = other
                 other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
-                version = other.publish({**layout, **notes}, head=head, extra=_FACTS)
-            self.saved[path] = version
+                other.publish({**layout, **notes}, head=head, extra=_FACTS)
 
     @contextmanager
     def held(self) -> Iterator[None]:

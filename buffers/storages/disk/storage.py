@@ -28,7 +28,7 @@ from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.storage import Links, Rows, Storage
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
-from flatroll.disk.names import dtype_name
+from flatroll.disk.tensor_file import dtype_name
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 

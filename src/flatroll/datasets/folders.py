@@ -21,7 +21,7 @@ from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Ragged, column_name
-from flatroll.disk.listing import Listing
+from flatroll.disk.folder import Listing
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 

@@ -5,20 +5,21 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.disk.folder import Folder
-from flatroll.disk.loading import LoadedVersion
+from flatroll.disk.folder import Folder, LoadedVersion
 from flatroll.disk.manifest import Version
-from flatroll.disk.state_tree import DamagedState, damaged, pack, unpack
+from flatroll.disk.state_tree import DamagedState, Packer, damaged, unpack
 from flatroll.layout.checks import whole_number
 
-#: What is saved along with a buffer: plain values by name, made when the buffer's own state is.
-Others: TypeAlias = Callable[[], Mapping[str, Any]]
+#: What is saved along with a buffer: plain values by name.
+Others: TypeAlias = Mapping[str, Any]
+#: Loads what was read and checked.
+Apply: TypeAlias = Callable[[], None]
 
 _FACTOR, _LEAST = 2000, 2**28  # bytes per row, and at all, that compressed tables may have
 
@@ -29,6 +30,31 @@ class SaveOptions(NamedTuple):
     sync: bool = True
     keep: int = 2
     overwrite: bool = False
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A buffer, as `Checkpoint` and ensembles see it: it saves itself and what belongs to it to a folder."""
+
+    def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        """Publish a version of this and of ``others`` in the folder ``path``; return its number and line."""
+
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
+        """Read and check a version; return what was saved along with it, and what loads the rest."""
+
+    def saved_versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A module, an optimizer, a scheduler, a collector: whatever has a state of plain values."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Restore it."""
 
 
 class Checkpoint:
@@ -70,36 +96,38 @@ class Checkpoint:
         self,
         path: str | os.PathLike[str],
         *,
-        buffer: Any = None,
-        collector: Any = None,
-        policy: Any = None,
-        optimizer: Any = None,
+        buffer: Saves | None = None,
+        collector: Stateful | None = None,
+        policy: Stateful | None = None,
+        optimizer: Stateful | None = None,
         rng: bool = True,
         keep: int = 2,
         sync: bool = True,
         overwrite: bool = False,
-        **others: Any,
+        **others: Stateful | None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # whatever the program's folder is later
         self._buffer, self._rng = buffer, rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}
         self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
-        self._version: Version | None = None
-        if buffer is not None and not hasattr(buffer, "save_version"):
+        self._folder: Folder | None = None  # saved to or loaded last
+        if buffer is not None and not isinstance(buffer, Saves):
             raise TypeError(
                 f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
             )
         for name, part in self._parts.items():
-            if hasattr(part, "save_version"):
+            if isinstance(part, Saves):
                 raise TypeError(
                     f"{name} is a buffer: give it as buffer=, several as one ReplayBufferEnsemble"
                 )
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
+        if self._buffer is not None:
+            return self._buffer.saved_versions(self.path)
         return Folder(self.path).versions() if self.path.is_dir() else []
 
     def save(self, **extra: Any) -> int:
@@ -113,20 +141,19 @@ class Checkpoint:
             FileExistsError: the folder has a version that was neither loaded nor saved by this object.
             OSError: the disk is full, or failed; the versions before stay.
         """
-
-        def others() -> dict[str, Any]:
-            states = {name: part.state_dict() for name, part in self._parts.items()}
-            return {"parts": states, "rng": _generators() if self._rng else None, "extra": extra}
-
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}
         if self._buffer is not None:
-            version: Version = self._buffer.save_version(self.path, others, self._options)
-            return version.number
-        with Folder(self.path, write=True, resume=self._version, **self._options._asdict()) as folder:
-            value, tensors = tree_of(None, others)
-            self._version = folder.publish(
-                value, tensors, extra={"kind": "run", "parts": sorted(self._parts)}
-            )
-        return self._version.number
+            return self._buffer.save_version(self.path, others, self._options).number
+        packer = Packer()
+        packer.add("buffer", None)
+        packer.add("others", others)
+        with Folder(
+            self.path, write=True, log=False, resume=self._folder, **self._options._asdict()
+        ) as folder:
+            self._folder = folder
+            facts = {"kind": "run", "parts": sorted(self._parts)}
+            return folder.publish(packer.tree, packer.tensors, extra=facts).number
 
     def load(self, *, version: int | None = None, strict: bool = False) -> dict[str, Any]:
         """Load a version into the parts; return what `save` was given.
@@ -141,11 +168,19 @@ class Checkpoint:
             FileNotFoundError: there is no version.
             ValueError: damaged files, or a version of other parts.
         """
-        apply: Callable[[], None] | None = None
+        apply: Apply | None = None
         if self._buffer is not None:
             others, apply = self._buffer.load_version(self.path, version, strict)
         else:
-            others, self._version = self._read(version, strict)
+            if not self.path.is_dir():
+                raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
+            folder = Folder(self.path)
+            tree = folder.load_with(lambda loaded: read_tree(loaded, 0), version, strict=strict)
+            if tree["buffer"] is not None:
+                raise ValueError(
+                    f"the version in {self.path} has a buffer: give Checkpoint(buffer=) one like it"
+                )
+            others, self._folder = tree["others"], folder
         try:
             states, generators, extra = others["parts"], others["rng"], others["extra"]
         except KeyError:
@@ -164,19 +199,6 @@ class Checkpoint:
             _set_generators(generators)
         return dict(extra)
 
-    def _read(self, number: int | None, strict: bool) -> tuple[dict[str, Any], Version]:
-        def read(version: LoadedVersion) -> tuple[dict[str, Any], Version]:
-            tree = read_tree(version, 0)
-            if tree["buffer"] is not None:
-                raise ValueError(
-                    f"the version in {self.path} has a buffer: give Checkpoint(buffer=) one like it"
-                )
-            return tree["others"], version.version
-
-        if not self.path.is_dir():
-            raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
-        return Folder(self.path).load_with(read, number, strict=strict)
-
     def _load_parts(self, states: dict[str, Any]) -> None:
         """Load all parts, or none."""
         before = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
@@ -190,11 +212,6 @@ class Checkpoint:
             for name in tried:
                 self._parts[name].load_state_dict(before[name])
             raise
-
-
-def tree_of(buffer: Any, others: Others) -> tuple[Any, dict[str, Tensor]]:
-    """JSON and tensors of a version: the plain state of a buffer (or None), and what is saved along with it."""
-    return pack({"buffer": buffer, "others": dict(others())})
 
 
 def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:

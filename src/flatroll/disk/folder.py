@@ -1,34 +1,129 @@
 """`Folder`: rows and versions on disk, as they survive a crash."""
 
+import errno
+import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
 from flatroll.disk import files, tensor_file
-from flatroll.disk.columns import Column, Schema, byte_count, check_columns, difference, schema_of
-from flatroll.disk.listing import Listing, Lock, lock_folder, remove_all_but
-from flatroll.disk.loading import (
-    LoadedVersion,
-    ReadOptions,
-    load_version,
-    newest_whole,
-    recover_rows,
-    whole_manifests,
+from flatroll.disk.manifest import (
+    Json,
+    Manifest,
+    Version,
+    is_state,
+    manifest_name,
+    read_manifest,
+    state_name,
+    version_of_manifest,
 )
-from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
-from flatroll.disk.merging import Size, first_to_merge
-from flatroll.disk.names import LOCK, MOST_ROWS, FileRecord, RowsName, manifest_name, state_name
-from flatroll.disk.segments import Segment, encode_segment, read_range
-from flatroll.disk.tensor_file import DamagedFileError
+from flatroll.disk.segments import (
+    MOST_ROWS,
+    Column,
+    FileRecord,
+    RowsName,
+    Schema,
+    Segment,
+    byte_count,
+    chain_of_names,
+    check_columns,
+    difference,
+    encode_segment,
+    read_range,
+    schema_of,
+)
+from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
 from flatroll.layout.checks import whole_number
 
 T = TypeVar("T")
+LOCK = "lock"
+#: Parts are merged into one that has so many times the rows of the largest of them. So a row is written once more each
+#: time its segment has grown by this factor: twice in all, if parts are larger than 1/32 of a whole segment.
+FAN_IN = 32
+
+
+class Listing(NamedTuple):
+    """The names in a folder.
+
+    Args:
+        rows: names of files of rows.
+        versions: numbers of the manifests, the newest first.
+        others: all other files that belong to such a folder: states, temporaries, the lock.
+        foreign: files that do not belong to it.
+    """
+
+    rows: frozenset[RowsName]
+    versions: list[int]
+    others: list[str]
+    foreign: list[str]
+
+    @classmethod
+    def of(cls, path: Path) -> "Listing":
+        """List a folder; FileNotFoundError or NotADirectoryError if it is none."""
+        rows, versions, others, foreign = [], [], [], []
+        for name in files.names(path):
+            final = name.removesuffix(files.TEMPORARY)
+            rows_name, version = RowsName.parse(final), version_of_manifest(final)
+            if final == LOCK or is_state(final) or (final != name and (rows_name or version is not None)):
+                others.append(name)
+            elif rows_name is not None:
+                rows.append(rows_name)
+            elif version is not None:
+                versions.append(version)
+            elif not name.endswith("/"):
+                foreign.append(name)
+        return cls(frozenset(rows), sorted(versions, reverse=True), others, foreign)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are neither rows nor versions."""
+        return not self.rows and not self.versions
+
+    def check_own(self, path: Path) -> None:
+        """Raise ValueError if there are foreign files only."""
+        if self.foreign and not (self.rows or self.versions or self.others):
+            shown = ", ".join(self.foreign[:3]) + (", ..." if len(self.foreign) > 3 else "")
+            raise ValueError(
+                f"path must be a folder of rows and versions, or an empty or new one; {path} holds other files: {shown}"
+            )
+
+
+class LoadedVersion(NamedTuple):
+    """A version as it was published.
+
+    Args:
+        version: its number and line.
+        json: the JSON part of its state.
+        tensors: the tensors of its state.
+        head: number of its first row.
+        end: number of its last row, plus 1.
+        columns: what its columns hold, by name.
+        segments: its files of rows, end to end; the first may begin before ``head``.
+        extra: what else its writer noted.
+    """
+
+    version: Version
+    json: Json
+    tensors: dict[str, Tensor]
+    head: int
+    end: int
+    columns: Schema
+    segments: tuple[Segment, ...]
+    extra: Json
+
+
+class Size(NamedTuple):
+    """The size of a segment."""
+
+    rows: int
+    bytes: int
 
 
 class Folder:
@@ -48,7 +143,8 @@ class Folder:
         keep: number of versions that stay. Default 2.
         overwrite: begin anew in a folder that holds rows or versions, which go as new versions come. Default False: a
             writer goes on from what it has loaded.
-        resume: the version that this run loaded or published last, so that it may go on from there without `load`.
+        resume: the version that this run loaded or published last, so that it may go on from there without `load`; or
+            the (closed) folder that did, then nothing is read again.
         segment_bytes: segments below this are merged as they gather. Default 32 MiB.
         segment_rows: segments of so many rows are not short, whatever their bytes. Default: no limit.
         max_bytes: refuse to load a version whose files have more. Default: no limit.
@@ -79,6 +175,7 @@ class Folder:
     _segments: list[Segment]
     _columns: Schema
     _kept: list[Manifest]  # the versions whose files stay, the newest first
+    _named: list[Segment]  # the files of rows of the newest of them
     _line: str  # the word in names of files by which runs that do not know each other never mix
 
     def __init__(
@@ -90,7 +187,7 @@ class Folder:
         log: bool = True,
         keep: int = 2,
         overwrite: bool = False,
-        resume: Version | None = None,
+        resume: "Version | Folder | None" = None,
         segment_bytes: int = 32 << 20,
         segment_rows: int | None = None,
         max_bytes: int | None = None,
@@ -99,24 +196,25 @@ class Folder:
         self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
         self._unsettled = False  # whether names of published rows may not be on the disk yet
         self._keep = whole_number("keep", keep)
-        self._segment_bytes = whole_number("segment_bytes", segment_bytes)
-        self._segment_rows = MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows)
-        self._options = ReadOptions(mapped=not write, max_bytes=max_bytes)
+        self._whole = Size(
+            MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows),
+            whole_number("segment_bytes", segment_bytes),
+        )
+        self._max_bytes = max_bytes
         self._turn = threading.RLock()
-        self._lock: Lock | None = None
+        self._lock: tuple[int, int] | None = None  # descriptor, and the process that locked it
         self._damaged: set[int] = set()  # versions that could not be read
-        self._begin_anew()
+        self._known: set[Version] = set()  # what this run has loaded or published, or was about to
+        self._kept, self._named, self.version = [], [], None
+        self._loaded = False
+        self.forget_rows()
+        if self.path.is_dir() or not write:
+            Listing.of(self.path).check_own(self.path)
         if write:
             files.make_folder(self.path, synced=sync)
-            Listing.of(self.path).check_own(self.path)
-            self._lock = lock_folder(self.path)
+            self._lock = _lock(self.path), os.getpid()
         try:
-            listing = Listing.of(self.path)
-            if not write:
-                listing.check_own(self.path)
-            newest = whole_manifests(self.path, listing.versions, 1)
-            if resume is not None and [manifest.version for manifest in newest] == [resume]:
-                self._go_on_from(newest[0])
+            self._resume(resume)
         except BaseException:
             self.close()
             raise
@@ -137,8 +235,12 @@ class Folder:
     def close(self) -> None:
         """Give the lock back; what was published stays."""
         if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+            (descriptor, process), self._lock = self._lock, None
+            if (
+                process == os.getpid()
+            ):  # also if processes that were forked meanwhile have the descriptor, too
+                files.unlock(descriptor)
+            files.close(descriptor)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -157,7 +259,7 @@ class Folder:
 
     def rows_per_segment(self, row_bytes: int) -> int:
         """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
-        return max(1, min(self._segment_rows, -(-self._segment_bytes // max(row_bytes, 1))))
+        return max(1, min(self._whole.rows, -(-self._whole.bytes // max(row_bytes, 1))))
 
     def versions(self) -> list[int]:
         """Numbers of the versions in the folder, the newest first, damaged ones included."""
@@ -188,21 +290,39 @@ class Folder:
         Args, errors: as for `load`.
         """
         with self._turn:
-            result, found, lost = newest_whole(
-                self.path,
-                number,
-                lambda version: use(self._go_on_from(read_manifest(self.path, version))),
-                self._damaged,
-                strict=strict,
-            )
-            if lost:
-                warnings.warn(
-                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones "
-                    f"are damaged and lost: {'; '.join(lost)}",
-                    RuntimeWarning,
-                    stacklevel=3,
+            if number is not None:
+                there = self.versions()
+                if whole_number("version", number) not in there:
+                    listed = f"versions {', '.join(map(str, there))}" if there else "none"
+                    raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
+            damage: dict[int, str] = {}
+            # Listed anew each time: a writer may publish and remove.
+            while untried := [
+                version for version in ([number] if number else self.versions()) if version not in damage
+            ]:
+                found = untried[0]
+                try:
+                    result = use(self._go_on_from(found))
+                except DamagedFileError as error:
+                    damage[found] = f"version {found}: {error}"
+                    self._damaged.add(found)
+                    # Else a writer has published a newer one, and removed this.
+                    if strict and max(self.versions(), default=0) <= found:
+                        raise DamagedFileError(f"{self.path}, {damage[found]}") from None
+                    continue
+                if lost := [text for version, text in damage.items() if version > found]:
+                    warnings.warn(
+                        f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer "
+                        f"ones are damaged and lost: {'; '.join(lost)}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                return result
+            if damage:
+                raise DamagedFileError(
+                    f"{self.path} has no version that is whole: {'; '.join(damage.values())}"
                 )
-            return result
+            raise FileNotFoundError(f"{self.path} holds no version")
 
     def recover(self) -> range:
         """Take all rows that were published, whether a version names them or not, and return their numbers.
@@ -210,16 +330,26 @@ class Folder:
         Rows after the newest version are found by the names of their files, up to the first hole.
         """
         with self._turn:
-            found = recover_rows(self.path, self._options)
-            if found.manifest is None:
-                self._begin_anew()
+            before: Listing | None = None
+            while True:
+                listing = Listing.of(self.path)
+                try:
+                    manifest, line, segments = self._find_rows(listing, settled=listing == before)
+                    break
+                except MissingFileError:
+                    if listing == before:
+                        raise
+                before = listing  # a writer may have merged or dropped files meanwhile: look again
+            if manifest is None:
+                self._kept, self._named, self.version = [], [], None
+                self.forget_rows()
             else:
-                self._take(found.manifest, [])
-            self._line, self._segments = found.line or self._line, found.segments
-            if found.segments:
-                self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
-                self.head = max(self.head, found.segments[0].first)
-            self._loaded, self._admitted, self._cleared = True, False, False
+                self._take(manifest, [])
+            self._line, self._segments = line or self._line, segments
+            if segments:
+                self._columns, self.end = segments[-1].schema, segments[-1].end
+                self.head = max(self.head, segments[0].first)
+            self._loaded, self._admitted, self._begun = True, False, False
             return range(self.head, self.end)
 
     def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
@@ -256,17 +386,26 @@ class Folder:
             OSError: the disk is full or failed; the rows before stand.
         """
         with self._turn:
-            self._admit()
+            self._begin_change(change=False)
             first = self.end if first is None else first
             count = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
-            if self._segments:
-                self._check_schema(columns)
-            if count == 0:
+            if self._segments and schema_of(columns) != self._columns:
+                raise self._other_columns(columns)
+            if not count:
                 return
-            self._clear_once()
-            self._append(columns, first, first + count)
+            self._begin_change()
+            # With the short ones before them, if it is time for that.
+            sizes = [Size(segment.rows, segment.data_bytes) for segment in self._segments]
+            merged = first_to_merge([*sizes, Size(count, byte_count(columns))], self._whole)
+            try:
+                parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
+            except DamagedFileError as error:  # merging would give wrong rows a right checksum
+                warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
+                merged, parts = len(self._segments), []
+            begin = self._segments[merged].first if parts else first
+            self._publish_rows([*parts, columns], slice(merged, None), begin, first + count)
 
     def publish(
         self,
@@ -293,7 +432,7 @@ class Folder:
             OSError: the disk is full or failed; the version before stands.
         """
         with self._turn:
-            self._admit()
+            self._begin_change(change=False)
             if head is not None:
                 self.drop_before(head)
             version = Version(max(self.versions(), default=0) + 1, self._line)
@@ -314,13 +453,16 @@ class Folder:
                 needs=tuple(sorted(header.needs.union(*(segment.needs for segment in self._segments)))),
             )
             text = manifest.encode()
-            self._clear_once()
+            self._begin_change()
             try:
                 if record is not None:
                     files.publish(self.path, record.name, chunks, synced=self._sync, named=False)
                 self._settle(record is not None)
+                # Before it is there: whenever Ctrl-C comes, this run knows the version as its own.
+                self._known.add(version)
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
-                self._kept, self.version = [manifest, *self._kept][: self._keep], version
+                self._kept, self._named = [manifest, *self._kept][: self._keep], [*self._segments]
+                self.version = version
             finally:
                 self._remove_unused()  # versions that are too old; the new state, if its manifest failed
             return version
@@ -337,14 +479,15 @@ class Folder:
             OSError: the disk is full or failed; the rows before stand.
         """
         with self._turn:
-            self._admit()
+            self._begin_change(change=False)
             end = first + check_columns(columns)
             firsts = [segment.first for segment in self._segments]
             ends = [segment.end for segment in self._segments]
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
-            self._check_schema(columns)
-            self._clear_once()
+            if schema_of(columns) != self._columns:
+                raise self._other_columns(columns)
+            self._begin_change()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
 
     def adopt(self, segments: Iterable[Segment]) -> None:
@@ -360,8 +503,7 @@ class Folder:
             OSError: the disk is full or failed; the rows before stand.
         """
         with self._turn:
-            self._admit()
-            self._clear_once()
+            self._begin_change()
             own = {segment.contents: segment for segment in self._segments}
             adopted: list[Segment] = []
             line = secrets.token_hex(4)  # of its own: rows of the version before may have the same numbers
@@ -379,73 +521,59 @@ class Folder:
             row: from 0 on. After `end`, the folder has no rows, and the next ones begin there.
         """
         with self._turn:
-            self._admit()
+            self._begin_change(change=False)
             if whole_number("row", row, 0) <= self.head:
                 return
-            self._clear_once()
+            self._begin_change()
             self.head, self.end = row, max(row, self.end)
             if self._segments and self._segments[0].end <= row:
                 self._segments = [segment for segment in self._segments if segment.end > row]
                 self._remove_unused()
 
-    def _check_schema(self, columns: Mapping[str, Column]) -> None:
-        if schema_of(columns) != self._columns:
-            text = difference(self._columns, schema_of(columns))
-            raise ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
-
-    def _begin_anew(self) -> None:
-        """Know of no rows and no versions."""
-        self._segments = []
-        self._columns = {}
-        self._kept = []
+    def forget_rows(self) -> None:
+        """Begin anew: the next version has the rows that are appended from now on. Older versions stay as usual."""
+        self._segments, self._columns = [], {}
         self.head = self.end = 0
-        self.version = None
         self._line = secrets.token_hex(4)
         self._number = 1  # of the next file of rows
-        self._loaded = self._admitted = self._cleared = False
+        self._admitted = self._begun = False
 
-    def _admit(self) -> None:
-        """Refuse to write to what is open for reading, and to what holds something that this run has not loaded."""
+    def _other_columns(self, columns: Mapping[str, Column]) -> ValueError:
+        text = difference(self._columns, schema_of(columns))
+        return ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
+
+    def _begin_change(self, *, change: bool = True) -> None:
+        """Before the first change, refuse to write to what is open for reading, and to what holds something that this
+        run has not loaded; with ``change`` also remove what it does not go on from: rows after its version."""
         if self._lock is None:
             state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
-        if self._admitted:
-            return
-        listing = Listing.of(self.path)
-        # Newer versions that this run found damaged are not unknown to it.
-        known = 0 if self.version is None else self.version.number
-        newer = [version for version in listing.versions if version > known and version not in self._damaged]
-        unknown = bool(whole_manifests(self.path, newer)) or not (self._loaded or listing.is_empty)
-        if unknown and not self._overwrite:
-            there = f"version {listing.versions[0]}" if listing.versions else "rows"
-            raise FileExistsError(
-                f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write to "
-                "another folder, or begin anew with overwrite=True"
+        if not self._admitted:
+            listing = Listing.of(self.path)
+            # Newer versions that this run found damaged are not unknown to it.
+            known = 0 if self.version is None else self.version.number
+            newer = [
+                version for version in listing.versions if version > known and version not in self._damaged
+            ]
+            # Where rows count with their version only, those without one were left by a save that did not end.
+            left_over = not self._log and not listing.versions
+            unknown = bool(self._whole_manifests(newer)) or not (
+                self._loaded or listing.is_empty or left_over
             )
-        if unknown:
-            self._line = secrets.token_hex(4)
-            self._kept = whole_manifests(self.path, listing.versions, self._keep)
-        self._number = 1 + max((name.number for name in listing.rows), default=0)
-        self._admitted = True
-
-    def _clear_once(self) -> None:
-        """Before the first change, remove what this run does not go on from: rows after the version that it loaded."""
-        if not self._cleared:
+            if unknown and not self._overwrite:
+                there = f"version {listing.versions[0]}" if listing.versions else "rows"
+                raise FileExistsError(
+                    f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
+                    "to another folder, or begin anew with overwrite=True"
+                )
+            if unknown:
+                self._line = secrets.token_hex(4)
+                self._kept = self._whole_manifests(listing.versions, self._keep)
+            self._number = 1 + max((name.number for name in listing.rows), default=0)
+            self._admitted = True
+        if change and not self._begun:
             self._remove_unused()
-            self._cleared = True
-
-    def _append(self, columns: Mapping[str, Column], first: int, end: int) -> None:
-        """Write rows as a segment, together with the short ones before them if it is time for that."""
-        sizes = [Size(segment.rows, segment.data_bytes) for segment in self._segments]
-        sizes.append(Size(end - first, byte_count(columns)))
-        merged = first_to_merge(sizes, Size(self._segment_rows, self._segment_bytes))
-        try:
-            parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
-        except DamagedFileError as error:  # merging would give wrong rows a right checksum
-            warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=4)
-            merged, parts = len(self._segments), []
-        begin = self._segments[merged].first if parts else first
-        self._publish_rows([*parts, columns], slice(merged, None), begin, end)
+            self._begun = True
 
     def _publish_rows(self, parts: list[Mapping[str, Column]], old: slice, first: int, end: int) -> None:
         """Write a segment that takes the place of some old ones."""
@@ -474,23 +602,255 @@ class Folder:
         self._unsettled = False
 
     def _remove_unused(self) -> None:
-        """Remove what no kept version names and this run does not need, once what takes its place is on the disk."""
+        """Remove what no kept version names and this run does not need, once what takes its place is on the disk.
+
+        What cannot be removed now stays. Rows are found by listing, up to the first hole. So that no crash leaves a
+        hole before rows that are needed, files inside larger ones go first, and the others from the lowest on, each for
+        good before the next.
+        """
         if self._lock is None:
             return
         self._settle()
-        own = {LOCK, *(str(segment.name) for segment in self._segments)}
-        remove_all_but(self.path, own.union(*(manifest.names for manifest in self._kept)), synced=self._sync)
+        needed = {LOCK, *(str(segment.name) for segment in self._segments)}
+        needed = needed.union(*(manifest.names for manifest in self._kept))
+        listing = Listing.of(self.path)
+        unused = {name for name in listing.rows if str(name) not in needed}
+        inside = covered(unused, listing.rows) if unused else set()
+        # Manifests before their files: a kill leaves no version that misses some. A power loss may, of those that are
+        # not kept: they need no sync of their own.
+        loose = [
+            name for name in (*map(manifest_name, listing.versions), *listing.others) if name not in needed
+        ]
+        with suppress(OSError):
+            for name in loose:
+                files.remove(self.path / name)
+            for step in filter(None, (inside, *({name} for name in sorted(unused - inside)))):
+                for rows_name in sorted(step):
+                    files.remove(self.path / str(rows_name))
+                if self._sync:
+                    files.sync_folder(self.path)
 
-    def _go_on_from(self, manifest: Manifest) -> LoadedVersion:
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _resume(self, before: "Version | Folder | None") -> None:
+        """Go on from the newest version, if this run has loaded or published it; ValueError if a later version of the
+        package wrote it."""
+        listing = Listing.of(self.path)
+        if isinstance(before, Folder):
+            self._known = before._known
+            newest = next(iter(before._kept), None)
+            present = {*map(str, listing.rows), *listing.others}
+            if newest is not None and newest.version.number == next(iter(listing.versions), None):
+                records = newest.names - {manifest_name(newest.version.number)}
+                # Nobody else gives these names, since a random word is in them. So nothing needs to be read.
+                if records and records <= present and self._keep <= before._keep:
+                    kept = [
+                        one for one in before._kept[: self._keep] if one.version.number in listing.versions
+                    ]
+                    # Without the maps of a reader, which hold files that a writer has removed.
+                    named = [Segment(self.path, segment.name, segment.header) for segment in before._named]
+                    self._take(newest, named, kept)
+                    return
+        elif before is not None:
+            self._known = {before}
+        newest = next(iter(self._whole_manifests(listing.versions, 1)), None)
+        if newest is None or newest.version not in self._known:
+            return
+        try:
+            self._take(newest, self._open_rows(newest))
+        except DamagedFileError as error:
+            warnings.warn(f"{self.path}: {error}; all rows are written anew", RuntimeWarning, stacklevel=5)
+            self._take(newest, [])
+            self.forget_rows()
+
+    def _whole_manifests(self, numbers: Iterable[int], most: int | None = None) -> list[Manifest]:
+        """The manifests of the first versions that are not damaged, of ``most`` at most."""
+        found: list[Manifest] = []
+        for number in numbers:
+            if most is None or len(found) < most:
+                with suppress(DamagedFileError):
+                    found.append(read_manifest(self.path, number))
+        return found
+
+    def _open_rows(self, manifest: Manifest) -> list[Segment]:
+        """Open the segments of a version and check their headers; a reader maps them, before a writer removes them.
+
+        Raises:
+            DamagedFileError: a file is missing, or not the one that the version names.
+            ValueError: the version has more bytes than it may have.
+        """
+        if self._max_bytes is not None and manifest.size > self._max_bytes:
+            raise ValueError(
+                f"version {manifest.version.number} of {self.path} has {manifest.size:,} bytes, max_bytes is "
+                f"{self._max_bytes:,}"
+            )
+        segments = []
+        for record in manifest.rows:
+            name = RowsName.parse(record.name)
+            assert name is not None  # the manifest was checked
+            segment = Segment.open(self.path, name, record, mapped=not self._write)
+            if segment.schema != manifest.columns:
+                raise DamagedFileError(f"{name}: {difference(manifest.columns, segment.schema)}")
+            segments.append(segment)
+        return segments
+
+    def read_version(self, number: int) -> LoadedVersion:
+        """Read a version: its state, and the headers of its rows' files. This run goes on as before.
+
+        Raises:
+            DamagedFileError: a file is missing or damaged.
+            ValueError: the version has more bytes than ``max_bytes``, or a later version of the package is needed.
+        """
+        return self._read_version(read_manifest(self.path, number))
+
+    def _read_version(self, manifest: Manifest) -> LoadedVersion:
+        segments = tuple(self._open_rows(manifest))
+        tensors = tensor_file.read_all(self.path, *manifest.state) if manifest.state else {}
+        return LoadedVersion(
+            manifest.version,
+            manifest.tree,
+            tensors,
+            manifest.head,
+            manifest.end,
+            dict(manifest.columns),
+            segments,
+            manifest.extra,
+        )
+
+    def _go_on_from(self, number: int) -> LoadedVersion:
         """Read a version and take it for what this run has: what it writes comes after."""
-        loaded = load_version(self.path, manifest, self._options)
+        manifest = read_manifest(self.path, number)
+        loaded = self._read_version(manifest)
         self._take(manifest, loaded.segments)
         return loaded
 
-    def _take(self, manifest: Manifest, segments: Iterable[Segment]) -> None:
-        older = [version for version in self.versions() if version < manifest.version.number]
-        self._segments, self._columns = list(segments), dict(manifest.columns)
-        self._kept = [manifest, *whole_manifests(self.path, older, self._keep - 1)]
+    def _take(
+        self, manifest: Manifest, segments: Iterable[Segment], kept: list[Manifest] | None = None
+    ) -> None:
+        if kept is None:
+            older = [version for version in self.versions() if version < manifest.version.number]
+            kept = [manifest, *self._whole_manifests(older, self._keep - 1)]
+        self._kept, self._named = kept, list(segments)
+        self._segments, self._columns = [*self._named], dict(manifest.columns)
         self.version, self._line = manifest.version, manifest.version.line
+        self._known.add(manifest.version)
         self.head, self.end = manifest.head, manifest.end
-        self._loaded, self._admitted, self._cleared = True, False, False
+        self._loaded, self._admitted, self._begun = True, False, False
+
+    def _find_rows(self, listing: Listing, *, settled: bool) -> tuple[Manifest | None, str, list[Segment]]:
+        """The newest version, the line of the files, and all rows that were published, end to end: those of that
+        version, and those in files listed after them. A file that is gone is lost if ``settled``, else a
+        MissingFileError."""
+        manifest = next(iter(self._whole_manifests(listing.versions, 1)), None)
+        named = [] if manifest is None else self._open_rows(manifest)
+        known = {segment.name: segment for segment in named}
+        if manifest is None:
+
+            def reach(line: str) -> tuple[int, str]:
+                """How many rows of a line can be reached, and its name, which decides between equal ones."""
+                chain = chain_of_names(name for name in listing.rows if name.line == line)
+                return sum(name.end - name.first for name in chain), line
+
+            line = max({name.line for name in listing.rows}, key=reach, default="")
+            candidates, first = {name for name in listing.rows if name.line == line}, None
+            schema: Schema = {}
+        else:
+            line, schema = manifest.version.line, manifest.columns
+            # A merged file may begin within the rows of the version; one that ends within them adds nothing.
+            later = {name for name in listing.rows if name.line == line and name.end > manifest.end}
+            candidates, first = {*known, *later}, named[0].first if named else manifest.end
+        segments: list[Segment] = []
+        end, total = first or 0, 0
+        for name in chain_of_names(candidates, first):
+            try:
+                segment = known.get(name) or Segment.open(self.path, name, mapped=not self._write)
+                if schema and segment.schema != schema:
+                    raise DamagedFileError(f"{name}: {difference(schema, segment.schema)}")
+            except DamagedFileError as error:
+                if isinstance(error, MissingFileError) and not settled:
+                    raise
+                text = f"{self.path}: {error}; rows from {name.first} on are lost"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                break
+            segments.append(segment)
+            total += segment.size
+            if self._max_bytes is not None and total > self._max_bytes:
+                raise ValueError(
+                    f"what is to be loaded from {self.path} has {total:,} bytes, max_bytes is {self._max_bytes:,}"
+                )
+            schema, end = segment.schema, segment.end
+        behind = min((name.first for name in candidates if name.first > end), default=None)
+        if behind is not None:
+            text = f"{self.path}: rows {end} to {behind - 1} are missing; those after them go once rows are appended"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return manifest, line, segments
+
+
+def _lock(path: Path) -> int:
+    """Lock a folder for a writer; return the descriptor that has the lock.
+
+    Raises:
+        BlockingIOError: another writer has it.
+        PermissionError: the folder cannot be written to.
+    """
+    try:
+        return files.lock(path / LOCK)
+    except BlockingIOError:
+        text = f"another writer has {path}: close it first, or write to another folder"
+        raise BlockingIOError(errno.EWOULDBLOCK, text) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        text = f"{path} cannot be written to ({error.strerror}): choose another folder"
+        raise PermissionError(error.errno, text) from None
+
+
+def covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
+    """Those of ``names`` whose rows another file of ``present`` has, too, which is larger or not in ``names``.
+
+    >>> a, b, c = (RowsName(*rows, "0badcafe", 1) for rows in [(0, 9), (0, 4), (9, 12)])
+    >>> covered({b, c}, {a, b, c}) == {b}
+    True
+    """
+    found = set()
+    largest: RowsName | None = None
+    # By first row, the longest first, and of equal ones those that stay: what covers a file comes before it, and of the
+    # files before it the one that ends last covers it if any does.
+    for name in sorted(present, key=lambda name: (name.first, -name.end, name in names, name)):
+        if largest is not None and name.end <= largest.end:
+            if name in names:
+                found.add(name)
+        else:
+            largest = name
+    return found
+
+
+def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
+    """Position of the first of the last segments that should become one; the last position if none should.
+
+    Segments of at least ``whole.rows`` rows or ``whole.bytes`` bytes stay as they are. Of the shorter ones at the end,
+    all are merged once they make a whole segment together; before, as many as have `FAN_IN` times the bytes of the
+    largest of them.
+
+    Args:
+        sizes: of all segments in order; the last one is about to be written.
+        whole: of a segment that is not short.
+
+    >>> part, whole = Size(10, 100), Size(10_000, 100_000)
+    >>> first_to_merge([whole, *[part] * 31], whole), first_to_merge([whole, *[part] * 32], whole)
+    (31, 1)
+    >>> first_to_merge([whole, Size(9_000, 90_000), Size(1_000, 10_000)], whole)
+    1
+    """
+    last = len(sizes) - 1
+    first, rows, total, largest = last, 0, 0, 0
+    for position in range(last, -1, -1):
+        size = sizes[position]
+        if size.rows >= whole.rows or size.bytes >= whole.bytes:
+            break
+        rows, total, largest = rows + size.rows, total + size.bytes, max(largest, size.bytes)
+        if position < last and total >= FAN_IN * largest:
+            first = position
+        if rows >= whole.rows or total >= whole.bytes:
+            return position
+    return first

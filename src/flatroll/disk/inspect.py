@@ -11,14 +11,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.disk import files
-from flatroll.disk.columns import Ragged, Schema
-from flatroll.disk.folder import Folder
-from flatroll.disk.listing import Listing
-from flatroll.disk.loading import ReadOptions, load_version
+from flatroll.disk.folder import Folder, Listing
 from flatroll.disk.manifest import Manifest, read_manifest
-from flatroll.disk.names import DTYPES, column_key
-from flatroll.disk.segments import Segment
-from flatroll.disk.tensor_file import DamagedFileError
+from flatroll.disk.segments import Ragged, Schema, Segment, column_key
+from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
 
@@ -118,7 +114,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     folder = Folder(path)
     if Listing.of(path).is_empty:
         raise ValueError("it holds neither rows nor versions")
-    lines_of_versions, versions, damage = _versions(path, folder.versions(), verify=verify)
+    lines_of_versions, versions, damage = _versions(path, verify=verify)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
@@ -236,17 +232,16 @@ def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _versions(
-    path: Path, numbers: Iterable[int], *, verify: bool
-) -> tuple[list[str], list[Stretch], list[str]]:
+def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], list[str]]:
     """A line for each version, its rows, and what is wrong with them."""
     lines, stretches, damage = [], [], []
-    for number in numbers:
+    folder = Folder(path)
+    for number in folder.versions():
         try:
             manifest = read_manifest(path, number)
             lines.append(_version_line(manifest))
             stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
-            loaded = load_version(path, manifest, ReadOptions(mapped=False, max_bytes=None))
+            loaded = folder.read_version(number)
         except DamagedFileError as error:
             damage.append(f"version {number}: {error}")
             continue

@@ -1,8 +1,9 @@
 """A version of everything, as one small JSON file: which files it has, what their columns are, and its state."""
 
 import json
+import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -10,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flatroll.disk import files
-from flatroll.disk.columns import ColumnSchema, Schema
-from flatroll.disk.names import DTYPES, FORMAT, MOST_ROWS, FileRecord, RowsName, is_state, manifest_name
-from flatroll.disk.tensor_file import MOST_DIMENSIONS, DamagedFileError, opened
+from flatroll.disk.segments import FORMAT, LINE, MOST_ROWS, ColumnSchema, FileRecord, RowsName, Schema
+from flatroll.disk.tensor_file import DTYPES, MOST_DIMENSIONS, DamagedFileError, opened
 
 #: What JSON can say.
 Json: TypeAlias = Any
@@ -22,8 +22,39 @@ KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
 installed = cache(version)  # reading a package's metadata takes longer than writing a manifest
+_STATE = re.compile(rf"state-[0-9]{{12}}\.{LINE}\.state")
+_MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
 _BEFORE_CHECKSUM = b'{"checksum":"'
 _NO_CHECKSUM = "00000000"
+
+
+def state_name(version: int, line: str) -> str:
+    """The name of a version's file of tensors."""
+    return f"state-{version:012d}.{line}.state"
+
+
+def manifest_name(version: int) -> str:
+    """The name of a version's manifest."""
+    return f"manifest-{version:012d}.json"
+
+
+def version_of_manifest(name: str) -> int | None:
+    """The version whose manifest has this name; None if it is no name of a manifest.
+
+    >>> version_of_manifest("manifest-000000000042.json")
+    42
+    """
+    match = _MANIFEST.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_state(name: str) -> bool:
+    """Whether this is the name of a version's file of tensors."""
+    return _STATE.fullmatch(name) is not None
+
+
+class LaterFormatError(ValueError):
+    """A folder was written by a later version of the package."""
 
 
 class Version(NamedTuple):
@@ -94,27 +125,93 @@ class Manifest:
 
 
 def read_manifest(folder: Path, number: int) -> Manifest:
-    """Read and check the manifest of a version.
+    """Read and check the manifest of a version; nothing in it is trusted.
 
     Raises:
         DamagedFileError: it is missing, or not what was written.
         ValueError: it is of a later format, or needs something that is not known here.
     """
-    name = manifest_name(number)
-    with opened(folder, name) as (descriptor, size):
+    with opened(folder, manifest_name(number)) as (descriptor, size):
         if size > MOST_BYTES:
             raise DamagedFileError(f"{size:,} bytes, where {MOST_BYTES:,} are the most")
-        text = bytearray(size)
-        files.read_into(descriptor, 0, text)
-        fields = _decode(bytes(text))
-        _check_readable(folder, fields)
+        memory = bytearray(size)
+        files.read_into(descriptor, 0, memory)
+        text, at = bytes(memory), len(_BEFORE_CHECKSUM)
+        end = at + len(_NO_CHECKSUM)
+        checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
+        if not text.startswith(_BEFORE_CHECKSUM) or text[at:end] != f"{checksum:08x}".encode():
+            raise DamagedFileError("its checksum is wrong")
         try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(f"it is no JSON: {error}") from None
+        if depth(fields) > DEEPEST:
+            raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
+        try:
+            needs = {str(need) for need in fields["needs"]}
+            if fields["format"] != FORMAT or not needs <= KNOWN_NEEDS:
+                wrong = f"needs {', '.join(sorted(needs - KNOWN_NEEDS))}, unknown here"
+                if fields["format"] != FORMAT:
+                    wrong = f"has format {str(fields['format'])[:40]}, known here is {FORMAT}"
+                later = f"install flatroll {str(fields['written_by'])[:40]} or later"
+                raise LaterFormatError(f"{folder} {wrong}: {later} (this is {installed('flatroll')})")
             manifest = _from_fields(fields)
+        except LaterFormatError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedFileError(f"it says nothing sensible: {error}") from None
+            raise DamagedFileError(f"it says nothing sensible: {str(error)[:200]}") from None
         if manifest.version.number != number:
             raise DamagedFileError(f"it is of version {manifest.version.number}")
         return manifest
+
+
+def _from_fields(fields: Mapping[str, Json]) -> Manifest:
+    """The manifest with these fields; ValueError, KeyError or TypeError if they make no sense.
+
+    Names and the line become paths, now or with the next save: they are those that this package gives.
+    """
+    head, end, number = _count(fields["head"]), _count(fields["end"]), _count(fields["version"])
+    line = fields["line"]
+    if not isinstance(line, str) or re.fullmatch(LINE, line) is None:
+        raise ValueError(f"its line is {line!r}")
+    records = [
+        FileRecord(name, _count(size, 2**63), _count(checksum, 2**32))
+        for name, size, checksum in [*fields["rows"], *([] if fields["state"] is None else [fields["state"]])]
+    ]
+    state = None if fields["state"] is None else records.pop()
+    if state is not None and state.name != state_name(number, line):
+        raise ValueError(f"no file of tensors of version {number} of line {line}: {state.name!r}")
+    first = position = None
+    for record in records:
+        name = RowsName.parse(record.name)
+        if name is None or position not in (None, name.first):
+            raise ValueError(f"no file of rows after row {position}: {record.name!r}")
+        first, position = name.first if first is None else first, name.end
+    if end != (head if position is None else position) or not (0 if first is None else first) <= head <= end:
+        raise ValueError(f"rows {head} to {end}, but files to {position}")
+    columns: Schema = {}
+    for column, (dtype, shape, ragged) in fields["columns"].items():
+        if dtype not in DTYPES or len(shape) >= MOST_DIMENSIONS or not isinstance(ragged, bool):
+            raise ValueError(f"column {column!r}: {dtype}, {shape}, {ragged}")
+        columns[column] = ColumnSchema(dtype, tuple(_count(n) for n in shape), ragged)
+    return Manifest(
+        version=Version(number, line),
+        head=head,
+        end=end,
+        rows=tuple(records),
+        state=state,
+        columns=columns,
+        tree=fields["tree"],
+        extra=fields["extra"],
+        needs=tuple(fields["needs"]),
+        written_by=str(fields["written_by"]),
+    )
+
+
+def _count(value: Json, below: int = MOST_ROWS) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{value!r} is no number from 0 to {below - 1}")
+    return value
 
 
 def depth(value: Json) -> int:
@@ -133,87 +230,3 @@ def depth(value: Json) -> int:
                 inner.extend(item or [None])
         level, deepest = inner, deepest + 1
     return deepest
-
-
-def _decode(text: bytes) -> dict[str, Json]:
-    """The fields of a manifest's bytes."""
-    at = len(_BEFORE_CHECKSUM)
-    end = at + len(_NO_CHECKSUM)
-    checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
-    if not text.startswith(_BEFORE_CHECKSUM) or text[at:end] != f"{checksum:08x}".encode():
-        raise DamagedFileError("its checksum is wrong")
-    try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"it is no JSON: {error}") from None
-    if depth(fields) > DEEPEST:
-        raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
-    return dict(fields)
-
-
-def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _check_readable(folder: Path, fields: Mapping[str, Json]) -> None:
-    """ValueError if a later version of the package is needed."""
-    unknown = sorted(set(map(str, fields.get("needs", ()))) - KNOWN_NEEDS)
-    if fields.get("format") == FORMAT and not unknown:
-        return
-    wrong = f"needs {', '.join(unknown)}, unknown here"
-    if fields.get("format") != FORMAT:
-        wrong = f"has format {fields.get('format')!r}, known here is {FORMAT}"
-    later = f"install flatroll {fields.get('written_by')} or later (this is {installed('flatroll')})"
-    raise ValueError(f"{folder} {wrong}: {later}")
-
-
-def _from_fields(fields: Mapping[str, Json]) -> Manifest:
-    """The manifest with these fields; ValueError, KeyError or TypeError if they make no sense."""
-    head, end = _count(fields["head"]), _count(fields["end"])
-    rows = tuple(_record(values) for values in fields["rows"])
-    position: int | None = None
-    for record in rows:
-        name = RowsName.parse(record.name)
-        if name is None or position not in (None, name.first):
-            raise ValueError(f"no file of rows after row {position}: {record.name!r}")
-        position = name.end
-    first = RowsName.parse(rows[0].name) if rows else None
-    if (head, end) != (head, position if rows else head) or (
-        first is not None and not first.first <= head <= end
-    ):
-        raise ValueError(f"rows {head} to {end}, but files to {position}")
-    state = None if fields["state"] is None else _record(fields["state"])
-    if state is not None and not is_state(state.name):
-        raise ValueError(f"no file of tensors: {state.name!r}")
-    return Manifest(
-        version=Version(_count(fields["version"]), str(fields["line"])),
-        head=head,
-        end=end,
-        rows=rows,
-        state=state,
-        columns=_schema(fields["columns"]),
-        tree=fields["tree"],
-        extra=fields["extra"],
-        needs=tuple(fields["needs"]),
-        written_by=str(fields["written_by"]),
-    )
-
-
-def _record(values: Iterable[Json]) -> FileRecord:
-    name, size, checksum = values
-    return FileRecord(str(name), _count(size, 2**63), _count(checksum, 2**32))
-
-
-def _schema(fields: Mapping[str, Json]) -> Schema:
-    columns: Schema = {}
-    for name, (dtype, shape, ragged) in fields.items():
-        if dtype not in DTYPES or len(shape) >= MOST_DIMENSIONS or not isinstance(ragged, bool):
-            raise ValueError(f"column {name!r}: {dtype}, {shape}, {ragged}")
-        columns[name] = ColumnSchema(dtype, tuple(_count(n) for n in shape), ragged)
-    return columns
-
-
-def _count(value: Json, below: int = MOST_ROWS) -> int:
-    if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{value!r} is no number from 0 to {below - 1}")
-    return value

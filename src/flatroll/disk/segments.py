@@ -1,11 +1,14 @@
-"""A segment: an immutable file of rows ``[first, end)``, its columns end to end, read or mapped."""
+"""Rows on disk: their columns, and the immutable files of rows ``[first, end)`` that hold them, read or mapped."""
 
 import errno
 import json
 import mmap
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +17,177 @@ from torch import Tensor
 from typing_extensions import Buffer
 
 from flatroll.disk import files, tensor_file
-from flatroll.disk.columns import Column, ColumnSchema, Ragged, Schema, cut, join
-from flatroll.disk.names import DTYPES, FORMAT, LENGTHS, FileRecord, RowsName, dtype_name
-from flatroll.disk.tensor_file import DamagedFileError, Header, MissingFileError, opened
+from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingFileError, dtype_name, opened
+from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
+#: Of files and folders; a reader refuses others.
+FORMAT = 1
+#: What ends the name of the tensor that says how many values each row of a ragged column has.
+LENGTHS = "#lengths"
+#: Rows are counted below this, since their numbers have 15 digits in names.
+MOST_ROWS = 10**15
+#: The word in names of files by which runs that do not know each other never mix.
+LINE = r"[0-9a-f]{8}"
+_ROWS = re.compile(rf"([0-9]{{15}})-([0-9]{{15}})\.({LINE})-([0-9a-f]{{1,8}})\.rows")
 Ints = npt.NDArray[np.int64]
 #: Why a file gets no second name, but a copy: another disk, one without such names, too many of them, a removed file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.ENOENT)
+
+
+class RowsName(NamedTuple):
+    """The name of a file of rows ``[first, end)``: who wrote it, and which of the writer's files it is.
+
+    >>> str(RowsName(0, 20, "0badcafe", 1))
+    '000000000000000-000000000000020.0badcafe-1.rows'
+    >>> RowsName.parse('000000000000000-000000000000020.0badcafe-1.rows')
+    RowsName(first=0, end=20, line='0badcafe', number=1)
+    """
+
+    first: int
+    end: int
+    line: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.first:015d}-{self.end:015d}.{self.line}-{self.number:x}.rows"
+
+    @classmethod
+    def parse(cls, name: str) -> "RowsName | None":
+        """Read a name; None if it is no name of a file of rows."""
+        match = _ROWS.fullmatch(name)
+        if match is None or int(match[1]) >= int(match[2]):
+            return None
+        return cls(int(match[1]), int(match[2]), match[3], int(match[4], 16))
+
+
+class FileRecord(NamedTuple):
+    """A file that a version names: name, size in bytes, checksum of its header (which has those of its tensors)."""
+
+    name: str
+    size: int
+    checksum: int
+
+
+def column_name(key: NestedKey) -> str:
+    """Write a nested key as one string: its parts joined by ``/``, with ``%``, ``/`` and ``#`` in parts escaped.
+
+    >>> column_name("reward"), column_name(("next", "obs/left"))
+    ('reward', 'next/obs%2Fleft')
+    """
+    parts = [part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") for part in as_tuple(key)]
+    name = "/".join(parts)
+    return "%5F_metadata__" if name == "__metadata__" else name  # safetensors has another use for that name
+
+
+def column_key(name: str) -> NestedKey:
+    """Read what `column_name` wrote.
+
+    >>> column_key("reward"), column_key("next/obs%2Fleft")
+    ('reward', ('next', 'obs/left'))
+    """
+    return plain_key(tuple(unquote(part) for part in name.split("/")))
+
+
+class Ragged(NamedTuple):
+    """A column whose rows have any number of values: text, compressed frames, the frames that a row adds.
+
+    Args:
+        values: ``[M, ...]``, the values of all rows end to end.
+        lengths: int64 ``[N]``, how many each row has; they add up to M. So the columns of two segments are joined by
+            joining both tensors.
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+
+#: A column of N rows: a tensor ``[N, ...]``, or a `Ragged`.
+Column: TypeAlias = Tensor | Ragged
+
+
+class ColumnSchema(NamedTuple):
+    """What a column holds.
+
+    Args:
+        dtype: its name, such as ``"float32"``.
+        shape: of one row's value; of one value if ragged.
+        ragged: whether rows have any number of values.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    ragged: bool = False
+
+    def __str__(self) -> str:
+        return f"{'ragged ' * self.ragged}{self.dtype} {list(self.shape)}"
+
+
+Schema: TypeAlias = dict[str, ColumnSchema]
+
+
+def schema_of(columns: Mapping[str, Column]) -> Schema:
+    """What columns hold; TypeError if a file cannot hold one of their dtypes."""
+    schema: Schema = {}
+    for name, column in columns.items():
+        ragged = isinstance(column, Ragged)
+        values = column.values if isinstance(column, Ragged) else column
+        schema[name] = ColumnSchema(dtype_name(values.dtype), tuple(values.shape[1:]), ragged)
+    return schema
+
+
+def check_columns(columns: Mapping[str, Column]) -> int:
+    """Return the number of rows of columns that fit each other.
+
+    Raises:
+        ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
+        TypeError: a name is no string, or a column no tensor.
+    """
+    counts: dict[str, int | None] = {}
+    for name, column in columns.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names of columns must be strings, got {name!r}: column_name makes one of a key")
+        if name.endswith(LENGTHS) or name in ("", "__metadata__"):
+            raise ValueError(f"a column cannot be called {name!r}: column_name makes a name of any key")
+        rows = column.lengths if isinstance(column, Ragged) else column
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"column {name!r} must be a tensor or Ragged, got {type(column).__name__}")
+        if isinstance(column, Ragged):
+            values = column.values.shape[0] if column.values.dim() else -1
+            if rows.dtype != torch.int64 or rows.dim() != 1 or values < 0:
+                raise ValueError(f"ragged column {name!r} must have values [M, ...] and lengths int64 [N]")
+            if bool((rows < 0).any()) or int(rows.sum()) != values:
+                raise ValueError(f"the lengths of ragged column {name!r} must add up to its {values} values")
+        elif rows.layout is not torch.strided:
+            raise TypeError(f"column {name!r} must be dense, got layout {rows.layout}")
+        counts[name] = rows.shape[0] if rows.dim() else None
+    sizes = set(counts.values())
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"columns must have one number of rows, got {counts}")
+    return sizes.pop() or 0
+
+
+def byte_count(columns: Mapping[str, Column]) -> int:
+    """Number of bytes of the columns."""
+    tensors = [
+        part for column in columns.values() for part in (column if isinstance(column, Ragged) else [column])
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def difference(expected: Schema, got: Schema) -> str:
+    """In words, how columns differ from those that are expected.
+
+    >>> print(difference({"x": ColumnSchema("float32", (3,))}, {"x": ColumnSchema("float64", (3,))}))
+    'x' is float64 [3], expected float32 [3]
+    """
+    missing = [f"{name!r} is missing" for name in expected if name not in got]
+    added = [f"{name!r} is new" for name in got if name not in expected]
+    changed = [
+        f"{name!r} is {got[name]}, expected {column}"
+        for name, column in expected.items()
+        if name in got and got[name] != column
+    ]
+    return ", ".join([*missing, *added, *changed])
 
 
 class Segment:
@@ -130,7 +297,7 @@ class Segment:
         # A writer has removed the file since; the map still has it.
         tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
         for name, tensor in tensors.items():
-            tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
+            tensor_file.check_bytes(name, entries[name], [tensor_file.bytes_of(tensor)])
             if name in targets:
                 targets[name].copy_(tensor)
         return tensors
@@ -199,15 +366,29 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         low, high = max(first, segment.first), min(end, segment.end)
         if low >= high:
             continue
-        whole = segment.rows == high - low
+        begin, stop, whole = low - segment.first, high - segment.first, segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
         for name, column in segment.read(targets if whole else {}).items():
             if isinstance(column, Ragged):
-                pieces[name].append(cut(column, low - segment.first, high - segment.first))
+                ends = column.lengths.cumsum(0)
+                at = int(ends[begin - 1]) if begin else 0
+                pieces[name].append(
+                    Ragged(column.values[at : int(ends[stop - 1])], column.lengths[begin:stop])
+                )
             elif not whole:
-                targets[name].copy_(column[low - segment.first : high - segment.first])
-    ragged = {name: join(parts, schema[name]) for name, parts in pieces.items()}
-    return {name: ragged[name] if name in ragged else plain[name] for name in schema}
+                targets[name].copy_(column[begin:stop])
+    columns: dict[str, Column] = {}
+    for name, column_schema in schema.items():
+        if name in plain:
+            columns[name] = plain[name]
+            continue
+        values = [piece.values for piece in pieces[name]]
+        lengths = [piece.lengths for piece in pieces[name]]
+        columns[name] = Ragged(
+            torch.cat(values or [torch.empty((0, *column_schema.shape), dtype=DTYPES[column_schema.dtype])]),
+            torch.cat(lengths or [torch.empty(0, dtype=torch.int64)]),
+        )
+    return columns
 
 
 def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int]]:

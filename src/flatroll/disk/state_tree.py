@@ -1,13 +1,13 @@
 """Splits a tree of Python values into JSON and plain tensors, and puts it together again, without pickle."""
 
 import base64
-import itertools
 import json
 import math
 import re
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
+
+from flatroll.layout.export import optional_package
 
 _DEEPEST = 64  # levels of nesting, written and read
 _MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a bound of its own
@@ -32,7 +34,7 @@ class DamagedState(ValueError):
 
 def damaged(what: str) -> DamagedState:
     """Return the error for saved data that say ``what`` cannot be."""
-    return DamagedState(f"the saved state is damaged: {what}. Nothing was loaded; use another copy of it")
+    return DamagedState(f"the state is damaged: {what}. Nothing was loaded; use another copy of it")
 
 
 def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
@@ -65,7 +67,7 @@ def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
     TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and \
 dicts, lists and tuples of them
     """
-    packer = _Packer(compress)
+    packer = Packer(compress=compress)
     return packer.value(tree, "state", 0), packer.tensors
 
 
@@ -101,14 +103,43 @@ def from_text(text: str | bytes) -> Any:
         raise damaged(f"its JSON cannot be read ({error})") from None
 
 
-class _Packer:
-    """Turns values into JSON; tensors are collected by name."""
+class Packer:
+    """Packs one value after the other, as the values of one dict: what is no data is refused when it is added.
 
-    def __init__(self, compress: bool) -> None:
+    >>> packer = Packer()
+    >>> packer.add("step", 3), packer.add("weight", torch.ones(1))
+    (None, None)
+    >>> unpack(packer.tree, packer.tensors)
+    {'step': 3, 'weight': tensor([1.])}
+
+    Args:
+        compress: see `pack`.
+
+    Attributes:
+        tensors: of all values, by name.
+    """
+
+    def __init__(self, *, compress: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._compress = compress
         # The tensors given, and their names: one that stands at two places is stored once.
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+        self._pairs: list[Any] = []
+        self._compress, self._codec = compress, "zstd"
+        try:
+            import zstandard
+
+            self._shrink: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=1).compress
+        except ImportError:
+            self._codec, self._shrink = "zlib", partial(zlib.compress, level=1)
+
+    def add(self, name: str, value: Any) -> None:
+        """Pack a value under a name; the errors are those of `pack`."""
+        self._pairs.append([name, self.value(value, f"state[{name!r}]", 1)])
+
+    @property
+    def tree(self) -> Any:
+        """The JSON value of a dict of what was added."""
+        return ["dict", self._pairs]
 
     def value(self, value: Any, path: str, depth: int) -> Any:
         """The JSON form: null, true, integers and strings stand for themselves, anything else is [kind, ...]."""
@@ -126,23 +157,38 @@ class _Packer:
         if kind in (list, tuple):
             return [kind.__name__, [self.value(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]]
         if kind in (dict, OrderedDict):
-            return self._dict(value, path, depth)
+            pairs = []
+            for key, item in value.items():
+                if not _is_key(key):
+                    raise TypeError(f"{path} has the key {key!r}: keys are scalars, or tuples of them")
+                at = f"{path}[{key!r}]"
+                pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
+            if kind is dict:
+                return ["dict", pairs]
+            # What nn.Module.state_dict says of the versions of its modules.
+            metadata = getattr(value, "_metadata", None)
+            return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
         if isinstance(value, (TensorDictBase, NonTensorData)):
             return self._tensordict(value, path, depth)
-        return self._leaf(value, path)
-
-    def _dict(self, value: Any, path: str, depth: int) -> Any:
-        pairs = []
-        for key, item in value.items():
-            if not _is_key(key):
-                raise TypeError(f"{path} has the key {key!r}: keys are scalars, or tuples of them")
-            at = f"{path}[{key!r}]"
-            pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
-        if type(value) is dict:
-            return ["dict", pairs]
-        # What nn.Module.state_dict says of the versions of its modules.
-        metadata = getattr(value, "_metadata", None)
-        return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, torch.Size):
+            return ["size", list(value)]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if kind is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if isinstance(value, (np.ndarray, np.generic)) and kind is not np.void:
+            if value.dtype.hasobject:
+                raise TypeError(f"{path} is an array of Python objects, which is no data")
+            descr = np.lib.format.dtype_to_descr(value.dtype)
+            if isinstance(value, np.generic):
+                return ["number", descr, value.tobytes().hex()]
+            memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
+            return ["array", self._store(torch.from_numpy(memory), False), descr, list(value.shape)]
+        raise _no_data(value, path)
 
     def _tensordict(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, NonTensorData):
@@ -159,67 +205,31 @@ class _Packer:
         ]
         return ["tensordict", list(value.batch_size), pairs]
 
-    def _leaf(self, value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value, path)
-        if isinstance(value, torch.Size):
-            return ["size", list(value)]
-        if isinstance(value, torch.dtype):
-            return ["dtype", str(value).removeprefix("torch.")]
-        if isinstance(value, torch.device):
-            return ["device", str(value)]
-        if type(value) is bytes:
-            return ["bytes", base64.b64encode(value).decode()]
-        if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.void:
-            return self._array(value, path)
-        raise _no_data(value, path)
-
     def _tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             raise TypeError(f"{path} is a {value.layout} tensor on {value.device}: a state holds dense ones")
         plain = value.detach()
         given = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
+        form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
         if given in self._names and plain.numel():
-            name = self._names[given][0]
-            return ["tensor", name, *self._form(name, plain)]
-        flat = (
-            plain.cpu()
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .as_strided((plain.numel(),), (1,))
-        )
+            return ["tensor", self._names[given][0], *form]
+        flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = flat.as_strided((plain.numel(),), (1,))
         words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
-        shared = flat.data_ptr() == plain.data_ptr()
-        name = self._store(words, shared)
+        name = self._store(words, flat.data_ptr() == plain.data_ptr())
         self._names[given] = name, plain  # holds it, so that no other one gets its address
-        return ["tensor", name, *self._form(name, plain)]
-
-    @staticmethod
-    def _form(name: str, plain: Tensor) -> list[Any]:
-        return [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
-
-    def _array(self, value: Any, path: str) -> Any:
-        if value.dtype.hasobject:
-            raise TypeError(f"{path} is an array of Python objects, which is no data")
-        descr, shape = np.lib.format.dtype_to_descr(value.dtype), list(value.shape)
-        if isinstance(value, np.generic):
-            return ["number", descr, value.tobytes().hex()]
-        memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
-        return ["array", self._store(torch.from_numpy(memory), False), descr, shape]
+        return ["tensor", name, *form]
 
     def _store(self, words: Tensor, shared: bool) -> str:
         """Keep a one-dimensional tensor under a new name that says how it is compressed."""
         number = len(self.tensors)
         memory = words.view(torch.uint8).numpy() if words.numel() else np.zeros(0, np.uint8)
         if self._compress and len(memory) >= _WORTH:
-            codec, shrink = _compressor()
             trial = memory[:_TRIAL].tobytes()
-            if len(shrink(trial)) < 0.9 * len(trial):
-                packed = shrink(memory.tobytes())
+            if len(self._shrink(trial)) < 0.9 * len(trial):
+                packed = self._shrink(memory.tobytes())
                 if len(packed) < 0.9 * len(memory):
-                    name = f"{number}.{codec}"
+                    name = f"{number}.{self._codec}"
                     self.tensors[name] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
                     return name
         name = f"{number}.raw"
@@ -231,30 +241,12 @@ class _Unpacker:
     """Puts values together again, and checks all that is said about them first."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-        self._tensors, self._left, self._items = tensors, max_bytes, itertools.count()
-        self._kinds: dict[str, Callable[[list[Any], int], Any]] = {
-            "float": lambda parts, depth: float.fromhex(_one(parts, str)),
-            "list": lambda parts, depth: self._several(parts, depth),
-            "tuple": lambda parts, depth: tuple(self._several(parts, depth)),
-            "dict": lambda parts, depth: self._dict(_one(parts, list), depth, {}),
-            "ordered": self._ordered,
-            "tensordict": self._tensordict,
-            "lazy_stack": self._lazy_stack,
-            "non_tensor": lambda parts, depth: NonTensorData(
-                self.value(parts[1], depth + 1), batch_size=_shape(parts[0])
-            ),
-            "tensor": lambda parts, depth: self._tensor(*parts),
-            "array": lambda parts, depth: self._array(*parts),
-            "number": lambda parts, depth: _number(*parts),
-            "size": lambda parts, depth: _shape(*parts),
-            "dtype": lambda parts, depth: _dtype(*parts),
-            "device": lambda parts, depth: torch.device(_one(parts, str)),
-            "bytes": lambda parts, depth: base64.b64decode(_one(parts, str), validate=True),
-        }
+        self._tensors, self._left, self._items = tensors, max_bytes, 0
 
     def value(self, value: Any, depth: int) -> Any:
         """The value of which ``value`` is the JSON form; ValueError if it is damaged."""
-        if next(self._items) > _MOST_ITEMS:
+        self._items += 1
+        if self._items > _MOST_ITEMS:
             raise damaged(f"its tree has more than {_MOST_ITEMS} values")
         if value is None or type(value) in (bool, int, str):
             return value
@@ -262,61 +254,81 @@ class _Unpacker:
             raise damaged(f"its tree nests more than {_DEEPEST} levels deep")
         if not isinstance(value, list) or not value or not isinstance(value[0], str):
             raise damaged(f"its tree has {str(value)[:40]!r} where a value should stand")
-        make = self._kinds.get(value[0])
-        if make is None:
-            raise damaged(f"its tree has a value of the unknown kind {value[0][:40]!r}")
         try:
-            return make(value[1:], depth)
+            return self._make(value, depth + 1)
         except DamagedState:
             raise
         except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
-            raise damaged(f"its tree has a {value[0]} that is none ({error})") from None
+            raise damaged(f"its tree has a {value[0][:40]} that is none ({error})") from None
 
-    def _several(self, parts: list[Any], depth: int) -> list[Any]:
-        return [self.value(part, depth + 1) for part in _one(parts, list)]
+    def _make(self, value: list[Any], depth: int) -> Any:
+        """The value of ``[kind, ...]``; parts of it are ``depth`` deep."""
+        match value:
+            case ["float", str(text)]:
+                return float.fromhex(text)
+            case ["list", list(parts)]:
+                return [self.value(part, depth) for part in parts]
+            case ["tuple", list(parts)]:
+                return tuple([self.value(part, depth) for part in parts])
+            case ["dict", list(pairs)]:
+                return self._dict(pairs, depth, {})
+            case ["ordered", list(pairs), metadata]:
+                ordered: Any = self._dict(pairs, depth, OrderedDict())
+                if metadata is not None:
+                    ordered._metadata = self.value(metadata, depth)
+                return ordered
+            case ["tensor", name, dtype, shape]:
+                kind, size = _dtype(dtype), _shape(shape)
+                memory = self._memory(name, math.prod(size) * kind.itemsize)
+                return (
+                    torch.from_numpy(memory).view(kind).view(size)
+                    if len(memory)
+                    else torch.empty(size, dtype=kind)
+                )
+            case ["array", name, descr, shape]:
+                array_dtype, size = _numpy_dtype(descr), _shape(shape)
+                return (
+                    self._memory(name, math.prod(size) * array_dtype.itemsize).view(array_dtype).reshape(size)
+                )
+            case ["number", descr, str(text)]:
+                number_dtype, number = _numpy_dtype(descr), bytes.fromhex(text)
+                if len(number) != number_dtype.itemsize:
+                    raise damaged(
+                        f"its tree has a number of {len(number)} bytes, expected {number_dtype.itemsize}"
+                    )
+                return np.frombuffer(number, number_dtype)[0]
+            case ["size", shape]:
+                return _shape(shape)
+            case ["dtype", name]:
+                return _dtype(name)
+            case ["device", str(name)]:
+                return torch.device(name)
+            case ["bytes", str(text)]:
+                return base64.b64decode(text, validate=True)
+            case ["tensordict", shape, list(pairs)]:
+                entries = self._dict(pairs, depth, {})
+                for name, entry in entries.items():
+                    if not isinstance(name, str) or not isinstance(
+                        entry, (Tensor, TensorDictBase, NonTensorData)
+                    ):
+                        raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
+                return TensorDict(entries, _shape(shape))
+            case ["lazy_stack", int(dim), list(parts)]:
+                stacked = [self.value(part, depth) for part in parts]
+                if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):
+                    raise damaged("its tree has a stack of no tensordicts")
+                return LazyStackedTensorDict.lazy_stack(stacked, dim)
+            case ["non_tensor", shape, data]:
+                return NonTensorData(self.value(data, depth), batch_size=_shape(shape))
+        raise ValueError(f"{str(value[1:])[:40]!r}, or an unknown kind")
 
-    def _dict(self, pairs: Any, depth: int, made: Any) -> Any:
-        for pair in pairs:
-            key, item = pair
-            name = self.value(key, depth + 1)
+    def _dict(self, pairs: list[Any], depth: int, made: Any) -> Any:
+        for key, item in pairs:
+            name = self.value(key, depth)
             if not _is_key(name) or name in made:
                 raise damaged(f"its tree has a dict with the key {name!r}, or with this key twice")
-            made[name] = self.value(item, depth + 1)
+            made[name] = self.value(item, depth)
         return made
-
-    def _ordered(self, parts: list[Any], depth: int) -> Any:
-        made = self._dict(_one(parts[:1], list), depth, OrderedDict())
-        metadata = self.value(parts[1], depth + 1)
-        if metadata is not None:
-            made._metadata = metadata
-        return made
-
-    def _tensordict(self, parts: list[Any], depth: int) -> Any:
-        entries = {}
-        for name, item in parts[1]:
-            if not isinstance(name, str):
-                raise damaged(f"its tree has a tensordict with the key {name!r}")
-            entries[name] = self.value(item, depth + 1)
-            if not isinstance(entries[name], (Tensor, TensorDictBase, NonTensorData)):
-                raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entries[name]).__name__}")
-        return TensorDict(entries, _shape(parts[0]))
-
-    def _lazy_stack(self, parts: list[Any], depth: int) -> Any:
-        tds = [self.value(part, depth + 1) for part in parts[1]]
-        if not tds or not all(isinstance(td, TensorDictBase) for td in tds) or type(parts[0]) is not int:
-            raise damaged("its tree has a stack of no tensordicts")
-        return LazyStackedTensorDict.lazy_stack(tds, parts[0])
-
-    def _tensor(self, name: Any, dtype: Any, shape: Any) -> Tensor:
-        kind, size = _dtype(dtype), _shape(shape)
-        memory = self._memory(name, math.prod(size) * kind.itemsize)
-        return (
-            torch.from_numpy(memory).view(kind).view(size) if len(memory) else torch.empty(size, dtype=kind)
-        )
-
-    def _array(self, name: Any, descr: Any, shape: Any) -> Array:
-        dtype, size = _numpy_dtype(descr), _shape(shape)
-        return self._memory(name, math.prod(size) * dtype.itemsize).view(dtype).reshape(size)
 
     def _memory(self, name: Any, size: int) -> Array:
         """The ``size`` bytes of the tensor ``name``, uint8 in memory of their own."""
@@ -346,13 +358,6 @@ def _no_data(value: Any, path: str) -> TypeError:
         f"{path} is a {type(value).__name__}, which is no data: a state holds numbers, strings, tensors, arrays, and "
         "dicts, lists and tuples of them"
     )
-
-
-def _one(parts: list[Any], kind: type) -> Any:
-    """The one value of ``parts``, of this kind."""
-    if len(parts) != 1 or not isinstance(parts[0], kind):
-        raise damaged(f"its tree has {str(parts)[:40]} where one {kind.__name__} should stand")
-    return parts[0]
 
 
 def _shape(sizes: Any) -> torch.Size:
@@ -393,62 +398,27 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _number(descr: Any, text: Any) -> Any:
-    dtype, memory = _numpy_dtype(descr), bytes.fromhex(text)
-    if len(memory) != dtype.itemsize:
-        raise damaged(f"its tree has a number of {len(memory)} bytes, expected {dtype.itemsize}")
-    return np.frombuffer(memory, dtype)[0]
-
-
-def _compressor() -> tuple[str, Callable[[bytes], bytes]]:
-    """Name and function of the compression that is there."""
-    try:
-        import zstandard
-    except ImportError:
-        import zlib
-
-        return "zlib", lambda data: zlib.compress(data, 1)
-    return "zstd", zstandard.ZstdCompressor(level=1).compress
-
-
 def _decompress(codec: str, packed: bytes, size: int) -> Array:
     """The ``size`` bytes that ``packed`` holds; no more than these are ever in memory."""
+    data = b""
     if codec == "zlib":
-        import zlib
-
-        stream = zlib.decompressobj()
         try:
-            data = stream.decompress(packed, size + 1)
+            data = zlib.decompressobj().decompress(packed, size + 1)
         except zlib.error as error:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
-        chunks: Iterable[bytes] = [data]
-    else:
-        if codec != "zstd":
-            raise damaged(f"a tensor is compressed by {codec[:20]!r}")
-        zstandard = _zstandard()
-        reader = zstandard.ZstdDecompressor().stream_reader(packed)
+    elif codec == "zstd":
+        zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
+        reader, pieces, total = zstandard.ZstdDecompressor().stream_reader(packed), list[bytes](), 0
         try:
             # Piece by piece: what a damaged file claims is not taken before it is there.
-            chunks = iter(lambda: reader.read(2**20), b"")
-            pieces, total = [], 0
-            for chunk in chunks:
-                total += len(chunk)
-                if total > size:
-                    break
-                pieces.append(chunk)
+            while total <= size and (piece := reader.read(2**20)):
+                pieces.append(piece)
+                total += len(piece)
         except zstandard.ZstdError as error:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
-        data = b"".join(pieces) if total <= size else b""
+        data = b"".join(pieces)
+    else:
+        raise damaged(f"a tensor is compressed by {codec[:20]!r}")
     if len(data) != size:
         raise damaged(f"a compressed tensor does not have the {size} bytes that it should")
     return np.frombuffer(bytearray(data), np.uint8)
-
-
-def _zstandard() -> ModuleType:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            'this state is compressed with zstd, which needs zstandard: pip install "flatroll[zstd]"'
-        ) from error
-    return zstandard

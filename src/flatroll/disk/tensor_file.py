@@ -12,26 +12,55 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Buffer
 
-from flatroll.disk import checksums, files
-from flatroll.disk.checksums import Checksum
-from flatroll.disk.names import BY_STORED, DECLARED, DTYPES, STORED, dtype_name, stored_as
+from flatroll.disk import files
 
+#: What the format calls a dtype. What is missing here is stored as one of these, and declared in the metadata.
+STORED = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+#: Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
+DECLARED = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+}
+#: Dtypes by that name.
+BY_STORED = {name: dtype for dtype, name in STORED.items()}
+#: All of them by torch's name, such as ``"float32"``.
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*STORED, *DECLARED)}
+#: Bytes from which on a tensor has XXH64 as its checksum, which is several times as fast and needs compiled code.
+LARGE = 1 << 18
+CHECKSUMS = ("crc32", "xxh64")
 MOST_HEADER = 16 << 20  # bytes of a header
 MOST_DIMENSIONS = 32
 _LENGTH = 8  # bytes before the header: its length
-_AT_ONCE = (
-    1 << 20
-)  # bytes that are read before their checksum is taken: they are still in the processor's cache
+# Bytes that are read before their checksum is taken: they are still in the processor's cache.
+_AT_ONCE = 1 << 20
 _ALIGNED = 64  # the tensors' bytes begin at a multiple of this
 # The header begins with these bytes, and then come the 8 hexadecimal digits of its own crc32 (taken with zeros there).
 _BEFORE_CHECKSUM = b'{"__metadata__":{"checksum":"'
@@ -44,6 +73,27 @@ class DamagedFileError(ValueError):
 
 class MissingFileError(DamagedFileError):
     """A file that must be there is gone: somebody removed it, or the writer did since its name was read."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``"float32"``; TypeError if files cannot hold it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"cannot store {dtype}; what can be stored: {', '.join(DTYPES)}")
+    return name
+
+
+def stored_as(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a file holds another."""
+    dtype_name(dtype)
+    return DECLARED.get(dtype, dtype)
+
+
+class Checksum(NamedTuple):
+    """A checksum: its kind, ``"crc32"`` or ``"xxh64"``, and the number."""
+
+    kind: str
+    value: int
 
 
 @dataclass(frozen=True)
@@ -104,41 +154,61 @@ def encode(
     >>> header.entries["x"].shape, header.size == sum(memoryview(chunk).nbytes for chunk in chunks)
     ((3, 3), True)
     """
-    order = sorted(tensors, key=lambda name: (-stored_as(tensors[name][0].dtype).itemsize, name))
     data: list[Buffer] = []
-    table: dict[str, Any] = {}
+    table: dict[str, dict[str, Any]] = {}
+    found: dict[str, Entry] = {}  # by places after the header, whose length is not known yet
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
-    for name in order:
+    stored = {name: stored_as(pieces[0].dtype) for name, pieces in tensors.items()}
+    for _, name in sorted((-dtype.itemsize, name) for name, dtype in stored.items()):
         pieces = tensors[name]
         dtype, shape = pieces[0].dtype, tuple(pieces[0].shape)
-        views = [bytes_of(piece) for piece in pieces]
-        begin, position = position, position + sum(map(len, views))
-        running = checksums.begin(position - begin)
-        for view in views:
-            running.update(view)
-        data.extend(views)
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
+        views = [bytes_of(piece) for piece in pieces]
+        data.extend(views)
+        size = sum(map(len, views))
+        checksum = checksum_of("xxh64" if size >= LARGE else "crc32", views)
         if dtype in DECLARED:
             declared[name] = dtype_name(dtype)
-        stored_shape = [*shape, 2] if dtype.is_complex else list(shape)
         table[name] = {
-            "dtype": STORED[stored_as(dtype)],
-            "shape": stored_shape,
-            "data_offsets": [begin, position],
+            "dtype": STORED[stored[name]],
+            "shape": [*shape, 2] if dtype.is_complex else list(shape),
+            "data_offsets": [position, position + size],
         }
-        sums.setdefault(running.kind, {})[name] = f"{running.value:08x}"
+        found[name] = Entry(dtype, shape, position, size, checksum)
+        sums.setdefault(checksum.kind, {})[name] = f"{checksum.value:08x}"
+        position += size
     own = {"checksum": _NO_CHECKSUM, "dtypes": json.dumps(declared)}
     own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
-    header_checksum = zlib.crc32(text)
-    at = len(_BEFORE_CHECKSUM)
-    text = text[:at] + f"{header_checksum:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
-    first = _LENGTH + len(text)
-    return _parse(text, first + position), [len(text).to_bytes(_LENGTH, "little") + text, *data]
+    crc, at, first = zlib.crc32(text), len(_BEFORE_CHECKSUM), _LENGTH + len(text)
+    text = text[:at] + f"{crc:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
+    entries = {name: replace(entry, begin=first + entry.begin) for name, entry in found.items()}
+    header = Header(entries, dict(metadata), crc, first + position)
+    return header, [len(text).to_bytes(_LENGTH, "little") + text, *data]
+
+
+def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
+    """The checksum of bytes that come piece by piece.
+
+    >>> checksum_of("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
+    True
+    """
+    if kind == "crc32":
+        value = 0
+        for piece in pieces:
+            value = zlib.crc32(piece, value)
+        return Checksum(kind, value)
+    from flatroll.kernels.rows.checksum import absorb, digest, new_state  # numba
+
+    state = new_state()
+    for piece in pieces:
+        if len(piece):
+            absorb(state, np.frombuffer(piece, np.uint8).ctypes.data, len(piece))
+    return Checksum(kind, int(digest(state)))
 
 
 @contextmanager
@@ -180,7 +250,7 @@ def read_header(descriptor: int, size: int) -> Header:
             raise DamagedFileError(f"a header of {count} bytes in a file of {size}")
         text = bytearray(count)
         files.read_into(descriptor, _LENGTH, text)
-        return _parse(bytes(text), size)
+        return parse_header(bytes(text), size)
     except EOFError as error:
         raise DamagedFileError(str(error)) from None
 
@@ -194,13 +264,14 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
     tensor = torch.empty(entry.shape, dtype=entry.dtype) if out is None else out
     view = bytes_of(tensor)
 
-    def read(at: int) -> memoryview:
-        piece = view[at : at + _AT_ONCE]
-        files.read_into(descriptor, entry.begin + at, piece)
-        return piece
+    def pieces() -> Iterator[memoryview]:
+        for at in range(0, len(view), _AT_ONCE):
+            piece = view[at : at + _AT_ONCE]
+            files.read_into(descriptor, entry.begin + at, piece)
+            yield piece
 
     try:
-        _check(name, entry, map(read, range(0, len(view), _AT_ONCE)))
+        check_bytes(name, entry, pieces())
     except EOFError as error:
         raise DamagedFileError(f"{name}: {error}") from None
     return tensor
@@ -225,19 +296,18 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
     return data, {name: _tensor(data, entry) for name, entry in header.entries.items()}
 
 
-def check_bytes(name: str, entry: Entry, view: memoryview) -> None:
-    """Raise DamagedFileError if these are not the bytes of a tensor."""
-    _check(name, entry, [view])
+def check_bytes(name: str, entry: Entry, pieces: Iterable[memoryview]) -> None:
+    """Raise DamagedFileError if these are not the bytes of a tensor, piece by piece."""
+    largest = 0
 
+    def noted() -> Iterator[memoryview]:
+        nonlocal largest
+        for piece in pieces:
+            yield piece
+            if entry.dtype == torch.bool and len(piece):
+                largest = max(largest, int(np.frombuffer(piece, np.uint8).max()))
 
-def _check(name: str, entry: Entry, pieces: Iterable[memoryview]) -> None:
-    """`check_bytes` of the bytes piece by piece."""
-    running, largest = checksums.KINDS[entry.checksum.kind](), 0
-    for piece in pieces:
-        running.update(piece)
-        if entry.dtype == torch.bool and len(piece):
-            largest = max(largest, int(np.frombuffer(piece, np.uint8).max()))
-    if running.checksum != entry.checksum:
+    if checksum_of(entry.checksum.kind, noted()) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
     if largest > 1:
@@ -261,7 +331,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _parse(text: bytes, size: int) -> Header:
+def parse_header(text: bytes, size: int) -> Header:
     """The header of a file of ``size`` bytes, after all that it says was checked."""
     at = len(_BEFORE_CHECKSUM)
     end = at + len(_NO_CHECKSUM)
@@ -275,7 +345,7 @@ def _parse(text: bytes, size: int) -> Header:
         metadata = table.pop("__metadata__")
         sums = {
             name: Checksum(kind, int(value, 16))
-            for kind in checksums.KINDS
+            for kind in CHECKSUMS
             for name, value in json.loads(metadata.pop(kind, "{}")).items()
         }
         declared = json.loads(metadata.pop("dtypes"))

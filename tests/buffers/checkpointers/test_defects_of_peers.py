@@ -23,9 +23,8 @@ from flatroll.buffers import (
     SliceSampler,
     TensorStorageCheckpointer,
 )
-from flatroll.buffers.checkpointers.row_log import RowLog
+from flatroll.buffers.checkpointers.saving import RowCopy
 from flatroll.disk import files
-from flatroll.disk.checkpoint import SaveOptions
 from flatroll.rollouts import Collector
 from flatroll.wrappers import StepCounter
 
@@ -277,17 +276,26 @@ def test_new_rows_have_the_highest_priority_that_was_ever_given(tmp_path: Path) 
     assert torch.equal(before, after) and after[45] > 10 * after[0]
 
 
-def test_rows_edited_while_files_are_written_are_in_the_next_save(tmp_path: Path) -> None:
+def test_rows_edited_while_files_are_written_are_in_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer, other = made(TensorStorageCheckpointer), made(TensorStorageCheckpointer)
     buffer.extend(rows_of(0, 40))
     buffer.dumps(tmp_path)
     buffer[3] = buffer[20]
 
-    def others() -> dict[str, Any]:  # called when the writers may go on
-        buffer[5] = buffer[20]
-        return {}
+    publish, edited = files.publish, list[int]()
 
-    buffer.save_version(tmp_path, others, SaveOptions())
+    def edit_first(*args: Any, **options: Any) -> None:
+        if not edited:
+            edited.append(5)
+            buffer[5] = buffer[20]  # all is copied, and the writers may go on
+        publish(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "publish", edit_first)
+        buffer.dumps(tmp_path)
+    assert edited
     buffer.dumps(tmp_path)
     other.loads(tmp_path)
     assert equal(other[:], buffer[:]) and equal(other[5], buffer[20])
@@ -297,16 +305,16 @@ def test_the_first_rows_may_come_while_an_empty_buffer_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, other = made(TensorStorageCheckpointer), made(TensorStorageCheckpointer)
-    copy_ahead = RowLog._copy_ahead
+    begin = RowCopy.begin
     thread = threading.Thread(target=buffer.extend, args=(rows_of(0, 20),))
 
     def beside(*arguments: Any) -> None:
         thread.start()
         thread.join(0.2)  # it waits for the save
-        copy_ahead(*arguments)
+        begin(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowLog, "_copy_ahead", beside)
+        patch.setattr(RowCopy, "begin", beside)
         buffer.dumps(tmp_path)
     thread.join()
     other.loads(tmp_path)

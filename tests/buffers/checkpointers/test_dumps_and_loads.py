@@ -362,7 +362,7 @@ def test_many_edits_are_remembered_as_one(tmp_path: Path) -> None:
     buffer.dumps(tmp_path)
     for i in range(1010):
         buffer[i % 30] = TensorDict({"row": torch.tensor(i)}, [])
-    assert len(buffer._saves.log(tmp_path)._edited) < 20
+    assert len(buffer.saves.of(tmp_path).edits) < 20
     buffer.dumps(tmp_path)
     other.loads(tmp_path)
     assert same(other[:], buffer[:])
@@ -481,7 +481,7 @@ def test_a_save_on_a_thread_does_not_stop_the_writer(tmp_path: Path) -> None:
         for _ in range(4):
             buffer.dumps(tmp_path, wait=False, sync=False)
             other = made(LazyTensorStorage(3000), SliceSampler(slice_len=4))
-            buffer._saves.join()
+            buffer.saves.join()
             other.loads(tmp_path)
             rows = other[:]
             assert same(rows["next", "reward"][:, 0], rows["row"].float())

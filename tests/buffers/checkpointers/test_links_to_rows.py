@@ -356,7 +356,7 @@ def test_a_thread_saves_while_another_writes(tmp_path: Path) -> None:
     try:
         for _ in range(6):
             buffer.dumps(tmp_path / "saved", wait=False, sync=False)
-            buffer._saves.join()
+            buffer.saves.join()
             other.loads(tmp_path / "saved")
             rows = rows_in(other)
             assert rows == list(range(rows[0], rows[0] + len(rows))) and len(rows) > 30

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from flatroll.buffers.checkpointers import base
-from flatroll.buffers.checkpointers.base import Span, TensorStorageCheckpointer
+from flatroll.buffers.checkpointers import rows as copying
+from flatroll.buffers.checkpointers.rows import Span, TensorStorageCheckpointer
 from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
 
 
@@ -41,7 +41,7 @@ def test_a_new_storage_takes_over_what_was_read(tmp_path: Path, monkeypatch: pyt
         made.append(host_memory(*args))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(base, "host_memory", noted)
+    monkeypatch.setattr(copying, "host_memory", noted)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.loads(tmp_path)
     columns: dict[str, Any] = buffer.storage.columns  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_slots_of_no_file_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     def used(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full((rows, *shape), 7, dtype=dtype)
 
-    monkeypatch.setattr(base, "host_memory", used)
+    monkeypatch.setattr(copying, "host_memory", used)
     storage = LazyTensorStorage(6)
     buffer = ReplayBuffer(storage=storage)
     buffer.extend(TensorDict({"x": torch.arange(6.0), "y": torch.arange(6).to(torch.uint16)}, [6]))

@@ -17,7 +17,7 @@ from flatroll.buffers import ReplayBuffer
 from flatroll.datasets import TrajectoryReplayBuffer
 from flatroll.datasets.trajectories.rows import LANE, check_marks, rows_of
 from flatroll.disk import Folder
-from flatroll.disk.names import RowsName
+from flatroll.disk.segments import RowsName
 
 T, B = 4, 3
 

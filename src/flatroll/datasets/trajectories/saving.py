@@ -18,7 +18,7 @@ from flatroll.datasets.trajectories.sources import (
     rank_versions,
 )
 from flatroll.disk import Folder, Version, column_name, files
-from flatroll.disk.names import manifest_name
+from flatroll.disk.manifest import manifest_name
 
 
 class RankSave:

@@ -306,15 +306,20 @@ def test_a_closed_folder_is_free_though_a_child_is_alive(tmp_path: Path) -> None
     """A process that was forked meanwhile has a copy of the lock's descriptor."""
     buffer = make(tmp_path)
     buffer.extend(rows_of(0, 5))
-    lock = log_of(buffer).folder._lock
-    assert lock is not None
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor])
+    places = {int(name): f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")}
+    locks = [number for number, place in places.items() if os.path.realpath(place) == str(tmp_path / "lock")]
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=locks)
     with child:
+        assert len(locks) == 1
         buffer.storage.close()  # type: ignore[attr-defined]
         other = make(tmp_path)
-        own = log_of(other).folder._lock
-        assert own is not None
-        own._replace(descriptor=os.dup(own.descriptor), process=-1).release()  # as a child does
+        forked = os.fork()
+        if not forked:
+            try:
+                log_of(other).folder.close()  # of its copy of the descriptor
+            finally:
+                os._exit(0)
+        os.waitpid(forked, 0)
         with pytest.raises(BlockingIOError):
             make(tmp_path)
     check(other, range(5))

@@ -1,7 +1,8 @@
-"""Checkpointers: they turn rows of a storage into tensors for files, and such tensors into a storage's state."""
+"""Checkpointers that copy rows: they turn rows of a storage into columns of files, and such columns into a state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,18 +12,41 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import Column, Part, host_memory, put_rows, scatter
+from flatroll.buffers.checkpointers.saving import (
+    RowCopy,
+    RowWriter,
+    SavedFolder,
+    open_folder,
+    rows_of_a_segment,
+)
+from flatroll.buffers.columns.column import (
+    Column,
+    Part,
+    check_values,
+    differ,
+    host_memory,
+    put_rows,
+    scatter,
+)
+from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
-from flatroll.buffers.index.top_k_ring import RankedRing
-from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
-from flatroll.disk.columns import Column as FileColumn
-from flatroll.disk.state_tree import from_text, pack, to_text, unpack
-from flatroll.layout.keys import NestedKey
+from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.buffers.storages.disk.storage import DiskStorage
+from flatroll.buffers.storages.item_kinds import structure_from_plain
+from flatroll.disk import Folder, LoadedVersion, Ragged, column_key, column_name
+from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk.segments import Column as FileColumn
+from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
+from flatroll.layout.boundaries import run_starts
+from flatroll.layout.keys import NestedKey, next_key, plain_key
+from flatroll.layout.tensordict_seam import nest
 
 T = TypeVar("T")
 #: The checkpointers whose columns have these parts, which others do not read.
 _WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
+_STARTS = "#starts"  # bool per row: a run begins here
+_AFTER = "#after"  # next values that are not those of the row after
 #: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
 Hook: TypeAlias = Callable[..., Any]
 
@@ -60,8 +84,8 @@ class StorageCheckpointerBase(ABC):
     """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
 
     ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
-    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`.
-    The same kind reads what was written.
+    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`,
+    which links files and copies no rows. The same kind reads what was written.
     Subclasses implement :meth:`dump` and :meth:`restore`.
     """
 
@@ -131,7 +155,7 @@ class StorageCheckpointerBase(ABC):
             given = self.given_from(storage, tables, segment.read({}))
             for hook in self._load_hooks:
                 given = hook(given)
-            dumped = self.dump_given(tables.get("structure"), given, len(slots))
+            dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, len(slots))
             changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
         return self.restore(storage, tables, changed, rows)
 
@@ -150,9 +174,24 @@ class StorageCheckpointerBase(ABC):
         """Return the rows of which :meth:`dump_given` made ``tensors``."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def check_path(self, storage: Any, path: Path) -> None:
-        """Raise ValueError if rows of ``storage`` cannot be saved to the folder ``path``, or come from there."""
-        return
+    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
+        """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
+        return open_folder(saved, options, ring, segment_rows)
+
+    def save(self, storage: Any, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
+        """Return a save of the rows that ``ring`` counts."""
+        segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
+        writer = self.open(saved, options, ring, segment_rows)
+        return RowCopy(
+            saved, writer, lambda slots: self.dump_rows(storage, slots, saved.path), ring, segment_rows
+        )
+
+    def load_with(
+        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+    ) -> tuple[T, Folder | None]:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
+        that knows this version, if it is one."""
+        return load_from(path, use, number, strict)
 
     def restore_version(
         self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
@@ -160,24 +199,9 @@ class StorageCheckpointerBase(ABC):
         """Return what :meth:`restore_rows` gives of a version whose rows ``ring`` counts."""
         return self.restore_rows(storage, tables, spans(ring, version), ring.used)
 
-    def open_to_save(
-        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
-    ) -> Any:
-        """Return a writer of the folder ``path`` that goes on from the version ``resume``, or, if ``anew``, puts
-        other rows of ``storage`` in its place."""
-        folder = Folder(path, write=True, log=False, resume=resume, **options)
-        if folder.version is None or not anew:
-            return folder
-        folder.close()
-        return Folder(path, write=True, log=False, **{**options, "overwrite": True})
-
-    def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
-        """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
-            )
-        return Folder(path).load_with(use, number, strict=strict)
+    def versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return Folder(path).versions() if path.is_dir() else []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -197,12 +221,12 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def check(self, storage: Any) -> None:
-        if not hasattr(storage, "columns_like"):
+        if not isinstance(storage, ColumnStorage):
             raise TypeError(
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
                 "ListStorageCheckpointer"
             )
-        if hasattr(storage, "linkable"):
+        if isinstance(storage, DiskStorage):
             raise TypeError(
                 f"{type(self).__name__} copies rows, those of a {type(storage).__name__} are files already: use "
                 "DiskStorageCheckpointer, its default"
@@ -300,7 +324,10 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     @override
     def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
-        return tables["structure"].build(columns, torch.Size({len(values) for values in columns.values()}))
+        structure = structure_from_plain(tables["structure"])
+        if structure is None:
+            raise damaged("its rows are of no known kind")
+        return structure.build(columns, torch.Size({len(values) for values in columns.values()}))
 
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
@@ -312,7 +339,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def check(self, storage: Any) -> None:
-        if hasattr(storage, "columns_like"):
+        if isinstance(storage, ColumnStorage):
             raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
 
     @override
@@ -359,12 +386,123 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         ]
 
 
+class FlatStorageCheckpointer(TensorStorageCheckpointer):
+    """Writes a next observation only where it is not, bit by bit, the observation of the row after it.
+
+    So rows in the TED format take little more than half of the space. Nothing is assumed of them: observations that are
+    not the shift of each other, as n-step ones, are written in full, and what comes back is bit-equal. All entries are
+    written, markers at the root too.
+
+    Args:
+        done_keys, reward_keys: entries that must be among the rows, as torchrl's scripts name them; default none.
+
+    >>> import tempfile
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=FlatStorageCheckpointer())
+    >>> rows = torch.arange(4.0)
+    >>> at = buffer.extend(TensorDict({"observation": rows[:3], "next": {"observation": rows[1:]}}, [3]))
+    >>> dumped = buffer.storage.checkpointer.dump(buffer.storage, torch.arange(3))
+    >>> dumped["next/observation#after"].values
+    tensor([3.])
+    """
+
+    def __init__(
+        self,
+        done_keys: Iterable[NestedKey] | None = None,
+        reward_keys: Iterable[NestedKey] | None = None,
+    ) -> None:
+        super().__init__()
+        self.done_keys, self.reward_keys = (
+            [plain_key(key) for key in keys or ()] for keys in (done_keys, reward_keys)
+        )
+
+    @override
+    def check(self, storage: Any) -> None:
+        super().check(storage)
+        for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
+            for key in keys:
+                if storage.columns and key not in storage.columns and next_key(key) not in storage.columns:
+                    present = sorted(map(repr, storage.columns))
+                    raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        dumped = super().dump(storage, slots)
+        for key in storage.columns:
+            name, later = column_name(key), column_name(next_key(key))
+            now, after = dumped.get(name), dumped.get(later)
+            if not isinstance(now, Tensor) or not isinstance(after, Tensor) or now.dtype is not after.dtype:
+                continue
+            if now.shape != after.shape or not len(now):
+                continue
+            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row's always
+            kept[:-1] = differ(after[:-1], now[1:])
+            del dumped[later]
+            dumped[later + _AFTER] = Ragged(after[kept], kept.long())
+        return dumped
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        return super().restore(
+            storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
+        )
+
+
+class NestedStorageCheckpointer(FlatStorageCheckpointer):
+    """A `FlatStorageCheckpointer` that also writes where trajectories begin: the column ``#starts``, bool per row.
+
+    A reader of the files finds the trajectories by it, as `layout.run_starts` does; each file begins one. Loading does
+    not need it.
+
+    Args:
+        done_keys, reward_keys: see `FlatStorageCheckpointer`.
+    """
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        names = BoundaryKeys()
+        markers = [names.is_init, names.done, names.traj, "episode"]
+        columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
+        if not columns:
+            raise KeyError(
+                f"{type(self).__name__} needs rows with a marker of trajectories, one of {markers}: use "
+                "FlatStorageCheckpointer"
+            )
+        batch = nest(columns, *slots.shape)
+        keys = BoundaryKeys.probe(batch)
+        starts = run_starts(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        return {**super().dump(storage, slots), _STARTS: starts}
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        kept = (Span(slots, partial(_without_starts, read)) for slots, read in spans)
+        return super().restore(storage, tables, kept, rows)
+
+
+def load_from(
+    path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+) -> tuple[T, Folder]:
+    """Return ``use(version)`` of the newest version in a folder that is whole, or of the one of this number, and the
+    folder that knows this version."""
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
+        )
+    folder = Folder(path)
+    return folder.load_with(use, number, strict=strict), folder
+
+
 def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
     """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
 
     ValueError if the version has others.
     """
-    head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
+    head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
     for segment in version.segments:
         if segment.rows > ring.capacity:
@@ -379,13 +517,14 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
 def _to_bytes(item: Any, number: int) -> bytes:
     """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
-        value, tensors = pack(item)
+        packer = Packer()
+        value = packer.value(item, "state", 0)
     except TypeError as error:
         raise TypeError(
             f"item {number}: {error}. ListStorage keeps any object in memory, and these on disk"
         ) from None
     text = to_text(value).encode()
-    return len(text).to_bytes(8, "little") + text + save(tensors)
+    return len(text).to_bytes(8, "little") + text + save(packer.tensors)
 
 
 def _from_bytes(memory: bytes) -> Any:
@@ -404,3 +543,28 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
         torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
     )
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+
+
+def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+    """The columns of a span but for where runs begin."""
+    return {name: values for name, values in read(targets).items() if name != _STARTS}
+
+
+def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+    """The columns of a span with all next values."""
+    tensors = read(targets)
+    filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
+    for name, kept in tensors.items():
+        if not name.endswith(_AFTER):
+            continue
+        later = name.removesuffix(_AFTER)
+        now = tensors.get(later.partition("/")[2])
+        if not isinstance(kept, Ragged) or not isinstance(now, Tensor):
+            raise damaged(f"its rows lack what the entry {later!r} is the next value of")
+        check_values("next values", kept.values, now.dtype, now.shape[1:])
+        if bool((kept.lengths > 1).any()) or (len(now) and int(kept.lengths[-1]) != 1):
+            raise damaged(f"the next values of {later!r} are not one a row, or lack the last")
+        after = now.roll(-1, 0)
+        put_rows(after, kept.lengths.nonzero().squeeze(1), kept.values)
+        filled[later] = after
+    return filled
