@@ -24,7 +24,7 @@ def over_actors(
     for name, other in (("num_workers", "num_collectors"), ("slots", "max_in_flight")):
         if name in arguments:
             arguments[other] = arguments.pop(name)
-    return RayCollector(create_env_fn, policy, calls=ProcessRay(nursery), **arguments)
+    return RayCollector(create_env_fn, policy, calls=ProcessRay(nursery), **{"sync": True, **arguments})
 
 
 @pytest.fixture(params=["processes"])
