@@ -21,7 +21,7 @@ from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
-from flatroll.buffers.storages.item_kinds import leaves, nest
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
 from flatroll.buffers.writers import Writer, check_tensordicts, has_priorities
@@ -32,6 +32,7 @@ from flatroll.disk.state_tree import Packer, damaged
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
+from flatroll.layout.tensordict_seam import nest
 
 #: The entry of samples that says which member of the ensemble a row is from.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
@@ -251,7 +252,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
         return join(parts) if tensordicts else pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
-    made = nest(joined, torch.Size([*rows, *first.batch_size[1:]]))
+    made = nest(joined, *rows, *first.batch_size[1:])
     return made if first.device is None else made.to(first.device)
 
 

@@ -12,7 +12,6 @@ What the functions share:
 """
 
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from flatroll.kernels.scan import (
     segmented_scan,
     vtrace_scan,
 )
+from flatroll.layout import checks
 
 
 def generalized_advantage_estimate(
@@ -352,7 +352,9 @@ class TimeColumns:
         self.shape, self.dtype, dims = reward.shape, reward.dtype, reward.ndim
         if any(x.shape != self.shape for x in values.values()):
             shapes = [tuple(x.shape) for x in (*values.values(), reward)]
-            raise ValueError(f"{_listed([*values, 'reward'])} must have one shape, got {_listed(shapes)}")
+            raise ValueError(
+                f"{join_words([*values, 'reward'])} must have one shape, got {join_words(shapes)}"
+            )
         for x in values.values():
             self.dtype = torch.promote_types(self.dtype, x.dtype)
         if dims < 1 or not -dims <= (0 if dims == 1 else time_dim) < dims:
@@ -434,14 +436,10 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
 
 def unit_interval(name: str, number: float | Tensor) -> float:
     """Return ``number`` as a float; ValueError unless it lies in [0, 1]."""
-    if not isinstance(number, float | int | Tensor | Real):
-        raise TypeError(f"{name} must be a number or a tensor, got {number!r}")
-    if not 0.0 <= float(number) <= 1.0:
-        raise ValueError(f"{name} must lie in [0, 1], got {number}")
-    return float(number)
+    return float(checks.number(name, number, least=0, most=1))
 
 
-def _listed(items: Sequence[object]) -> str:
+def join_words(items: Sequence[object]) -> str:
     """``a, b and c``."""
     *first, last = map(str, items)
     return f"{', '.join(first)} and {last}" if first else last
@@ -526,6 +524,5 @@ def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, in_place: b
         if read and not bool((threshold >= 0.0).all()):
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
-    if not threshold >= 0.0:
-        raise ValueError(f"{name} must be at least 0, got {threshold}")
+    checks.number(name, threshold, least=0)
     return ratio.clamp_(max=threshold) if in_place else ratio.clamp(max=threshold)

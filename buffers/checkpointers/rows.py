@@ -33,13 +33,14 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
-from flatroll.buffers.storages.item_kinds import nest, structure_from_plain
+from flatroll.buffers.storages.item_kinds import structure_from_plain
 from flatroll.disk import Folder, LoadedVersion, Ragged, column_key, column_name
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
+from flatroll.layout.tensordict_seam import nest
 
 T = TypeVar("T")
 #: The checkpointers whose columns have these parts, which others do not read.
@@ -470,7 +471,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
                 f"{type(self).__name__} needs rows with a marker of trajectories, one of {markers}: use "
                 "FlatStorageCheckpointer"
             )
-        batch = nest(columns, slots.shape)
+        batch = nest(columns, *slots.shape)
         keys = BoundaryKeys.probe(batch)
         starts = run_starts(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         return {**super().dump(storage, slots), _STARTS: starts}

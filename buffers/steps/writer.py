@@ -18,7 +18,7 @@ from flatroll.buffers.steps.staging import StagedColumn, entries, window_of
 from flatroll.buffers.steps.stored import StepCopies, StepPositions
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.continuity import compared_keys
-from flatroll.buffers.storages.item_kinds import leaves, nest
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.transforms.transform import (
     apply,
     changes_stored,
@@ -37,6 +37,7 @@ from flatroll.layout.keys import (
     as_tuple,
     plain_key,
 )
+from flatroll.layout.tensordict_seam import nest
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -186,7 +187,7 @@ class StepWriter:
             # What does not go with the rows that are stored is an error now, not when the window is full.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer.write_lock:
-                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer.markers)
+                storage.prepare(nest(blank, self.num_envs), None, self.buffer.markers)
         self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
 
     def _mark(self, stop: int) -> None:
@@ -203,7 +204,7 @@ class StepWriter:
             return
         self._mark(count)
         columns = {key: column.window(count) for key, column in self._staged.items()}
-        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
+        slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows go on waiting
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
@@ -366,7 +367,7 @@ class StepWriter:
         chosen = self._choose(places)
         read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
         values = read_others(transforms, values, ahead, chosen, self._take, read)
-        data: Any = nest(values, places.shape)
+        data: Any = nest(values, *places.shape)
         for transform in transforms:
             data = apply(transform, data, partial(row_ends, places, self.num_envs))
         result: TensorDict = data

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -108,7 +108,7 @@ class TensorDicts(Structure):
 
     @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        return nest(columns, torch.Size([*shape, *self.inner]))
+        return tensordict_seam.nest(columns, *shape, *self.inner)
 
 
 class Tensors(Structure):
@@ -325,15 +325,6 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
                 "ListStorage takes anything"
             )
     return columns
-
-
-def nest(columns: Columns, shape: torch.Size, device: torch.device | None = None) -> TensorDict:
-    """Build a tensordict of batch size ``shape`` from columns with nested keys.
-
-    >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, torch.Size([2]))["next", "a"]
-    tensor([1., 1.])
-    """
-    return tensordict_seam.nest(columns, *shape, device=device)
 
 
 def entry(batch: object, names: tuple[Any, ...]) -> Any:

@@ -16,11 +16,12 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import Structure, leaves, nest, one_row
+from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
 from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
+from flatroll.layout.tensordict_seam import nest
 
 T = TypeVar("T")
 
@@ -282,7 +283,7 @@ class Storage(Facts, ABC):
         if not isinstance(item, TensorDict):
             return one_row(item)
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
-        return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
+        return nest(rows, 1, *item.batch_size, device=item.device)  # in a third of the time
 
     def attach(self, buffer: object) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.

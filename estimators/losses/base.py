@@ -24,8 +24,8 @@ from flatroll.estimators.masked import (
     without_rubbish,
     zero_masked,
 )
+from flatroll.layout import checks
 from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -43,7 +43,7 @@ from flatroll.layout.keys import (
     renamed,
     under_next,
 )
-from flatroll.layout.tensordict_seam import get_entry
+from flatroll.layout.tensordict_seam import get_entry, shallow_copy
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -75,7 +75,7 @@ class LossInputs:
     @cached_property
     def work(self) -> TensorDictBase:
         """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
-        return self.readable.copy()
+        return shallow_copy(self.readable)
 
 
 class NetworkParameters:
@@ -174,9 +174,9 @@ class LossModule(TensorDictModuleBase):
         super().__init__()
         self.with_diagnostics = diagnostics
         reduction = "mean" if reduction is None else reduction
-        one_of("reduction", reduction, ("mean", "sum", "none"))
+        checks.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
-        self.burn_in = whole_number("burn_in", burn_in, 0)
+        self.burn_in = checks.whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
         self.tensor_keys = KeyNames(self.default_keys)
         self.in_keys = []  # a subclass may name what it reads and writes
@@ -554,9 +554,8 @@ class SoftUpdate(TargetNetUpdater):
         super().__init__(loss_module)
         if (eps is None) == (tau is None):
             raise ValueError(f"give one of eps (share of the old) and tau (1 - eps), got {eps} and {tau}")
-        name, number = ("eps", eps) if tau is None else ("tau", tau)
-        if number is None or not 0.0 <= number <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+        name, number = ("eps", cast(float, eps)) if tau is None else ("tau", tau)
+        checks.number(name, number, least=0, most=1)
         self.eps = number if tau is None else 1.0 - number
 
     @override
@@ -592,11 +591,9 @@ class HardUpdate(TargetNetUpdater):
 
     def __init__(self, loss_module: LossModule, *, value_network_update_interval: int = 1000) -> None:
         super().__init__(loss_module)
-        if value_network_update_interval < 1:
-            raise ValueError(
-                f"value_network_update_interval must be at least 1, got {value_network_update_interval}"
-            )
-        self.value_network_update_interval = value_network_update_interval
+        self.value_network_update_interval = checks.whole_number(
+            "value_network_update_interval", value_network_update_interval
+        )
         self.counter = 0
 
     @override

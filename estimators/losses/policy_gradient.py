@@ -23,6 +23,7 @@ from flatroll.estimators.distributions import (
     joint,
     log_prob_of,
     require_actor,
+    require_critic,
 )
 from flatroll.estimators.losses.base import (
     LossInputs,
@@ -46,7 +47,7 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.checks import one_of
+from flatroll.layout import checks
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 from flatroll.modules import set_recurrent_mode
@@ -131,11 +132,7 @@ def check_networks(
     if actor_network is None:
         raise TypeError(f"{type(loss).__name__} needs an actor_network")
     require_actor(actor_network)
-    if critic_network is not None and not hasattr(critic_network, "in_keys"):
-        raise TypeError(
-            "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
-            f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
-        )
+    require_critic("critic_network", critic_network)
     return actor_network, critic_network
 
 
@@ -342,7 +339,7 @@ class PolicyGradientLoss(LossModule):
         refuse_unknown(self, unknown)
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         networks = check_networks(self, actor_network, critic_network, actor, critic)
-        one_of("loss_critic_type", loss_critic_type, DISTANCES)
+        checks.one_of("loss_critic_type", loss_critic_type, DISTANCES)
         self.actor_network, self.critic_network = networks
         if isinstance(entropy_coeff, Mapping):
             self.entropy_coeff = entropy_coefficients(entropy_coeff)
@@ -741,10 +738,8 @@ class KLPENPPOLoss(PPOLoss):
         samples_mc_kl: int = 1,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        if increment < 1.0:
-            raise ValueError(f"increment must be at least 1, got {increment}")
-        if not 0.0 < decrement <= 1.0:
-            raise ValueError(f"decrement must lie in (0, 1], got {decrement}")
+        checks.number("increment", increment, least=1)
+        checks.number("decrement", decrement, above=0, most=1)
         super().__init__(actor_network, critic_network, **options)
         if not hasattr(self.actor_network, "build_dist_from_params"):
             raise TypeError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import distribution, joint, require_actor
+from flatroll.estimators.distributions import distribution, joint, require_actor, require_critic
 from flatroll.estimators.losses.action_values import (
     ActionSpace,
     OffPolicyLoss,
@@ -33,7 +33,7 @@ from flatroll.estimators.losses.base import (
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
-from flatroll.layout.tensordict_seam import call_for, nest
+from flatroll.layout.tensordict_seam import call_for, nest, shallow_copy
 
 
 class SACOptions(TypedDict, total=False):
@@ -162,7 +162,7 @@ class SoftActorCritic(OffPolicyLoss):
             after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
-        work = inputs.readable.copy()  # the actor writes into it, and critics may read that
+        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
         dist = distribution(actor, work)
         action = self.entry(inputs, "action")
         value_losses = self._value_losses(inputs, work, dist, alpha)
@@ -292,11 +292,7 @@ class SACLoss(SoftActorCritic):
         **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
-        if value_network is not None and not isinstance(value_network, TensorDictModuleBase):
-            raise TypeError(
-                "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
-                f"out_keys=['state_value']), got {type(value_network).__name__}"
-            )
+        require_critic("value_network", value_network)
         self.value_network: TensorDictModuleBase | None = value_network
         self.target_value_network: TensorDictModuleBase | None = None
         if value_network is not None and delay_value:
@@ -323,9 +319,9 @@ class SACLoss(SoftActorCritic):
         with torch.no_grad():
             delayed, critics = self.target_actor_network, self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
-            acted = work if delayed is None else work.copy()
-            dist = dist if delayed is None else distribution(delayed, acted)
-            target = self._soft_value(dist, acted, critics, alpha)
+            with_action = work if delayed is None else shallow_copy(work)
+            dist = dist if delayed is None else distribution(delayed, with_action)
+            target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
         with self._apart(self.value_network):
             value = self._state_value(self.value_network, read)
@@ -348,7 +344,7 @@ class SACLoss(SoftActorCritic):
 
     def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
         """A shallow copy of the batch with another action."""
-        copy = work.copy()
+        copy = shallow_copy(work)
         copy.set(self.key("action"), action)
         return copy
 
@@ -357,13 +353,15 @@ class SACLoss(SoftActorCritic):
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         action, log_prob = sample_with_log_prob(dist, work)
-        acted, critics = self._with_action(work, action), self.qvalue_network
+        with_action, critics = self._with_action(work, action), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
         if torch.compiler.is_compiling():
-            value = self.minimum_value([cast(Any, Frozen(cast(Any, critic))) for critic in critics], acted)
+            value = self.minimum_value(
+                [cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action
+            )
         else:
             with frozen(parameters_and_buffers(critics)[0]):
-                value = self.minimum_value(critics, acted)
+                value = self.minimum_value(critics, with_action)
         return alpha * log_prob - value, log_prob
 
     @override

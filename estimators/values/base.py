@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
+from flatroll.estimators.distributions import require_critic
 from flatroll.estimators.functional import factor_over, unit_interval
 from flatroll.estimators.masked import (
     WarnOnce,
@@ -211,11 +212,7 @@ class ValueEstimator(TensorDictModuleBase):
         for name in options:
             if name not in EstimatorOptions.__annotations__:
                 raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
-        if value_network is not None and not hasattr(value_network, "in_keys"):
-            raise TypeError(
-                "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
-                f"out_keys=['state_value']), got {type(value_network).__name__}"
-            )
+        require_critic("value_network", value_network)
         self.value_network = value_network
         self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
         self.differentiable = options.get("differentiable", False)

@@ -26,7 +26,7 @@ BUILDS = {
     "unknown backend": (
         {**KEYS, "recurrent_backend": "cudnn"},
         ValueError,
-        r"recurrent_backend must be one of 'auto', 'packed', 'scan', 'pad', 'triton', got 'cudnn'",
+        r"recurrent_backend must be 'auto', 'packed', 'scan', 'pad' or 'triton', got 'cudnn'",
     ),
     "unknown state": (
         {**KEYS, "state": "zeros"},

@@ -176,7 +176,7 @@ def test_bad_input(kind):
     ):
         with pytest.raises(ValueError, match=text):
             kind(*arguments, **keys)
-    with pytest.raises(ValueError, match=r"dropout must be at least 0 and below 1, got 1"):
+    with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\), got 1"):
         kind(3, 5, dropout=1, **keys)
     module = module_of(kind)
     with (

@@ -243,7 +243,7 @@ def kernels(draw: random.Random) -> None:
 def ranks() -> None:
     """An age that no row has is an IndexError, of every ring."""
     for kind in ("plain", "slices", "best"):
-        ring = filled(kind, 60)._ring
+        ring = filled(kind, 60).ring
         assert len(ring.slots_by_age(torch.arange(len(ring)))) == len(ring)
         for rank in (-1, len(ring), 2**62):
             try:

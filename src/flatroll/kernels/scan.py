@@ -11,12 +11,14 @@ megabytes the first touch of an array from ``torch.empty``, or from ``np.empty_l
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Array: TypeAlias = NDArray[Any]
 _COMPILED_DTYPES = (torch.float32, torch.float64)
 
 
@@ -374,7 +376,7 @@ def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
 # otherwise.
 
 
-def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
+def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
     """Fill ``out [N, F]`` from ``a [N, F]`` (of any stride), contiguous ``b [N, F]`` and ``ends [N]``."""
     rows, features = b.shape
     if rows == 0:
@@ -401,15 +403,15 @@ def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
 
 
 def _residual_loop(
-    gamma: Any,
-    decay: Any,
-    reward: Any,
-    value: Any,
-    next_value: Any,
-    terminated: Any,
-    ends: Any,
-    advantage: Any,
-    target: Any,
+    gamma: Array,
+    decay: Array,
+    reward: Array,
+    value: Array,
+    next_value: Array,
+    terminated: Array,
+    ends: Array,
+    advantage: Array,
+    target: Array,
 ) -> None:
     """Residual, scan and target in one pass."""
     zero = reward.dtype.type(0)
@@ -425,7 +427,13 @@ def _residual_loop(
 
 
 def _return_loop(
-    gamma: Any, lmbda: Any, reward: Any, next_value: Any, terminated: Any, ends: Any, returns: Any
+    gamma: Array,
+    lmbda: Array,
+    reward: Array,
+    next_value: Array,
+    terminated: Array,
+    ends: Array,
+    returns: Array,
 ) -> None:
     """The lambda-return: ``1 - lmbda`` of the bootstrap inside a run, all of it at its end."""
     zero, one = reward.dtype.type(0), reward.dtype.type(1)
@@ -445,16 +453,16 @@ def _return_loop(
 
 
 def _vtrace_loop(
-    gamma: Any,
-    rho: Any,
-    c: Any,
-    reward: Any,
-    value: Any,
-    next_value: Any,
-    terminated: Any,
-    ends: Any,
-    advantage: Any,
-    target: Any,
+    gamma: Array,
+    rho: Array,
+    c: Array,
+    reward: Array,
+    value: Array,
+    next_value: Array,
+    terminated: Array,
+    ends: Array,
+    advantage: Array,
+    target: Array,
 ) -> None:
     """Corrected residuals, scan, target, and the advantage over the target of the row behind."""
     zero = reward.dtype.type(0)
@@ -477,7 +485,7 @@ def _vtrace_loop(
         target[i] = behind
 
 
-def _zero_loop(column: Any, flag: Any, out: Any) -> None:
+def _zero_loop(column: Array, flag: Array, out: Array) -> None:
     """Fill ``out [N, F]`` with ``column [N, F]``, and with 0 where ``flag [N]``."""
     zero = column.dtype.type(0)
     if column.shape[1] == 1:  # one loop, which the compiler makes a vector of

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.layout.checks import floating_dtype, key_list
 from flatroll.layout.keys import DELTA, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
@@ -49,8 +50,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     >>> encode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([4], dtype=torch.uint8))
     tensor([10], dtype=torch.uint8)
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating dtype such as torch.float16, got {dtype}")
+    floating_dtype("dtype", dtype)
     if obs.dtype != next_obs.dtype or obs.is_complex():
         raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")
     if obs.is_floating_point():
@@ -160,17 +160,11 @@ class RestoreNextObservation:
         restore_dtype: torch.dtype | Literal["root"] | None = "root",
         drop_delta: bool = True,
     ) -> None:
-        if isinstance(in_keys, str):
-            raise TypeError(
-                f"in_keys must be a list of keys, got the string {in_keys!r}: write [{in_keys!r}]"
-            )
-        if not delta_dtype.is_floating_point:
-            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
         dtype = None if restore_dtype == "root" else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
-        self.in_keys = None if in_keys is None else [as_tuple(key) for key in in_keys]
-        self.delta_dtype, self.restore_dtype = delta_dtype, dtype
+        self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_list("in_keys", in_keys)]
+        self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
         self.drop_delta = drop_delta
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:

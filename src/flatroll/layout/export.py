@@ -7,9 +7,9 @@ each row of the batch, in its order. What the batch says about trajectories, its
 import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ Array = npt.NDArray[Any]
 # Names of the columns that are [N, 1] in a flat batch; a column of one number per row that says no more is [N].
 _ONE_WIDE = {IS_INIT, STEP_COUNT, EPISODE_REWARD} | {key[-1] for key in (REWARD, DONE, TERMINATED, TRUNCATED)}
 _RECORD = "flatroll"  # where data frames and Arrow fields keep shapes
+_Recorded: TypeAlias = tuple[str, Sequence[int]]  # dtype and shape of a row of an entry
 _PART = re.compile(r"(?P<name>.+)\[(?P<place>\d+(,\d+)*)\]")  # of an entry in a data frame: "observation[2]"
 
 
@@ -177,7 +178,7 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     """
     if not frame.columns.is_unique:
         raise ValueError(f"columns must have names of their own, got {list(frame.columns)}")
-    record: Mapping[str, Any] = frame.attrs.get(_RECORD, {})
+    record: Mapping[str, _Recorded] = frame.attrs.get(_RECORD, {})
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
     for label in frame.columns:
@@ -200,7 +201,7 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     return _assemble(shaped.items(), separator)
 
 
-def _stacked(name: str, column: Array, recorded: Any) -> Array:
+def _stacked(name: str, column: Array, recorded: _Recorded | None) -> Array:
     """A column of arrays as one array ``[N, ...]``."""
     if not len(column) and recorded is not None:
         return np.empty((0, *recorded[1]), recorded[0])
@@ -214,7 +215,9 @@ def _stacked(name: str, column: Array, recorded: Any) -> Array:
     return np.stack(list(column))
 
 
-def _shape_of_parts(name: str, places: Iterable[tuple[int, ...]], recorded: Any) -> tuple[int, ...]:
+def _shape_of_parts(
+    name: str, places: Iterable[tuple[int, ...]], recorded: _Recorded | None
+) -> tuple[int, ...]:
     """The shape of an entry of which the frame has a column for each number; ValueError unless all are there."""
     present = set(places)
     axes = zip(*present, strict=False)
@@ -229,7 +232,7 @@ def _shape_of_parts(name: str, places: Iterable[tuple[int, ...]], recorded: Any)
     return shape
 
 
-def _shaped(name: str, column: Array, shape: Any, separator: str) -> Array:
+def _shaped(name: str, column: Array, shape: Sequence[int] | None, separator: str) -> Array:
     """A column with the recorded shape of its rows, or with that which flat batches have for its name."""
     if shape is not None:
         return column.reshape(len(column), *shape)

@@ -230,7 +230,7 @@ class TED2Flat(Conversion):
                 _column(flat, self._place(key), rows, len(rows)).copy_(rows)
         return flat
 
-    def _in_time_order(self, data: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    def _in_time_order(self, data: TensorDictBase) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """Return the rows that count, and what lays a column of them ``[T, *B, *F]`` end to end, oldest row first."""
         if data.batch_dims < 1:
             raise ValueError("data must have batch size [N] or [T, *B], got []")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import number, whole_number
 from flatroll.modules.backends.packing import States
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
@@ -26,8 +26,7 @@ class LinearRecurrence(StatefulModule):
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
         for name, size in sizes.items():
             whole_number(name, size)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
+        number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.dropout = dropout

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from flatroll.layout.checks import one_of
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
@@ -95,8 +96,7 @@ class RecurrentModule(StatefulModule):
         python_based: bool = False,
         **options: Unpack[StatefulOptions],
     ) -> None:
-        if recurrent_recompute not in ("none", "full"):
-            raise ValueError(f"recurrent_recompute must be 'none' or 'full', got {recurrent_recompute!r}")
+        one_of("recurrent_recompute", recurrent_recompute, ("none", "full"))
         net = _wrapped_network(self.kind, network, sizes, python_based)
         check_backend(recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)

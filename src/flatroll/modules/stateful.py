@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_starts, steps_into_run
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
@@ -91,8 +92,7 @@ class StatefulModule(TensorDictModuleBase):
         super().__init__()
         for name in unknown:  # named by the class that the caller has written, not by this one
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        if state not in ("stored", "zero"):
-            raise ValueError(f"state must be 'stored' or 'zero', got {state!r}")
+        one_of("state", state, ("stored", "zero"))
         states = self.state_keys
         read = _key_list("in_key", in_key, in_keys, states)
         written = _key_list("out_key", out_key, out_keys, [next_key(key) for key in states])

@@ -114,5 +114,7 @@ def test_bad_loss() -> None:
         SoftUpdate(DQNLoss(network(), delay_value=False), tau=0.1)
     with pytest.raises(TypeError, match="loss_module must be a loss of flatroll, got Linear"):
         HardUpdate(nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="value_network_update_interval must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="value_network_update_interval must be an integer of at least 1, got 0"
+    ):
         HardUpdate(DQNLoss(network()), value_network_update_interval=0)

@@ -730,7 +730,7 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
             "shifted_budget=2 says how long the",
         ),
         (lambda: KINDS["gae"](norm_critic(), budget=2), TypeError, "unexpected keyword argument 'budget'"),
-        (lambda: KINDS["gae"](norm_critic(), gamma="0.9"), TypeError, "gamma must be a number or a tensor"),
+        (lambda: KINDS["gae"](norm_critic(), gamma="0.9"), TypeError, "gamma must be a number"),
         (
             lambda: KINDS["gae"](norm_critic(), gamma=torch.ones(0)),
             ValueError,

@@ -42,13 +42,13 @@ def new_state() -> Array:
 
 
 @compiled(inline="always")
-def _turn(word: Any, bits: Any) -> Any:
+def _turn(word: np.uint64, bits: int) -> Any:
     """The word with its bits rotated to the left."""
     return (word << np.uint64(bits)) | (word >> np.uint64(64 - bits))
 
 
 @compiled(inline="always")
-def _step(lane: Any, word: Any) -> Any:
+def _step(lane: np.uint64, word: np.uint64) -> Any:
     return _turn(lane + word * _2, 31) * _1
 
 

@@ -197,10 +197,10 @@ class HostColumns(Generic[K]):
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
         # The addresses of those columns that were asked for together; no key asked for has no block.
-        self._blocks: dict[tuple[K, ...], HostBlock | None] = {(): None}
+        self._joint: dict[tuple[K, ...], HostBlock | None] = {(): None}
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
-        self._all = self._new_block(names) if plain else None
+        self._all = self._join(names) if plain else None
         self._spans = Spans.of(self.columns.values())
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
@@ -211,7 +211,7 @@ class HostColumns(Generic[K]):
         """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key. Unknown
         keys are left out; if there is more to copy than one thread should, nothing is returned."""
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
-        block = self._blocks[names] if names in self._blocks else self._new_block(names)
+        block = self._joint[names] if names in self._joint else self._join(names)
         if block is None or len(slots) * block.row_bytes > _MOST:
             return {}
         return dict(zip(names, block.take(slots), strict=True))
@@ -222,7 +222,7 @@ class HostColumns(Generic[K]):
         """Return copies of the rows in ``follow`` (any row for -1) of ``keys``, as far as ``taken`` has them,
         which holds the rows in ``slots``. Both int64 ``[N]``."""
         names = tuple([key for key in keys if key in taken])
-        block = self._blocks[names] if names in self._blocks else self._new_block(names)
+        block = self._joint[names] if names in self._joint else self._join(names)
         if block is None:
             return {}
         rows = block.take(slots, follow, [taken[key] for key in names])
@@ -232,7 +232,7 @@ class HostColumns(Generic[K]):
         """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``;
         return the keys written, none if there is more to copy than one thread should."""
         names = tuple([key for key in values if key in self.columns])
-        block = self._blocks[names] if names in self._blocks else self._new_block(names)
+        block = self._joint[names] if names in self._joint else self._join(names)
         if block is None or rows * block.row_bytes > _MOST:
             return ()
         columns = [values[key] for key in names]
@@ -286,7 +286,7 @@ class HostColumns(Generic[K]):
         tensor([4, 2, 0])
         """
         names = tuple(self.columns)
-        block = self._blocks[names] if names in self._blocks else self._new_block(names)
+        block = self._joint[names] if names in self._joint else self._join(names)
         if block is not None:
             target = np.array([values[key].data_ptr() for key in names], np.int64)
             scatter(block.address, target, block.size, rows, at)
@@ -312,9 +312,9 @@ class HostColumns(Generic[K]):
             copy(source, block.address, block.size, fit, 0, rows - fit)
         return True
 
-    def _new_block(self, names: tuple[K, ...]) -> HostBlock:
+    def _join(self, names: tuple[K, ...]) -> HostBlock:
         """Remember the addresses of these columns, for the next time they are asked for."""
-        block = self._blocks[names] = HostBlock([self.columns[key] for key in names])
+        block = self._joint[names] = HostBlock([self.columns[key] for key in names])
         return block
 
 

@@ -25,7 +25,7 @@ _SIGN_8, _INF_8, _NAN_8 = (np.uint64(x) for x in (1 << 63, 0x7FF << 52, 0xFFF <<
 
 
 @compiled(inline="always")
-def _mix(x: Any) -> Any:
+def _mix(x: np.uint64) -> Any:
     x = (x ^ (x >> _BITS_30)) * _FIRST
     x = (x ^ (x >> _BITS_27)) * _SECOND
     return x ^ (x >> _BITS_31)
@@ -57,7 +57,7 @@ def _same(a: Array, b: Array) -> Any:
 
 
 @compiled(inline="always")
-def _plain_word(word: Any, floats: Any) -> Any:
+def _plain_word(word: np.uint64, floats: int) -> Any:
     """A word of ``floats``-byte numbers with 0.0 in the place of -0.0, and one NaN for all; any word if it is 0."""
     if floats == 8:
         if word == _SIGN_8:

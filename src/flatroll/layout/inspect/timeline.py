@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import need_rows, number
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -107,8 +107,7 @@ def plan_drawing(
     Raises:
         ValueError: ``max_runs`` is below 1, or there are no rows.
     """
-    if max_runs < 1:
-        raise ValueError(f"max_runs must be at least 1, got {max_runs}")
+    number("max_runs", max_runs, least=1)
     need_rows(batch)
     runs, rows = find_runs(batch)
     if not len(runs.first):

@@ -1,5 +1,6 @@
 """The timeline of a batch as SVG with a tooltip for each run: no dependency, no script."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -242,7 +243,7 @@ class _Picture:
                 lines.append(self._mark_path(kind, points, self.thick))
         return lines
 
-    def _mark_path(self, kind: int, points: Any, height: float) -> str:
+    def _mark_path(self, kind: int, points: str | Iterable[str], height: float) -> str:
         mark = MARK_PATHS[kind].replace("{h}", f"{height:g}")
         path = "".join(point + mark for point in ([points] if isinstance(points, str) else points))
         return f'<path d="{path}" {MARK_STYLES[kind]}/>'

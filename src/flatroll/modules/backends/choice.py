@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from flatroll.layout.checks import one_of
 from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
 from flatroll.modules.backends.scan import scanned, scanned_by_row
 from flatroll.modules.backends.triton_scan import on_device
@@ -59,9 +60,7 @@ def check_backend(name: str, net: nn.RNNBase) -> None:
         ValueError: the backend is unknown, or cannot run this kind of network.
         ImportError: it is ``"triton"``, and that is not installed.
     """
-    names = (*BACKENDS, *BY_ROW)
-    if name not in names:
-        raise ValueError(f"recurrent_backend must be one of {', '.join(map(repr, names))}, got {name!r}")
+    one_of("recurrent_backend", name, (*BACKENDS, *BY_ROW))
     if name in ("scan", "triton") and net.bidirectional:
         raise ValueError(
             f"recurrent_backend={name!r} runs forward in time, got a bidirectional network: use 'packed'"

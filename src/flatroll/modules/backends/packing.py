@@ -101,7 +101,7 @@ def dense(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tup
     return out.reshape(rows.shape[0], -1), finals
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """Some consecutive steps of a packed batch that go to the network in one call."""
 
     steps: int
@@ -110,30 +110,30 @@ class Piece(NamedTuple):
     dense: bool  # the same runs at every step
 
 
-def pieces(batch_sizes: Tensor) -> list[Piece]:
+def pieces(batch_sizes: Tensor) -> list[Stretch]:
     """Split a packed batch into dense stretches and packed calls of limited size.
 
     At most one entry is looked at per distinct run length, of which N rows have fewer than sqrt(2 N).
 
     >>> pieces(torch.tensor([3, 2] + [1] * 10))
-    [Piece(steps=2, rows=5, width=3, dense=False), Piece(steps=10, rows=10, width=1, dense=True)]
+    [Stretch(steps=2, rows=5, width=3, dense=False), Stretch(steps=10, rows=10, width=1, dense=True)]
     """
-    cut: list[Piece] = []
+    cut: list[Stretch] = []
     steps = rows = width = 0
     sizes, counts = batch_sizes.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]  # torch leaves it so
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         stretch = count >= DENSE_STEPS
         if steps and (stretch or rows >= PACKED_ROWS):
-            cut.append(Piece(steps, rows, width, dense=False))
+            cut.append(Stretch(steps, rows, width, dense=False))
             steps = rows = 0
         if stretch:
-            cut.append(Piece(count, size * count, size, dense=True))
+            cut.append(Stretch(count, size * count, size, dense=True))
             continue
         # a piece is as wide as its first step
         width = width if steps else size
         steps, rows = steps + count, rows + size * count
     if steps:
-        cut.append(Piece(steps, rows, width, dense=False))
+        cut.append(Stretch(steps, rows, width, dense=False))
     return cut
 
 
