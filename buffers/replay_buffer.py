@@ -46,7 +46,7 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import expect, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, make_composite_from_td
@@ -120,10 +120,8 @@ class ReplayBuffer(Facts):
             raise ValueError(
                 f"generator must be a CPU generator (rows are drawn on the host), got {generator.device}"
             )
-        if not isinstance(storage, Storage | None):
-            raise TypeError(
-                f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
-            )
+        if storage is not None:
+            expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
             raise ValueError(
@@ -239,7 +237,7 @@ class ReplayBuffer(Facts):
         return int(self.extend(self.storage.batch_of_one(data))[0])
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
-        """Store a batch whose batch dimensions are one; positions of its rows."""
+        """Store a batch of one batch dimension; return the positions of its rows."""
         if self._ready_in != os.getpid():
             self.enter_process()
         filled = self.storage.filling
@@ -262,7 +260,7 @@ class ReplayBuffer(Facts):
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
     def _first_ring(self, data: Any) -> Ring:
-        """Counters for what is to come; known when the first batch is."""
+        """Make the ring: the first batch says whether trajectories are followed."""
         needs_index = self._needs_index()
         self.markers = None
         if isinstance(data, TensorDictBase):
@@ -287,9 +285,8 @@ class ReplayBuffer(Facts):
         before is drawn again if it had one of them.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
-        links = storage.link(
-            ring, rows, self.markers
-        )  # may refuse the rows, so before any others are given up
+        # This may refuse the rows, so it comes before other rows are given up.
+        links = storage.link(ring, rows, self.markers)
         with self.lock:  # from here on nobody draws the rows that will be overwritten
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
@@ -404,14 +401,14 @@ class ReplayBuffer(Facts):
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples without end, or, with a sampler without replacement, until each row was in one."""
+        """Return an infinite iterator of samples; with a sampler without replacement it ends after one pass."""
         ended = False
         while not ended:
             sample, _, ended = self.next_sample(None)
             yield sample
 
     def next_sample(self, batch_size: int | None) -> Made:
-        """The oldest sample made ahead, or one made now."""
+        """Return the oldest prefetched sample or make one: the sample, its info, whether a pass ended with it."""
         if self._ready_in != os.getpid():
             self.enter_process()
         size = self.batch_size if batch_size is None else batch_size
@@ -425,7 +422,7 @@ class ReplayBuffer(Facts):
         return made
 
     def _draw_sample(self, size: int) -> Callable[[], Made]:
-        """Draw rows in this thread; what is left to do, on any thread."""
+        """Draw rows in this thread; return the rest of the work, which any thread may do."""
         with self.lock:
             ring = self.ring
             draw = self._draw(ring, size)
@@ -965,9 +962,8 @@ class ReplayBuffer(Facts):
         # One writer at a time, of all processes; taken before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
-        self._process = self._ready_in = (
-            os.getpid()
-        )  # with these locks; where nothing is left to do before a use
+        # The process that made these locks, and the one in which a use has nothing left to do first.
+        self._process = self._ready_in = os.getpid()
         # Raises what ended a thread that writes into the buffer.
         self._failure: Callable[[], Any] | None = None
         self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
@@ -979,8 +975,11 @@ class ReplayBuffer(Facts):
         self._ready_in = 0  # so that the next use looks at it, at no cost for all other uses
 
     def enter_process(self) -> None:
-        """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it
-        cannot be."""
+        """Get ready in this process, to which the buffer may have come by ``fork`` or by pickle.
+
+        Raises:
+            RuntimeError: the storage does not work in a forked process.
+        """
         process = os.getpid()
         if self._ready_in == process:
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 
 
 class ParameterScheduler(ABC):
@@ -149,9 +149,8 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        if mode not in ("multiplicative", "additive"):
-            raise ValueError(f"mode must be 'multiplicative' or 'additive', got {mode!r}")
-        self.gamma, self.n_steps, self.mode = float(gamma), whole_number("n_steps", n_steps), mode
+        self.gamma, self.n_steps = float(gamma), whole_number("n_steps", n_steps)
+        self.mode = one_of("mode", mode, ("multiplicative", "additive"))
 
     @override
     def value(self, current: float) -> float:

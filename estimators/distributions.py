@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
 from flatroll.layout.keys import NestedKey
-from flatroll.layout.tensordict_seam import get_entry, prepare_sampling
+from flatroll.layout.tensordict_seam import get_entry, prepare_sampling, shallow_copy
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -52,7 +52,7 @@ def distribution_for(
     ready = prepare_sampling(actor_network, batch, readers)
     if ready is None:
         whole: Any = actor_network
-        work = batch if readers is None else batch.copy()
+        work = batch if readers is None else shallow_copy(batch)
         return whole.get_dist(work), work
     head, work, outputs = ready
     if type(head) is ProbabilisticTensorDictModule and head.dist_keys == head.in_keys:
@@ -64,7 +64,7 @@ def distribution_for(
             # what get_dist() does in more steps; it finds the words for what goes wrong
             with suppress(TypeError):
                 return head.distribution_class(**columns, **head.distribution_kwargs), work
-    read = work.copy().update(outputs) if outputs else work
+    read = shallow_copy(work).update(outputs) if outputs else work
     return head.get_dist(read), work
 
 

@@ -43,7 +43,7 @@ from flatroll.layout.keys import (
     renamed,
     under_next,
 )
-from flatroll.layout.tensordict_seam import get_entry
+from flatroll.layout.tensordict_seam import get_entry, shallow_copy
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -75,7 +75,7 @@ class LossInputs:
     @cached_property
     def work(self) -> TensorDictBase:
         """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
-        return self.readable.copy()
+        return shallow_copy(self.readable)
 
 
 class NetworkParameters:

@@ -33,7 +33,7 @@ from flatroll.estimators.losses.base import (
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
-from flatroll.layout.tensordict_seam import call_for, nest
+from flatroll.layout.tensordict_seam import call_for, nest, shallow_copy
 
 
 class SACOptions(TypedDict, total=False):
@@ -162,7 +162,7 @@ class SoftActorCritic(OffPolicyLoss):
             after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
-        work = inputs.readable.copy()  # the actor writes into it, and critics may read that
+        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
         dist = distribution(actor, work)
         action = self.entry(inputs, "action")
         value_losses = self._value_losses(inputs, work, dist, alpha)
@@ -319,7 +319,7 @@ class SACLoss(SoftActorCritic):
         with torch.no_grad():
             delayed, critics = self.target_actor_network, self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
-            with_action = work if delayed is None else work.copy()
+            with_action = work if delayed is None else shallow_copy(work)
             dist = dist if delayed is None else distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
@@ -344,7 +344,7 @@ class SACLoss(SoftActorCritic):
 
     def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
         """A shallow copy of the batch with another action."""
-        copy = work.copy()
+        copy = shallow_copy(work)
         copy.set(self.key("action"), action)
         return copy
 

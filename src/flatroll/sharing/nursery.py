@@ -50,6 +50,9 @@ watcher.start()
 def end_watch():
     os.write(done, b".")
     watcher.join()
+    # Python's thread ends a moment before the system's, which must not be there at a fork.
+    while os.path.exists(f"/proc/self/task/{watcher.native_id}"):
+        os.sched_yield()
     os.close(done)
     os.close(imported)
 from flatroll.sharing.helper import main

@@ -1,4 +1,4 @@
-"""One prepared process starts the workers of all tests of this folder, which run over both transports."""
+"""One prepared process starts the workers of all tests of this folder, many of which run over both transports."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,10 +24,10 @@ def over_actors(
     for name, other in (("num_workers", "num_collectors"), ("slots", "max_in_flight")):
         if name in arguments:
             arguments[other] = arguments.pop(name)
-    return RayCollector(create_env_fn, policy, calls=ProcessRay(nursery), **arguments)
+    return RayCollector(create_env_fn, policy, calls=ProcessRay(nursery), **{"sync": True, **arguments})
 
 
-@pytest.fixture(params=["processes"])
+@pytest.fixture(params=["processes", "actors"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets the collectors of a test's file be over processes or over actors."""
     if request.param == "actors":

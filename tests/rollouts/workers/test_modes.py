@@ -22,8 +22,6 @@ from flatroll.rollouts.workers.worker import Signals, Watch
 from flatroll.sharing import Nursery, SharedWeights
 from flatroll.wrappers import RewardSum
 
-pytestmark = pytest.mark.usefixtures("transport")
-
 IDS = ("collector", "traj_ids")
 BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 

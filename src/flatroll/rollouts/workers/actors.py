@@ -50,6 +50,7 @@ class CollectorActor:
 
     _collector: Any = None
     _maker: WindowMaker | None = None
+    _began = inf  # when the window at work was begun
     #: Of a `MultiCollector`, which counts the updates that it has seen: each one's number for the driver.
     _versions: list[int] | None = None
 
@@ -114,9 +115,11 @@ class CollectorActor:
         maker = self._maker
         if maker is None:
             return self._collect_of_many(version, weights, limit)
+        self._began = monotonic()
         self._given.give(version, weights)
         maker.ask(rows, limit)
         note, tables = maker.make(0.0)
+        self._began = inf
         return _answer(note, tables)
 
     def _collect_of_many(self, version: int, weights: Any, limit: int) -> tuple[Answer, Any]:
@@ -142,10 +145,10 @@ class CollectorActor:
         """Let ``collect`` call number ``window``, counted from 1, deliver the rows that there are."""
         self._signals.cut(window)
 
-    def step_seconds(self) -> float | None:
-        """Seconds since the step under way began; None while none is."""
+    def step_seconds(self) -> float:
+        """Seconds since the step under way began, or the window if it has none yet; 0 while none is at work."""
         beat = float(self._signals.beat[0])
-        return None if beat == inf else monotonic() - beat
+        return max(0.0, monotonic() - (self._began if beat == inf else beat))
 
     def close(self) -> None:
         """Close the env."""
@@ -354,11 +357,7 @@ class Actor:
             self._call()
 
     def go_on(self, windows: int) -> None:
-        while (
-            self._starting is None
-            and not self._ended
-            and len(self.under_way) < min(self._actors.in_flight, windows)
-        ):
+        while not self._ended and len(self.under_way) < min(self._actors.in_flight, windows):
             self._call()
 
     def _call(self) -> None:
@@ -404,6 +403,7 @@ class Actor:
         if window is not None:
             return WINDOW, window
         if number != self._asked:  # it has collected all that was asked for before
+            self.go_on(1)
             return None
         self._ended = True
         return END, answer.note
@@ -427,7 +427,7 @@ class Actor:
             seconds = calls.get(asked)
         except WorkerDied:  # which the next receive() says
             return 0.0
-        return quiet if seconds is None or isinstance(seconds, Failure) else float(seconds)
+        return float(seconds)
 
     def not_ready(self, limit: float) -> str:
         asks = {name: value for name, value in self._config.items() if name != "concurrency_groups"}

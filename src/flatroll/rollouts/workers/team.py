@@ -83,6 +83,11 @@ class Member:
     ended: bool = False  # it has done so
     overdue: TimeoutError | None = None  # why it was killed
 
+    def idle(self, limit: float) -> float:
+        """Seconds since its step under way began, or since it has had nothing to do, see `Link.quiet`; or since it was
+        started, while its collector is not made."""
+        return self.link.quiet(self.since, limit) if self.ready else monotonic() - self.since
+
     def ask(self, rows: int, limit: int) -> None:
         """Ask for windows, see `Link.ask`."""
         self.since = monotonic()
@@ -213,7 +218,7 @@ class Team:
     def _time_left(self, waiting: Sequence[Member]) -> float | None:
         """Seconds until a step may be overdue, or an env that is being made."""
         left = [
-            limit - (member.link.quiet(member.since, limit) if member.ready else monotonic() - member.since)
+            limit - member.idle(limit)
             for member in waiting
             if (limit := self._limit(member)) is not None and not member.overdue
         ]
@@ -227,16 +232,17 @@ class Team:
         limit, link = self._limit(member), member.link
         if limit is None or member.overdue is not None or member not in self.members:
             return
-        if member.ready and link.quiet(member.since, limit) >= limit:
+        if member.idle(limit) < limit:
+            return
+        if member.ready:
             member.overdue = TimeoutError(
                 f"no step of {link} ended within step_timeout={limit:g} s: it was killed"
             )
-        elif not member.ready and monotonic() - member.since >= limit:
+        else:
             member.overdue = TimeoutError(link.not_ready(limit))
             if not self._begun:  # it would only happen again
                 raise member.overdue
-        if member.overdue is not None:
-            link.kill()
+        link.kill()
 
     def _hear(self, members: Sequence[Member]) -> bool:
         """Note all that these members have sent, and then their failures; whether there was anything."""
