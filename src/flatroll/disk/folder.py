@@ -15,14 +15,14 @@ from torch import Tensor
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.manifest import (
+    MANIFEST,
+    STATE,
     Json,
     Manifest,
     Version,
-    is_state,
     manifest_name,
     read_manifest,
     state_name,
-    version_of_manifest,
 )
 from flatroll.disk.segments import (
     MOST_ROWS,
@@ -70,13 +70,13 @@ class Listing(NamedTuple):
         rows, versions, others, foreign = [], [], [], []
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
-            rows_name, version = RowsName.parse(final), version_of_manifest(final)
-            if final == LOCK or is_state(final) or (final != name and (rows_name or version is not None)):
+            rows_name, manifest = RowsName.parse(final), MANIFEST.fullmatch(final)
+            if final == LOCK or STATE.fullmatch(final) or (final != name and (rows_name or manifest)):
                 others.append(name)
             elif rows_name is not None:
                 rows.append(rows_name)
-            elif version is not None:
-                versions.append(version)
+            elif manifest is not None:
+                versions.append(int(manifest[1]))
             elif not name.endswith("/"):
                 foreign.append(name)
         return cls(frozenset(rows), sorted(versions, reverse=True), others, foreign)
@@ -85,14 +85,6 @@ class Listing(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there are neither rows nor versions."""
         return not self.rows and not self.versions
-
-    def check_own(self, path: Path) -> None:
-        """Raise ValueError if there are foreign files only."""
-        if self.foreign and not (self.rows or self.versions or self.others):
-            shown = ", ".join(self.foreign[:3]) + (", ..." if len(self.foreign) > 3 else "")
-            raise ValueError(
-                f"path must be a folder of rows and versions, or an empty or new one; {path} holds other files: {shown}"
-            )
 
 
 class LoadedVersion(NamedTuple):
@@ -209,15 +201,23 @@ class Folder:
         self._loaded = False
         self.forget_rows()
         if self.path.is_dir() or not write:
-            Listing.of(self.path).check_own(self.path)
+            listing = Listing.of(self.path)
+            if listing.foreign and not (listing.rows or listing.versions or listing.others):
+                shown = ", ".join(listing.foreign[:3]) + (", ..." if len(listing.foreign) > 3 else "")
+                raise ValueError(
+                    f"path must be a folder of rows and versions, or an empty or new one; {self.path} holds other "
+                    f"files: {shown}"
+                )
         if write:
             files.make_folder(self.path, synced=sync)
             self._lock = _lock(self.path), os.getpid()
-        try:
+            try:
+                self._resume(resume)
+            except BaseException:
+                self.close()
+                raise
+        elif resume is not None:
             self._resume(resume)
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -302,7 +302,10 @@ class Folder:
             ]:
                 found = untried[0]
                 try:
-                    result = use(self._go_on_from(found))
+                    manifest = read_manifest(self.path, found)
+                    loaded = self._read_version(manifest)
+                    self._take(manifest, loaded.segments)  # what this run writes comes after
+                    result = use(loaded)
                 except DamagedFileError as error:
                     damage[found] = f"version {found}: {error}"
                     self._damaged.add(found)
@@ -558,7 +561,7 @@ class Folder:
             # Where rows count with their version only, those without one were left by a save that did not end.
             left_over = not self._log and not listing.versions
             unknown = bool(self._whole_manifests(newer)) or not (
-                self._loaded or listing.is_empty or left_over
+                self._loaded or left_over or not (listing.rows or listing.versions)
             )
             if unknown and not self._overwrite:
                 there = f"version {listing.versions[0]}" if listing.versions else "rows"
@@ -716,13 +719,6 @@ class Folder:
             segments,
             manifest.extra,
         )
-
-    def _go_on_from(self, number: int) -> LoadedVersion:
-        """Read a version and take it for what this run has: what it writes comes after."""
-        manifest = read_manifest(self.path, number)
-        loaded = self._read_version(manifest)
-        self._take(manifest, loaded.segments)
-        return loaded
 
     def _take(
         self, manifest: Manifest, segments: Iterable[Segment], kept: list[Manifest] | None = None
