@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, overload
 
@@ -14,8 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.checkpointers.links import StorageEnsembleCheckpointer, hooked
-from flatroll.buffers.checkpointers.rows import load_from
+from flatroll.buffers.checkpointers.rows import StorageEnsembleCheckpointer, hooked, load_from
 from flatroll.buffers.checkpointers.saving import Saves
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
@@ -659,13 +659,15 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
         """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
-        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.join()
+        _, apply = self.load_version(Path(path), version, strict)
+        apply()
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""

@@ -288,12 +288,18 @@ class Segment:
         """Read all rows, with checksums, into new memory.
 
         Args:
-            targets: name to a contiguous tensor ``[N, ...]`` of the column's dtype, into which it is read instead.
+            targets: name to a contiguous tensor ``[rows, ...]``, into which a column of its dtype and shape is read
+                instead; others are left alone.
 
         Raises:
             DamagedFileError: they are not those that were written.
         """
-        entries, targets = self.header.entries, targets or {}
+        entries = self.header.entries
+        targets = {
+            name: target
+            for name, target in (targets or {}).items()
+            if self.schema.get(name) == (str(target.dtype).removeprefix("torch."), target.shape[1:], False)
+        }
         try:
             with opened(self.folder, str(self.name)) as (descriptor, _):
                 tensors = {
