@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flatroll.buffers.checkpointers.rows import StorageEnsembleCheckpointer, hooked, load_from
-from flatroll.buffers.checkpointers.saving import Saves
+from flatroll.buffers.checkpointers.saving import SavedFolders
+from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.sampler import Sampler
-from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
@@ -379,7 +380,7 @@ class ReplayBufferEnsemble(Facts):
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self.transforms: list[TransformLike] = []
-        self.saves, self._service = Saves(), Service()
+        self.saves, self._service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:

@@ -16,15 +16,15 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, hooked
-from flatroll.buffers.checkpointers.saving import Saves
+from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.saved_tables import check_saved_generator, damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
-from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
@@ -148,7 +148,7 @@ class ReplayBuffer(Facts):
         self.markers: BoundaryKeys | None = None
         self.ring, self.started = Ring(self.storage.max_size), False
         self.transforms: list[TransformLike] = []
-        self.saves, self._service = Saves(), Service()
+        self.saves, self._service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()

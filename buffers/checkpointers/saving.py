@@ -55,7 +55,7 @@ class SavedFolder:
             self.edits = [(min(low for low, _ in self.edits), max(high for _, high in self.edits))]
 
 
-class Saves:
+class SavedFolders:
     """What a buffer knows of its saves: its rows in each folder, and the save that is under way on a thread.
 
     A copy of the buffer, or one in another process, knows nothing.
@@ -66,8 +66,8 @@ class Saves:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def __reduce__(self) -> tuple[type["Saves"], tuple[()]]:
-        return Saves, ()
+    def __reduce__(self) -> tuple[type["SavedFolders"], tuple[()]]:
+        return SavedFolders, ()
 
     def of(self, path: Path) -> SavedFolder:
         """What is known of a folder."""

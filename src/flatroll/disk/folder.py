@@ -31,7 +31,7 @@ from flatroll.disk.segments import (
     RowsName,
     Schema,
     Segment,
-    byte_count,
+    Size,
     chain_of_names,
     check_columns,
     difference,
@@ -109,13 +109,6 @@ class LoadedVersion(NamedTuple):
     columns: Schema
     segments: tuple[Segment, ...]
     extra: Json
-
-
-class Size(NamedTuple):
-    """The size of a segment."""
-
-    rows: int
-    bytes: int
 
 
 class Folder:
@@ -391,24 +384,27 @@ class Folder:
         with self._turn:
             self._begin_change(change=False)
             first = self.end if first is None else first
-            count = check_columns(columns)
+            size = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
             if self._segments and schema_of(columns) != self._columns:
                 raise self._other_columns(columns)
-            if not count:
+            if not size.rows:
                 return
             self._begin_change()
             # With the short ones before them, if it is time for that.
-            sizes = [Size(segment.rows, segment.data_bytes) for segment in self._segments]
-            merged = first_to_merge([*sizes, Size(count, byte_count(columns))], self._whole)
+            sizes = [
+                Size(segment.rows, sum(entry.size for entry in segment.header.entries.values()))
+                for segment in self._segments
+            ]
+            merged = first_to_merge([*sizes, size], self._whole)
             try:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
             except DamagedFileError as error:  # merging would give wrong rows a right checksum
                 warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
                 merged, parts = len(self._segments), []
             begin = self._segments[merged].first if parts else first
-            self._publish_rows([*parts, columns], slice(merged, None), begin, first + count)
+            self._publish_rows([*parts, columns], slice(merged, None), begin, first + size.rows)
 
     def publish(
         self,
@@ -483,7 +479,7 @@ class Folder:
         """
         with self._turn:
             self._begin_change(change=False)
-            end = first + check_columns(columns)
+            end = first + check_columns(columns).rows
             firsts = [segment.first for segment in self._segments]
             ends = [segment.end for segment in self._segments]
             if first not in firsts or end not in ends:

@@ -135,14 +135,22 @@ def schema_of(columns: Mapping[str, Column]) -> Schema:
     return schema
 
 
-def check_columns(columns: Mapping[str, Column]) -> int:
-    """Return the number of rows of columns that fit each other.
+class Size(NamedTuple):
+    """How many rows there are, and the bytes of their columns."""
+
+    rows: int
+    bytes: int
+
+
+def check_columns(columns: Mapping[str, Column]) -> Size:
+    """Return the size of columns that fit each other.
 
     Raises:
         ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
         TypeError: a name is no string, or a column no tensor.
     """
     counts: dict[str, int | None] = {}
+    size = 0
     for name, column in columns.items():
         if not isinstance(name, str):
             raise TypeError(f"names of columns must be strings, got {name!r}: column_name makes one of a key")
@@ -160,18 +168,11 @@ def check_columns(columns: Mapping[str, Column]) -> int:
         elif rows.layout is not torch.strided:
             raise TypeError(f"column {name!r} must be dense, got layout {rows.layout}")
         counts[name] = rows.shape[0] if rows.dim() else None
+        size += sum(part.nbytes for part in (column if isinstance(column, Ragged) else (column,)))
     sizes = set(counts.values())
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"columns must have one number of rows, got {counts}")
-    return sizes.pop() or 0
-
-
-def byte_count(columns: Mapping[str, Column]) -> int:
-    """Number of bytes of the columns."""
-    tensors = [
-        part for column in columns.values() for part in (column if isinstance(column, Ragged) else [column])
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Size(sizes.pop() or 0, size)
 
 
 def difference(expected: Schema, got: Schema) -> str:
@@ -257,11 +258,6 @@ class Segment:
     def size(self) -> int:
         """Size of the file, in bytes."""
         return self.header.size
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of its columns."""
-        return sum(entry.size for entry in self.header.entries.values())
 
     @property
     def contents(self) -> tuple[int, ...]:
