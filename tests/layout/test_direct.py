@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flatroll.layout import tensordict_seam
-from flatroll.layout.tensordict_seam import call_for, call_network, call_policy, get_entry, nest
+from flatroll.layout.tensordict_seam import call_for, call_network, call_policy, get_entry, nest, shallow_copy
 
 
 @pytest.fixture(params=[True, False], ids=["private", "public"], autouse=True)
@@ -187,3 +187,7 @@ def test_entries_are_found_as_tensordict_finds_them(tmp_path: Any) -> None:
             expected, found = batch.get(key, None), get_entry(batch, key)
             assert (expected is None) == (found is None)
             assert expected is None or (expected == found).all()
+    copy = shallow_copy(plain)
+    assert copy.names == ["time"] and copy.batch_size == plain.batch_size
+    copy["next", "b"] = copy["a"]
+    assert ("next", "b") not in plain.keys(True) and copy["a"] is plain["a"]
