@@ -109,15 +109,19 @@ class Save(Protocol):
         Args:
             rows: returns the numbers of the first row to save and of the row after the last one, at the moment.
         """
+        ...
 
     def hold(self, head: int, end: int) -> None:
         """Take the rows ``head ... end - 1`` as they are: writers go on when this returns."""
+        ...
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Publish a version with these rows and what ``packer`` has."""
+        ...
 
     def close(self) -> None:
         """Let others save to the folder, whether a version was published or not."""
+        ...
 
 
 class RowWriter(Protocol):
@@ -128,23 +132,29 @@ class RowWriter(Protocol):
     @property
     def segments(self) -> tuple[Any, ...]:
         """Files of rows that are there and could be written anew."""
+        ...
 
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one."""
+        ...
 
     def append(self, columns: Mapping[str, Any]) -> None:
         """Write rows after those that are there."""
+        ...
 
     def replace(self, columns: Mapping[str, Any], first: int) -> Any:
         """Write the rows of some of the ``segments`` anew."""
+        ...
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
     ) -> Version:
         """Publish a version."""
+        ...
 
     def close(self) -> None:
         """Let others write."""
+        ...
 
 
 class RowCopy:
