@@ -132,6 +132,11 @@ class Ring:
         return int(self._state["written"][0])
 
     @property
+    def pool_size(self) -> int:
+        """Number of pool entries, free ones included, that a trajectory index counts; other rings have none."""
+        return 0
+
+    @property
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of the first row that a save has, and of the row after the last: those of slots if not `in_order`."""
         return (self.head, self.written) if self.in_order else (0, self.used)
