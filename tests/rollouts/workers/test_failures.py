@@ -201,10 +201,11 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(nursery: Nursery)
         gatherer: Any = collector._supply.gatherer
         for _ in range(5):
             next(collector)
-            waiting = {filled.member for filled in gatherer._queue}
-            for member in gatherer.team.members:
-                if member not in waiting:
-                    gatherer.team.transport.wait([member.link], None)  # its next window comes
+            team, here = gatherer.team, {filled.member for filled in gatherer._queue}
+            for member in team.members:
+                while member not in here | {event.member for event in team._events}:
+                    team.transport.wait([member.link], None)
+                    team._hear([member])  # until its next window is here
                 member.since -= 1000  # so slow is the learner
         assert collector.stats()["failures"] == 0
 

@@ -212,8 +212,11 @@ class Team:
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
             self._hear(waiting)
+        # What is here but not yet taken, as after Ctrl-C in a wait, was in time, however long ago it came.
+        here = {event.member for event in self._events}
         for member in waiting:
-            self._check_time(member)
+            if member not in here:
+                self._check_time(member)
 
     def _time_left(self, waiting: Sequence[Member]) -> float | None:
         """Seconds until a step may be overdue, or an env that is being made."""
