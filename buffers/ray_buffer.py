@@ -102,12 +102,7 @@ class RayReplayBuffer(Facts):
         calls: Calls | None = None,
         **options: Any,
     ) -> None:
-        parts = {
-            "storage": storage,
-            "sampler": sampler,
-            "writer": writer,
-            "transform": transform,
-        }
+        parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
             if not callable(part) or isinstance(part, Transform):  # which is callable itself
@@ -118,14 +113,10 @@ class RayReplayBuffer(Facts):
         if prefetch:
             whole_number("prefetch", prefetch)
             if batch_size is None:
-                raise ValueError(
-                    "prefetch needs a batch_size: samples are drawn before anybody asks for them"
-                )
+                raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
         config = {"num_cpus": 0, **(remote_config or {})}
         if config.pop("max_restarts", 0):
-            raise ValueError(
-                "remote_config must leave max_restarts at 0: a buffer that Ray restarts would be empty, silently"
-            )
+            raise ValueError("remote_config must leave max_restarts at 0: a restarted buffer would be empty")
         self.batch_size, self.prefetch = batch_size, prefetch
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls

@@ -242,9 +242,7 @@ class ColumnStorage(Storage):
             if key in from_final:
                 continue
             if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
-                raise ValueError(
-                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
-                )
+                raise ValueError(f"the batch and final lack {next_name!r}, which the first extend had")
         twice = set(pool.next_keys.values())
         stored = {key: column for key, column in columns.items() if key not in twice}
         if self.pool is not None and stored.keys() != self.columns.keys():
@@ -367,9 +365,7 @@ class ColumnStorage(Storage):
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
-                raise ValueError(
-                    f"the storage has no entry {key!r}: it keeps {sorted(map(repr, self.columns))}"
-                )
+                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(map(repr, self.columns))}")
             stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(

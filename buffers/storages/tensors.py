@@ -60,9 +60,7 @@ class Encodings:
             raise TypeError(f"sparse must be a list of keys, got the string {sparse!r}: write [{sparse!r}]")
         self.sparse = set(map(plain_key, sparse))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
-            raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
-            )
+            raise ValueError(f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep")
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
         """Estimate the bytes of one row from dtypes and shapes ``like``; compressed entries count as 0.
@@ -73,9 +71,7 @@ class Encodings:
         for option, asked in (("frame_stack", self.frame_stack), ("codec", self.codec)):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
-                    raise ValueError(
-                        f"{option} names {key!r}, which the batch does not have: it has {present}"
-                    )
+                    raise ValueError(f"{option} names {key!r}, which the batch lacks: it has {present}")
         total = 0
         for key, (dtype, shape) in like.items():
             size = math.prod(shape) * dtype.itemsize
@@ -87,9 +83,7 @@ class Encodings:
                 size = 4
             total += 0 if key in self.codec else size
         if absent := self.sparse - set(like):
-            raise ValueError(
-                f"sparse names {sorted(map(repr, absent))}, which the batch does not have: it has {present}"
-            )
+            raise ValueError(f"sparse names {sorted(map(repr, absent))}, not in the batch: it has {present}")
         return total
 
     def column(
