@@ -42,7 +42,7 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"size is a number of bytes of at least 1, got {size}")
+            raise ValueError(f"size must be at least 1 byte, got {size}")
         descriptor = _anonymous_file(size)
         try:
             os.ftruncate(descriptor, size)
@@ -156,7 +156,7 @@ def row_count(columns: Mapping[Key, Any]) -> int:
     """The number of rows N that all columns ``[N, *S]`` have; ValueError if they differ, or if there are none."""
     counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
     if len(set(counts.values())) != 1 or None in counts.values():
-        raise ValueError(f"columns of one number of rows were expected, got {counts}")
+        raise ValueError(f"columns must have one number of rows, got {counts}")
     (count, *_) = counts.values()
     assert count is not None
     return count
