@@ -628,10 +628,19 @@ class ReplayBuffer(Facts):
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
+                keys, first = state["keys"], not self.started
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
-                    self._load_rows(ring, state)
+                    if first:
+                        self._own_parts()
+                    elif not self.storage.loads_whole:
+                        # Nobody reads a mixture of old and new rows, in other processes neither.
+                        self._count_by(self.writer.ring(ring.capacity, keys is not None))
+                    self.storage.load_state_dict(state["storage"])
+                    self.storage.use_ring(ring, self._unshareable_part(ring), first)
+                    self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+                    self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
                 self.writer.load_state_dict(before[1])
@@ -875,20 +884,6 @@ class ReplayBuffer(Facts):
         self.ring = ring
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
-
-    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
-        """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
-        first = not self.started
-        if first:
-            self._own_parts()
-        if self.started and not self.storage.loads_whole:
-            # Nobody reads a mixture of old and new rows, in other processes neither.
-            self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
-        self.storage.load_state_dict(state["storage"])
-        self.storage.use_ring(ring, self._unshareable_part(ring), first)
-        keys = state["keys"]
-        self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
-        self.started = True
 
     def _note_edit(self, slots: Tensor) -> None:
         """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
