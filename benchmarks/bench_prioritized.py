@@ -165,7 +165,7 @@ def by_capacity() -> str:
                 micros(times["both"]),
                 f"{times['both'].median / base.median:.2f} x",
                 micros(times["write"]),
-                f"{sampler._priorities.nbytes / rows:.1f}",
+                f"{sampler.priorities.nbytes / rows:.1f}",
             ]
         )
     header = [

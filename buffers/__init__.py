@@ -1,12 +1,13 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
 from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
-from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer, StorageEnsembleCheckpointer
 from flatroll.buffers.checkpointers.rows import (
+    DiskStorageCheckpointer,
     FlatStorageCheckpointer,
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
     StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
 from flatroll.buffers.columns.column import After, Column, TensorColumn

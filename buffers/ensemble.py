@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, overload
 
@@ -14,13 +15,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.checkpointers.links import StorageEnsembleCheckpointer, hooked
-from flatroll.buffers.checkpointers.rows import load_from
-from flatroll.buffers.checkpointers.saving import Saves
+from flatroll.buffers.checkpointers.rows import StorageEnsembleCheckpointer, hooked, load_from
+from flatroll.buffers.checkpointers.saving import SavedFolders
+from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.sampler import Sampler
-from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
@@ -377,7 +378,7 @@ class ReplayBufferEnsemble(Facts):
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = Saves(), Service()
+        self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -655,13 +656,15 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
         """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
-        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.join()
+        _, apply = self.load_version(Path(path), version, strict)
+        apply()
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""

@@ -21,11 +21,8 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.positions import Index
 from flatroll.buffers.transforms.transform import TransformLike, changes_stored
 from flatroll.sharing.block import Key, dtype_name
-from flatroll.sharing.channel import Channel, Closed
-from flatroll.sharing.door import Door
-from flatroll.sharing.forks import forget_in_children
-from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox
-from flatroll.sharing.parcel import pack, unpack
+from flatroll.sharing.channel import Channel, Closed, Door, forget_in_children
+from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox, pack, unpack
 from flatroll.sharing.worker import WorkerTraceback, portable
 
 #: What a handle may ask the owner to do with the buffer.

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,22 +15,21 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.checkpointers.links import Checkpointer, checkpointer_of, hooked
-from flatroll.buffers.checkpointers.saving import Saves
+from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, hooked
+from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.saved_tables import check_saved_generator, damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
-from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of
-from flatroll.buffers.storages.saved_columns import other_capacity
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
@@ -140,7 +139,7 @@ class ReplayBuffer(Facts):
         self.markers: BoundaryKeys | None = None
         self.ring, self.started = Ring(self.storage.max_size), False
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = Saves(), Service()
+        self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
@@ -610,7 +609,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
-            rows = self.storage.state_dict(self.ring.used, self._pool_rows)
+            rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
             return {**self.tables(ahead), "storage": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -642,10 +641,19 @@ class ReplayBuffer(Facts):
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
+                keys, first = state["keys"], not self.started
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
-                    self._load_rows(ring, state)
+                    if first:
+                        self._own_parts()
+                    elif not self.storage.loads_whole:
+                        # Nobody reads a mixture of old and new rows, in other processes neither.
+                        self._count_by(self.writer.ring(ring.capacity, keys is not None))
+                    self.storage.load_state_dict(state["storage"])
+                    self.storage.use_ring(ring, self._unshareable_part(ring), first)
+                    self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+                    self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
                 self.writer.load_state_dict(before[1])
@@ -699,7 +707,7 @@ class ReplayBuffer(Facts):
         tensor([2, 3, 4, 5])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -720,7 +728,9 @@ class ReplayBuffer(Facts):
             ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
                 same), or damaged files, named; a folder of a later version of the package.
         """
-        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.join()
+        _, apply = self.load_version(Path(path), version, strict)
+        apply()
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
@@ -759,7 +769,7 @@ class ReplayBuffer(Facts):
                 with self.lock:
                     return ring.saved_rows
 
-            with checkpointer.save(self.storage, ring, self.saves.of(path), options) as save:
+            with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
                 save.begin(rows)
                 if not alone:
                     ahead = self.made_ahead()  # without a lock, which those that make them may wait for
@@ -821,7 +831,7 @@ class ReplayBuffer(Facts):
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """The state without the rows; ``ahead`` are samples made ahead. The caller holds both locks."""
         return {
-            "storage": self.storage.tables(self._pool_rows),
+            "storage": self.storage.tables(self.ring.pool_size),
             "ring": self.ring.state_dict() if self.started else None,
             "keys": None if self.markers is None else self.markers.to_plain(),
             "sampler": self.sampler.state_dict(),
@@ -833,10 +843,6 @@ class ReplayBuffer(Facts):
     def made_ahead(self) -> list[Any]:
         """Copies of the samples made ahead; waits for those that are being made."""
         return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
-
-    @property
-    def _pool_rows(self) -> int:
-        return self.ring.pool_size if isinstance(self.ring, TrajectoryIndex) else 0
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
@@ -891,20 +897,6 @@ class ReplayBuffer(Facts):
         self.ring = ring
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
-
-    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
-        """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
-        first = not self.started
-        if first:
-            self._own_parts()
-        if self.started and not self.storage.loads_whole:
-            # Nobody reads a mixture of old and new rows, in other processes neither.
-            self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
-        self.storage.load_state_dict(state["storage"])
-        self.storage.use_ring(ring, self._unshareable_part(ring), first)
-        keys = state["keys"]
-        self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
-        self.started = True
 
     def _needs_index(self) -> str | None:
         """Name of what needs a trajectory index (for errors); None for nothing."""

@@ -1,13 +1,10 @@
-"""What replay buffers and ensembles do alike on their way to other processes: pickles and random generators."""
+"""What replay buffers and ensembles do alike on their way to other processes."""
 
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
-
-from flatroll.buffers.index.saved_tables import damaged
 
 
 def pickle_by_value(cls: type) -> None:
@@ -28,18 +25,3 @@ def reseed_in_worker(generator: torch.Generator | None) -> None:
     if generator is not None and worker is not None:
         number = torch.randint(2**62, (), generator=generator)
         generator.manual_seed(int(number) ^ worker.seed)
-
-
-def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
-    """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
-    if (saved is None) != (generator is None):
-        raise ValueError(
-            f"the state was saved with a generator and this {whose} has none, or the other way round: give "
-            f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
-            "sides to draw the same rows"
-        )
-    if saved is not None:
-        try:
-            torch.Generator().set_state(saved)  # of one that is thrown away
-        except (RuntimeError, TypeError) as error:
-            raise damaged(f"its generator cannot be restored ({error})") from None

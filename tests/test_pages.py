@@ -49,3 +49,14 @@ def test_there_are_enough_messages() -> None:
 def test_the_table_of_versions_is_what_the_project_says() -> None:
     """Else: ``python docs/versions.py`` writes it anew."""
     assert runpy.run_path(str(DOCS / "versions.py"))["table"]() in (DOCS / "compatibility.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["one_batch.md", "one_save.md"])
+def test_the_functions_on_a_way_are_there(page: str) -> None:
+    """Else: ``python -m docs.draw_ways`` writes both pages anew."""
+    rows = re.findall(r"^\| `([\w.]+)` \| ([\w/]+) \|", (DOCS / page).read_text(), re.M)
+    assert len(rows) > 50
+    for name, file in rows:
+        tree = ast.parse((ROOT / "src" / "flatroll" / f"{file}.py").read_text())
+        defined = {getattr(node, "name", None) for node in ast.walk(tree)}
+        assert set(name.split(".")) <= defined, f"{file} has no {name}"

@@ -201,10 +201,9 @@ class _H5Rows:
 
     def __init__(self, datasets: Mapping[str, Any], first: int, end: int) -> None:
         self._datasets, self.first, self.end, self.rows = datasets, first, end, end - first
-        self.schema: dict[str, Any] = {}  # nothing is read into memory that is there
 
     def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
-        """All columns, checked, in new memory."""
+        """All columns, checked, in new memory: nothing is read into ``targets``."""
         tensors = {name: _read_dataset(name, data) for name, data in self._datasets.items()}
         columns: dict[str, Column] = {}
         for name, values in tensors.items():

@@ -1,7 +1,9 @@
-"""Checkpointers that copy rows: they turn rows of a storage into columns of files, and such columns into a state."""
+"""Checkpointers: those that turn rows of a storage into columns of files and back, those of storages whose rows are
+files already, and which one a storage has."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -34,7 +36,9 @@ from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
 from flatroll.buffers.storages.item_kinds import structure_from_plain
-from flatroll.disk import Folder, LoadedVersion, Ragged, column_key, column_name
+from flatroll.buffers.storages.list import ListStorage
+from flatroll.buffers.storages.storage import Storage
+from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
@@ -62,22 +66,6 @@ class Span(NamedTuple):
 
     slots: Tensor
     read: Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
-
-    @classmethod
-    def of(cls, slots: Tensor, segment: Any) -> "Span":
-        """The rows of a file."""
-
-        def read(targets: Mapping[str, Tensor]) -> Mapping[str, FileColumn]:
-            schema = segment.schema
-            fits = {
-                name: target
-                for name, target in targets.items()
-                if name in schema and schema[name] == (str(target.dtype)[6:], tuple(target.shape[1:]), False)
-            }
-            columns: Mapping[str, FileColumn] = segment.read(fits)
-            return columns
-
-        return cls(slots, read)
 
 
 class StorageCheckpointerBase(ABC):
@@ -137,28 +125,6 @@ class StorageCheckpointerBase(ABC):
             rows = hook(rows, path=path)
         return self.dump_given(storage.structure, rows, len(slots))
 
-    def restore_rows(
-        self,
-        storage: Any,
-        tables: dict[str, Any],
-        spans: Iterable[tuple[Tensor, Any]],
-        rows: int,
-    ) -> dict[str, Any]:
-        """Return what :meth:`restore` gives of rows that the load hooks have changed back.
-
-        ``spans`` are slots as in `Span`, and files that have ``read(targets)`` and ``schema``.
-        """
-        if not self._load_hooks:
-            return self.restore(storage, tables, (Span.of(*span) for span in spans), rows)
-        changed = []
-        for slots, segment in spans:
-            given = self.given_from(storage, tables, segment.read({}))
-            for hook in self._load_hooks:
-                given = hook(given)
-            dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, len(slots))
-            changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
-        return self.restore(storage, tables, changed, rows)
-
     def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
         """Return the rows in ``slots`` as hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
@@ -182,9 +148,8 @@ class StorageCheckpointerBase(ABC):
         """Return a save of the rows that ``ring`` counts."""
         segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
         writer = self.open(saved, options, ring, segment_rows)
-        return RowCopy(
-            saved, writer, lambda slots: self.dump_rows(storage, slots, saved.path), ring, segment_rows
-        )
+        dump = partial(self.dump_rows, storage, path=saved.path)
+        return RowCopy(saved, writer, dump, ring, segment_rows)
 
     def load_with(
         self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
@@ -196,8 +161,18 @@ class StorageCheckpointerBase(ABC):
     def restore_version(
         self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        """Return what :meth:`restore_rows` gives of a version whose rows ``ring`` counts."""
-        return self.restore_rows(storage, tables, spans(ring, version), ring.used)
+        """Return what :meth:`restore` gives of a version whose rows ``ring`` counts, and which the load hooks change
+        back."""
+        if not self._load_hooks:
+            return self.restore(storage, tables, spans(ring, version), ring.used)
+        changed = []
+        for slots, read in spans(ring, version):
+            given = self.given_from(storage, tables, read({}))
+            for hook in self._load_hooks:
+                given = hook(given)
+            dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, len(slots))
+            changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
+        return self.restore(storage, tables, changed, ring.used)
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
@@ -484,6 +459,159 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
         return super().restore(storage, tables, kept, rows)
 
 
+class DiskStorageCheckpointer:
+    """The checkpointer of `DiskStorage`: it writes no rows, since they are in files already.
+
+    The files get a second name in the folder of the checkpoint (copies are made on another disk), and stay as long as
+    one of the two folders needs them. A load gives them a second name in the storage's folder, whose own rows go. The
+    folder of a checkpoint may lie within that of the storage, but cannot be the same: there the rows go on.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import DiskStorage, ReplayBuffer
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> buffer = ReplayBuffer(storage=DiskStorage(4, f"{folder.name}/rows"))
+    >>> for first in (0, 3):
+    ...     rows = buffer.extend(TensorDict({"reward": torch.arange(first, first + 3)}, [3]))
+    ...     if not first:
+    ...         buffer.dumps(folder.name)
+    >>> buffer.loads(folder.name)
+    >>> buffer[:]["reward"], buffer.storage.checkpointer
+    (tensor([0, 1, 2]), DiskStorageCheckpointer())
+    >>> buffer.storage.close()
+    >>> folder.cleanup()
+    """
+
+    def check(self, storage: Any) -> None:
+        """Raise TypeError if this is no checkpointer for ``storage``."""
+        if not isinstance(storage, DiskStorage):
+            raise TypeError(
+                f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
+            )
+
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
+        """Return a save of the rows that ``ring`` counts."""
+        assert isinstance(storage, DiskStorage)  # that is what `check` is for
+        _check_other(storage, saved.path)
+        return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
+
+    def load_with(
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
+    ) -> tuple[T, Folder | None]:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
+        that knows this version."""
+        assert isinstance(storage, DiskStorage)
+        _check_other(storage, path)
+        return load_from(path, use, number, strict)
+
+    def restore_version(
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+    ) -> dict[str, Any]:
+        """Return the storage's state with the rows of ``version``, which ``ring`` counts; nothing changes."""
+        assert isinstance(storage, DiskStorage)
+        return storage.linked(tables, version, ring)
+
+    def versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return Folder(path).versions() if path.is_dir() else []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class FileLinks:
+    """A save that gives the files of a storage a second name.
+
+    Args:
+        storage: whose files are held as they are from :meth:`hold` until :meth:`close`.
+        folder: where the version goes.
+        saved: what the buffer has in the folder.
+        ring: counts the rows.
+    """
+
+    def __init__(self, storage: DiskStorage, folder: Folder, saved: SavedFolder, ring: Ring) -> None:
+        self._storage, self._folder, self._saved, self._ring = storage, folder, saved, ring
+        self._held: AbstractContextManager[Any] | None = None
+        self._head = 0
+
+    def close(self) -> None:
+        """Let writers go on, and others save to the folder."""
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
+        self._folder.close()
+
+    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+        """Let the storage write the files of the rows that wait in memory."""
+        if not self._storage.read_only:
+            self._storage.flush()
+
+    def hold(self, head: int, end: int) -> None:
+        """Keep the files of the rows as they are; rows that come from now on stay in memory."""
+        held = self._storage.held()
+        held.__enter__()
+        self._held, self._head = held, head
+
+    def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
+        """Link the files and publish a version."""
+        segments, first = self._storage.linkable(self._head)
+        self._folder.adopt(segments)
+        version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
+        self._saved.note(self._ring)
+        return version
+
+
+class StorageEnsembleCheckpointer:
+    """The checkpointer of `StorageEnsemble`: each member's own writes its rows, to a folder of their own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+#: What says how the rows of a storage are saved.
+Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer
+
+
+def checkpointer_of(storage: Storage) -> Checkpointer:
+    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
+    if storage.checkpointer is None:
+        if isinstance(storage, DiskStorage):
+            storage.checkpointer = DiskStorageCheckpointer()
+        elif isinstance(storage, ListStorage):
+            storage.checkpointer = ListStorageCheckpointer()
+        else:
+            storage.checkpointer = TensorStorageCheckpointer()
+    checkpointer = storage.checkpointer
+    if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
+        raise TypeError(
+            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
+        )
+    checkpointer.check(storage)
+    return checkpointer
+
+
+def hooked(storage: Storage) -> StorageCheckpointerBase:
+    """Return the checkpointer of ``storage``, which takes hooks; TypeError if it copies no rows that they could
+    change."""
+    checkpointer = checkpointer_of(storage)
+    if isinstance(checkpointer, DiskStorageCheckpointer):
+        raise TypeError("DiskStorageCheckpointer takes no hooks: it writes no rows that they could change")
+    return checkpointer
+
+
+def _check_other(storage: DiskStorage, path: Path) -> None:
+    """Raise ValueError if a checkpoint's folder is that of the rows."""
+    if path.resolve() == Path(storage.path).resolve():
+        raise ValueError(
+            f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
+            f"another one, such as {path / 'checkpoint'}"
+        )
+
+
 def load_from(
     path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
 ) -> tuple[T, Folder]:
@@ -497,11 +625,8 @@ def load_from(
     return folder.load_with(use, number, strict=strict), folder
 
 
-def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
-    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
-
-    ValueError if the version has others.
-    """
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
+    """The rows that ``ring`` counts in a version's files; ValueError if the version has others."""
     head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
     for segment in version.segments:
@@ -511,7 +636,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
         slots = torch.arange(start, start + segment.rows)
         slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
         slots[: max(0, head - segment.first)] = -1
-        yield slots, segment
+        yield Span(slots, segment.read)
 
 
 def _to_bytes(item: Any, number: int) -> bytes:

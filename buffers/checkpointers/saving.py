@@ -4,14 +4,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.disk import Folder, Version
-from flatroll.disk.checkpoint import Apply, Others, SaveOptions
+from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
 LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # of a segment
@@ -28,23 +28,21 @@ class SavedFolder:
 
     Attributes:
         folder: the closed `Folder` that has saved or loaded last, which knows the versions of this run.
+        ring: counts the rows in the folder; None, or gone, if others than those of the buffer are there.
         edits: numbers of the first and last row of each edit in place since then.
+        saving: whether a save is under way, which counts on the order of the edits.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder: Folder | None = None
+        self.ring: weakref.ref[Ring] | None = None
         self.edits: list[tuple[int, int]] = []
         self.saving = False
-        self._ring: Callable[[], Ring | None] = lambda: None  # what counted its rows
-
-    def has_rows_of(self, ring: Ring) -> bool:
-        """Whether the rows in the folder are those that ``ring`` counts."""
-        return self._ring() is ring
 
     def note(self, ring: Ring, edits: int = 0) -> None:
         """Remember that the folder has the rows that ``ring`` counts, after the first ``edits`` of the edits."""
-        self._ring = weakref.ref(ring)
+        self.ring = weakref.ref(ring)
         del self.edits[:edits]
 
     def edited(self, numbers: Tensor) -> None:
@@ -53,11 +51,11 @@ class SavedFolder:
             return
         low, high = map(int, torch.aminmax(numbers))
         self.edits.append((low, high))
-        if len(self.edits) > _MOST_EDITS and not self.saving:  # a save counts on their order
+        if len(self.edits) > _MOST_EDITS and not self.saving:
             self.edits = [(min(low for low, _ in self.edits), max(high for _, high in self.edits))]
 
 
-class Saves:
+class SavedFolders:
     """What a buffer knows of its saves: its rows in each folder, and the save that is under way on a thread.
 
     A copy of the buffer, or one in another process, knows nothing.
@@ -68,8 +66,8 @@ class Saves:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def __reduce__(self) -> tuple[type["Saves"], tuple[()]]:
-        return Saves, ()
+    def __reduce__(self) -> tuple[type["SavedFolders"], tuple[()]]:
+        return SavedFolders, ()
 
     def of(self, path: Path) -> SavedFolder:
         """What is known of a folder."""
@@ -101,18 +99,9 @@ class Saves:
         self._thread = threading.Thread(target=run, name="flatroll save")
         self._thread.start()
 
-    def loads(self, load: Callable[[], tuple[Others, Apply]]) -> None:
-        """Load what ``load`` has read and checked, after the save that is under way."""
-        self.join()
-        load()[1]()
-
 
 class Save(Protocol):
-    """One save of a buffer's rows, a context; the buffer calls its methods in this order."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
+    """One save of a buffer's rows; the buffer calls its methods in this order."""
 
     def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
         """Write what can be written while others write to the buffer.
@@ -120,12 +109,19 @@ class Save(Protocol):
         Args:
             rows: returns the numbers of the first row to save and of the row after the last one, at the moment.
         """
+        ...
 
     def hold(self, head: int, end: int) -> None:
         """Take the rows ``head ... end - 1`` as they are: writers go on when this returns."""
+        ...
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Publish a version with these rows and what ``packer`` has."""
+        ...
+
+    def close(self) -> None:
+        """Let others save to the folder, whether a version was published or not."""
+        ...
 
 
 class RowWriter(Protocol):
@@ -136,23 +132,29 @@ class RowWriter(Protocol):
     @property
     def segments(self) -> tuple[Any, ...]:
         """Files of rows that are there and could be written anew."""
+        ...
 
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one."""
+        ...
 
     def append(self, columns: Mapping[str, Any]) -> None:
         """Write rows after those that are there."""
+        ...
 
     def replace(self, columns: Mapping[str, Any], first: int) -> Any:
         """Write the rows of some of the ``segments`` anew."""
+        ...
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
     ) -> Version:
         """Publish a version."""
+        ...
 
     def close(self) -> None:
         """Let others write."""
+        ...
 
 
 class RowCopy:
@@ -181,12 +183,9 @@ class RowCopy:
         self._dump = dump
         self._parts: list[tuple[int, Mapping[str, Any]]] = []
         self._head = self._edits = 0
+        saved.saving = True
 
-    def __enter__(self) -> Self:
-        self._saved.saving = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._saved.saving = False
         self._writer.close()
 
@@ -246,9 +245,9 @@ def open_folder(
         **options._asdict(),
     )
     saved.folder = (
-        folder  # before anything is published: whatever interrupts the save, the next one knows its version
+        folder  # before anything is published: an interrupted save's version is known to the next one
     )
-    if not ring.in_order or not saved.has_rows_of(ring):
+    if not ring.in_order or saved.ring is None or saved.ring() is not ring:
         folder.forget_rows()
     return folder
 

@@ -74,8 +74,8 @@ class Draw:
 class Ring:
     """Counts the rows of a buffer: rows are numbered as written, ``head ... written - 1`` are readable.
 
-    For samplers: ``len(ring)`` rows may be drawn, and :meth:`slots_by_age` says which slots they are in. Do not take
-    a row's number modulo the capacity for its slot: a writer that keeps the best rows puts them anywhere.
+    For samplers: :meth:`snapshot` says how many rows may be drawn, and :meth:`slots_by_age` which slots they are in. Do
+    not take a row's number modulo the capacity for its slot: a writer that keeps the best rows puts them anywhere.
 
     Writing is ``claim`` (the rows about to be overwritten can no longer be drawn), then copying, then ``publish``
     (the new rows can). A write that fails between the two leaves a ring that is right, with fewer rows. Counters
@@ -132,6 +132,11 @@ class Ring:
         return int(self._state["written"][0])
 
     @property
+    def pool_size(self) -> int:
+        """Number of pool entries, free ones included, that a trajectory index counts; other rings have none."""
+        return 0
+
+    @property
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of the first row that a save has, and of the row after the last: those of slots if not `in_order`."""
         return (self.head, self.written) if self.in_order else (0, self.used)
@@ -148,11 +153,37 @@ class Ring:
         # After the columns were copied: readers look at this number.
         self._state["written"] += rows
 
-    def slots_by_age(self, ranks: Tensor) -> Tensor:
+    def snapshot(self) -> tuple[tuple[int, int], int]:
+        """Return the `version` now, and how many rows are stored in it: what a sampler asks before anything else.
+
+        Rows of this version can be found (:meth:`slots_by_age`) even if another process gives some up meanwhile.
+
+        Raises:
+            RuntimeError: nothing is stored.
+
+        >>> ring = Ring(4)
+        >>> ring.claim(4), ring.publish(4)
+        (0, None)
+        >>> version, rows = ring.snapshot()
+        >>> ring.claim(2), len(ring), rows  # the write of another process begins
+        (4, 2, 4)
+        >>> slots = ring.slots_by_age(torch.tensor([0, 3]), version)
+        >>> slots, ring.unchanged_since(Draw(slots, version=version))  # a buffer draws again then
+        (tensor([0, 3]), False)
+        """
+        version = self.version  # before the number of rows written: it is never below this head
+        rows = min(self.written - version[0], self.capacity)
+        if rows <= 0:
+            raise self._empty()
+        return version, rows
+
+    def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
         """Return the slots of the stored rows with these ages; it is correct under every writer.
 
         Args:
-            ranks: int64 ``[N]``, from 0 for the oldest row to ``len(ring) - 1`` for the newest.
+            ranks: int64 ``[N]``, from 0 for the oldest row to ``rows - 1`` for the newest.
+            version: ages count in this version, which came with ``rows`` from :meth:`snapshot`. Default: now, with
+                ``len(ring)`` rows, which another process that writes may change between the two calls.
 
         Returns:
             int64 ``[N]``.
@@ -160,17 +191,18 @@ class Ring:
         Raises:
             IndexError: no row has that age.
         """
-        self._check_ranks(ranks)
-        return (ranks + self.head).remainder_(self.capacity)
+        head = self.head if version is None else version[0]
+        self._check_ranks(ranks, min(self.written - head, self.capacity))
+        return (ranks + head).remainder_(self.capacity)
 
-    def _check_ranks(self, ranks: Tensor) -> None:
-        """Raise IndexError unless all ``ranks`` are ages of stored rows."""
+    def _check_ranks(self, ranks: Tensor, rows: int) -> None:
+        """Raise IndexError unless all ``ranks`` are ages of ``rows`` stored rows."""
         if not ranks.numel():
             return
         low, high = torch.aminmax(ranks)
-        if int(low) < 0 or int(high) >= len(self):
+        if int(low) < 0 or int(high) >= rows:
             wrong = int(low) if int(low) < 0 else int(high)
-            raise IndexError(f"no stored row has age {wrong}: ages are 0 (the oldest) to {len(self) - 1}")
+            raise IndexError(f"no stored row has age {wrong}: ages are 0 (the oldest) to {rows - 1}")
 
     def stored(self) -> Tensor:
         """Return the slots of all readable rows, oldest first; int64 ``[len(ring)]``."""

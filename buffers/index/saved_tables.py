@@ -1,8 +1,10 @@
-"""Checks the tables of a saved ring or index: a state is data, and kernels would read by what it says."""
+"""Checks the tables of a saved ring or index, and saved generators: a state is data, and kernels would read by what it
+says."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flatroll.disk.state_tree import damaged as damaged
@@ -45,6 +47,21 @@ def check_heap(
     tie = (rank[above] == rank[below]) & (number[above] > number[below])
     if bool(np.isnan(rank[rows]).any()) or not bool((tie | (rank[above] < rank[below])).all()):
         raise damaged("its heap is not in the order of the ranks")
+
+
+def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
+    """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
+    if (saved is None) != (generator is None):
+        raise ValueError(
+            f"the state was saved with a generator and this {whose} has none, or the other way round: give "
+            f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
+            "sides to draw the same rows"
+        )
+    if saved is not None:
+        try:
+            torch.Generator().set_state(saved)  # of one that is thrown away
+        except (RuntimeError, TypeError) as error:
+            raise damaged(f"its generator cannot be restored ({error})") from None
 
 
 class SavedFragments(NamedTuple):

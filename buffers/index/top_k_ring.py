@@ -84,8 +84,14 @@ class RankedRing(Ring):
         return torch.from_numpy(self._number)[slots]
 
     @override
-    def slots_by_age(self, ranks: Tensor) -> Tensor:
-        self._check_ranks(ranks)
+    def snapshot(self) -> tuple[tuple[int, int], int]:
+        self.check_not_empty()
+        return self.version, len(self)
+
+    @override
+    def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
+        # `version` says nothing more: this ring is in the memory of one process, and its buffer locks it.
+        self._check_ranks(ranks, len(self))
         # Between two writes the order stays; a write that has only made room changes the second number.
         version = self.written, len(self)
         if self._by_age[0] != version:

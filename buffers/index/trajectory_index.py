@@ -158,6 +158,7 @@ class TrajectoryIndex(Ring):
         return self._spare[spare - count : spare].copy()
 
     @property
+    @override
     def pool_size(self) -> int:
         """Number of pool entries, free ones included."""
         return len(self._spare)

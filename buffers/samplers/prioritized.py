@@ -147,7 +147,7 @@ class PrioritizedSampler(RandomSampler):
         self.priorities.weigh_all()
         self._head = self._written = 0
 
-    _saved = "priority"
+    state_key = "priority"
     #: Whether every stored row may be drawn; if not, `_allow_starts` says which may.
     _every_row = True
 

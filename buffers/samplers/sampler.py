@@ -171,9 +171,9 @@ def check_versions(batch: TensorDictBase) -> None:
 class Sampler(Facts, ABC):
     """Chooses the rows of a sample. A subclass defines :meth:`draw`; one sampler belongs to one buffer.
 
-    ``draw`` asks the ring how many rows there are, ``len(ring)``, chooses among them by age, from 0 for the oldest to
-    ``len(ring) - 1`` for the newest, and lets the ring say which slots those are, `Ring.slots_by_age`. That is right
-    under every writer; a row's number modulo the capacity is not.
+    ``draw`` asks the ring how many rows there are, `Ring.snapshot`, chooses among them by age, from 0 for the oldest to
+    ``rows - 1`` for the newest, and lets the ring say which slots those are, `Ring.slots_by_age`. That is right under
+    every writer, in other processes too; a row's number modulo the capacity is not.
 
     To draw single rows, subclass `RandomSampler`: its :meth:`mark` makes each drawn row a run of its own, where this
     class leaves the stored markers as they are. To draw whole slices, subclass `SliceSampler`.
@@ -185,7 +185,10 @@ class Sampler(Facts, ABC):
         ran_out: whether the last sample ended a pass over the rows (samplers without replacement); iterating over
             the buffer stops there.
         stateful: whether draws depend on something that the sampler remembers, so that processes cannot share the
-            buffer. By default True for a class that overrides a method which keeps such a memory up to date.
+            buffer. By default True for a class that overrides a method which keeps such a memory up to date; set
+            ``stateful = False`` in the class if its :meth:`state_dict` only has what the constructor was given.
+        state_key: an entry that every :meth:`state_dict` of this kind of sampler has, by which
+            :meth:`check_state_dict` refuses the states of others. Default: None, any state is loaded.
         follows_writes: whether the buffer calls :meth:`claimed` and :meth:`entered`; True if one is overridden.
         needs_index: whether :meth:`draw` gets a `TrajectoryIndex`; True if :meth:`boundary_keys` is overridden.
 
@@ -194,11 +197,10 @@ class Sampler(Facts, ABC):
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> class RecencySampler(RandomSampler):
     ...     def draw(self, ring, batch_size, generator, follow):
-    ...         version = ring.version  # before anything else is asked of the ring
-    ...         ring.check_not_empty()
-    ...         chances = torch.linspace(1, 2, len(ring))  # by age: the oldest row, ..., the newest row
+    ...         version, rows = ring.snapshot()  # an error if nothing is stored
+    ...         chances = torch.linspace(1, 2, rows)  # by age: the oldest row, ..., the newest row
     ...         ranks = torch.multinomial(chances, batch_size, replacement=True, generator=generator)
-    ...         slots = ring.slots_by_age(ranks)  # int64 [batch_size]; a rank must be below len(ring)
+    ...         slots = ring.slots_by_age(ranks, version)  # int64 [batch_size]
     ...         return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=RecencySampler(), batch_size=1000)
     >>> rows = buffer.extend(torch.arange(6))
@@ -212,7 +214,7 @@ class Sampler(Facts, ABC):
     follows_writes: bool = False
     needs_index: bool = False
     freshness: Freshness | None = None  # of the option max_policy_lag
-    _saved: str | None = None  # an entry that all states of its kind have
+    state_key: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -310,7 +312,7 @@ class Sampler(Facts, ABC):
 
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` along with ``ring``. Nothing changes."""
-        if self._saved is not None and self._saved not in state:
+        if self.state_key is not None and self.state_key not in state:
             raise ValueError(
                 f"the state was saved with a sampler of another kind, this buffer has a {type(self).__name__}: load it "
                 "into a buffer with a sampler like that one, and extend this buffer with other.oldest_first()"

@@ -20,7 +20,7 @@ class PassSampler(Sampler):
     """Draws each of the stored things once per pass, in an order fixed when the pass begins."""
 
     _shown: ClassVar[tuple[str, ...]] = ("drop_last", "shuffle")
-    _saved = "pass"
+    state_key = "pass"
     drop_last: bool
     _left: Tensor | None = (
         None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass

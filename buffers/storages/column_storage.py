@@ -21,12 +21,18 @@ from flatroll.buffers.columns.column import (
 )
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
-from flatroll.buffers.storages import saved_columns
 from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
-from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown, structure_from_plain
+from flatroll.buffers.storages.item_kinds import (
+    Structure,
+    check_kinds,
+    shown,
+    structure_from_plain,
+    structure_to_plain,
+)
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.storage import Links, Rows, Storage
+from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
@@ -63,7 +69,7 @@ class ColumnStorage(Storage):
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
 
     To keep an entry in a column of your own (see `Column`), subclass `LazyTensorStorage` and override
-    :meth:`make_column`:
+    :meth:`make_column`. The how-to "Write your own storage column" says what each method must do.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> class HalfColumn(TensorColumn):
@@ -71,6 +77,8 @@ class ColumnStorage(Storage):
     ...     def __init__(self, rows, shape):
     ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.float16))
     ...         self.dtype = torch.float32  # of values as they come and go
+    ...     def write(self, slot, values, after=None):
+    ...         super().write(slot, values.half())
     ...     def put(self, slots, values, after=None):
     ...         super().put(slots, values.half())
     ...     def take(self, slots):
@@ -95,6 +103,7 @@ class ColumnStorage(Storage):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
         self.known: Known | None = None
+        self._own_keys: frozenset[NestedKey] = frozenset()  # of the columns that make_column made
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -128,6 +137,7 @@ class ColumnStorage(Storage):
                         "leave it out of one of them"
                     )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
+            self._own_keys = frozenset(made)
             self.loose.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
@@ -257,14 +267,16 @@ class ColumnStorage(Storage):
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
         if self.pool is None:
-            pool.allocate(self.columns)
+            pool.allocate(self.columns, self._own_keys)
             self.pool, self.known = pool, None
         return Rows(count, stored, fragments, tails, source)
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
         if not self.columns:
-            self.columns = self._make_columns({key: like(column) for key, column in columns.items()})
+            self.columns = self._make_columns(
+                {key: (column.dtype, column.shape[1:]) for key, column in columns.items()}
+            )
             self.structure, self.known = structure, None
             return
         for key, column in columns.items():
@@ -441,35 +453,96 @@ class ColumnStorage(Storage):
 
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
-        return saved_columns.tables(self, pool_rows)
+        entries = {} if self.pool is None else self.pool.entries
+        return {
+            "lanes": self.lanes,
+            "structure": structure_to_plain(self.structure),
+            "like": {key: (column.dtype, column.shape) for key, column in self.columns.items()},
+            "kinds": {key: _kind_of(column) for key, column in self.columns.items()},
+            "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
+        }
 
     def columns_like(self, state: dict[str, Any]) -> dict[NestedKey, Column]:
-        """The columns, or, before the first batch, blank ones of the form that ``state`` has, to check it by."""
-        saved_columns.check_like(state["like"], state["structure"])
-        return self.columns or {
+        """Return the columns, or, before the first batch, blank ones of the form that the tables in ``state`` have;
+        ValueError if the tables make no rows, or are of other shapes, dtypes or kinds than the columns."""
+        for key, (dtype, shape) in state["like"].items():
+            names = key if isinstance(key, tuple) else (key,)
+            if not names or not all(isinstance(name, str) for name in names):
+                raise damaged(f"{key!r} is no key of an entry")
+            is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
+            if not isinstance(dtype, torch.dtype) or not is_shape:
+                raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
+        structure = structure_from_plain(state["structure"])
+        if structure is None:
+            raise damaged("its rows are of no known kind")
+        # No rows of that kind, made and taken apart again.
+        rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in state["like"].items()}
+        try:
+            again = structure.columns(structure.build(rows, torch.Size([0])))
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise damaged(f"its entries do not make rows of its kind ({error})") from None
+        if {key: (column.dtype, column.shape[1:]) for key, column in again.items()} != dict(state["like"]):
+            raise damaged("its entries are not those of its kind of rows")
+        columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
+        saved = {key: (*kind, state["kinds"][key]) for key, kind in state["like"].items()}
+        here = {key: (column.dtype, column.shape, _kind_of(column)) for key, column in columns.items()}
+        for key in {**saved, **here}:
+            if saved.get(key) != here.get(key):
+                got, expected = (
+                    f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
+                    for form in (saved.get(key), here.get(key))
+                )
+                raise ValueError(
+                    f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage made "
+                    "as the saved one, and extend this buffer with other.oldest_first(), changed as needed"
+                )
+        return columns
 
     @override
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
         if "like" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        saved_columns.check_lanes(
-            state["lanes"], self.lanes if self.columns else None, self.ndim, ring.capacity, self.max_size
-        )
+        lanes, own = torch.Size(state["lanes"]), self.lanes if self.columns else None
+        if min(lanes, default=1) < 1:
+            raise damaged(f"it has the lanes {list(lanes)}")
+        if len(lanes) != self.ndim - 1 or own not in (None, lanes):
+            raise ValueError(
+                f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
+                f"{'' if own is None else f' and lanes {list(own)}'}"
+            )
+        room = self.max_size // lanes.numel() * lanes.numel()
+        if ring.capacity != room:
+            raise other_capacity(ring.capacity, room)
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        saved_columns.check_same_kinds(state, self.columns_like(state))
+        self.columns_like(state)
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        self.check_tables(state, ring)
-        entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
-        saved_columns.check_columns(state, self.columns_like(state), ring.used, entries)
+        columns, pool = self.columns_like(state), state["pool"]
+        if state["columns"].keys() != columns.keys():
+            raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")
+        if any(key not in columns or next_key(key) in columns for key in pool) or (
+            ring.pool_size and not pool
+        ):
+            raise damaged(f"it keeps next observations of {list(pool)} apart, which are not kept once")
+        expected = [(key, column, state["columns"][key], ring.used) for key, column in columns.items()]
+        expected += [
+            (next_key(key), columns[key].pool(), saved, ring.pool_size) for key, saved in pool.items()
+        ]
+        for key, column, saved, count in expected:
+            try:
+                found = column.check_state_dict(saved)
+            except ValueError as error:
+                raise ValueError(f"the entry {key!r}: {error}") from None
+            if found not in (None, count):
+                raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
@@ -487,10 +560,19 @@ class ColumnStorage(Storage):
             finally:
                 self.lanes = self.lanes if self.columns else before
             self.structure, self.known = structure_from_plain(state["structure"]), None
-        saved_columns.load(self.columns, state["columns"], new and self.own_column is None)
+        for key, column in self.columns.items():
+            saved = state["columns"][key]
+            # Nobody has the memory of a column just made, nor that of unshared values: those take its place, and are
+            # not copied. Of this class only: a subclass may keep its rows elsewhere, as in a file.
+            if new and self.own_column is None and type(column) is TensorColumn:
+                values, own = saved["values"], column.data
+                if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
+                    column.data = values
+                    continue
+            column.load_state_dict(saved)
         if self.compact_obs:
             self.pool, self.known = NextPool(list(state["pool"])), None
-            self.pool.allocate(self.columns)
+            self.pool.allocate(self.columns, self._own_keys)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
 
@@ -505,3 +587,8 @@ class ColumnStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"known": None}  # a copy has other memory
+
+
+def _kind_of(column: Column) -> str:
+    """How a column is kept, for saved tables and errors; in memory or in a file is one kind."""
+    return "" if isinstance(column, TensorColumn) else f" in a {column.saved_as}"

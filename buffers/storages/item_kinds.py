@@ -335,11 +335,6 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     return batch
 
 
-def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
-    """Return the dtype and shape of one row of a column."""
-    return column.dtype, column.shape[1:]
-
-
 def shown(key: NestedKey) -> str:
     """A key for an error message."""
     return "the data" if key == VALUE else f"batch[{key!r}]"

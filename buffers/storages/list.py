@@ -12,8 +12,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
-from flatroll.buffers.storages.saved_columns import other_capacity
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
 from flatroll.layout.keys import NestedKey
 
 
@@ -105,7 +104,6 @@ class ListStorage(Storage):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        self.check_tables(state, ring)
         items = state["items"]
         if not isinstance(items, list) or len(items) != ring.used:
             raise damaged(f"its ring counts {ring.used} items, and they are others")

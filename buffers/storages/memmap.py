@@ -251,7 +251,7 @@ class LazyMemmapStorage(ColumnStorage):
             pairs = [(self.columns, other.columns)]
             if self.pool is not None:
                 other.pool = NextPool(list(self.pool.pairs))
-                other.pool.allocate(other.columns)
+                other.pool.allocate(other.columns, self.pool.lossy)
                 pairs.append((self.pool.entries, other.pool.entries))
             for source, target in pairs:
                 for key, column in source.items():

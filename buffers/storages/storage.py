@@ -456,7 +456,8 @@ class Storage(Facts, ABC):
 
     @abstractmethod
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
-        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, are of another storage."""
+        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, are of another storage; this
+        comes before :meth:`check_state_dict`."""
 
     @abstractmethod
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
@@ -465,3 +466,11 @@ class Storage(Facts, ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the rows from a checked :meth:`state_dict`."""
+
+
+def other_capacity(rows: int, room: int) -> ValueError:
+    """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
+    return ValueError(
+        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "
+        "another size, load it into such a buffer and extend this one with other.oldest_first()"
+    )

@@ -29,8 +29,9 @@ CODECS = ("zstd",)
 class Encodings:
     """The encoding options of a storage: which entries are frame stacks, compressed or sparse, by key.
 
-    The form of every column is decided here and nowhere else. A new form needs a `Column` that keeps it, its option
-    checked in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
+    `ColumnStorage.make_column` is asked first, for columns of the user's own, lossy ones too; the form of all others,
+    which give back what they were given, is decided here. A new form needs a `Column` that keeps it, its option checked
+    in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
     are those of `LazyTensorStorage`; ImportError if the codec's package is not installed.
     """
 

@@ -81,6 +81,9 @@ class PolicyOptions(CriticOptions, total=False):
     samples_mc_entropy: int
 
 
+#: What the losses without an entropy term refuse: the names in `PolicyOptions`, and one that other libraries use.
+_OF_ENTROPY = ("entropy_bonus", "entropy_coeff", "entropy_coef", "samples_mc_entropy")
+
 #: Arguments that have another name or place here, and where.
 _ELSEWHERE = {
     "entropy_coef": "entropy_coeff=",
@@ -298,7 +301,8 @@ class PolicyGradientLoss(LossModule):
         "value_target": "value_target",
         "value": "state_value",
     }
-    #: The keys that this loss reads from the batch besides what its networks read.
+    #: What the loss reads besides what its networks read, by the names of :meth:`set_keys`: ``"sample_log_prob"``, not
+    #: ``"action_log_prob"``. Every loss reads the advantage, so a subclass that reads more lists it, too.
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
     #: The diagnostics that :meth:`objective` reports.
     diagnostics: ClassVar[tuple[str, ...]] = ()
@@ -459,7 +463,7 @@ class PolicyGradientLoss(LossModule):
             # the critic may read what the actor wrote
             critic = None if self.critic_coeff is None else self.critic_network
             readers = () if critic is None else (critic,)
-            dist, work = distribution_for(readers, self.actor_network, inputs.readable)
+            dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
@@ -487,7 +491,7 @@ class PolicyGradientLoss(LossModule):
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
             if critic is not None:
-                critic_loss, of_critic = self._critic_loss(inputs, critic, work)
+                critic_loss, of_critic = self._critic_loss(inputs, critic, after_actor)
                 weight = as_number(cast(Tensor, self.critic_coeff))
                 is_one = isinstance(weight, float) and weight == 1.0  # a device is not asked
                 losses[critic_name] = critic_loss if is_one else weight * critic_loss
@@ -497,17 +501,19 @@ class PolicyGradientLoss(LossModule):
         return nest(losses)
 
     def _critic_loss(
-        self, inputs: LossInputs, critic: TensorDictModuleBase, work: TensorDictBase
+        self, inputs: LossInputs, critic: TensorDictModuleBase, after_actor: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the critic, reduced, and diagnostics; the critic may read what the actor wrote into ``work``."""
+        """The loss of the critic, reduced, and diagnostics; it may read what the actor wrote into ``after_actor``."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
-        work = work.detach() if self.separate_losses else work
+        after_actor = after_actor.detach() if self.separate_losses else after_actor
         apart = (
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
         with apart:
-            column = call_for(critic, work, key)  # a value that came with the batch is not the critic's
+            column = call_for(
+                critic, after_actor, key
+            )  # a value that came with the batch is not the critic's
         if column is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
@@ -791,6 +797,8 @@ class A2CLoss(PolicyGradientLoss):
     Args:
         actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
+    With ``make_value_estimator("td1")`` it is REINFORCE with a learned baseline and an entropy term.
+
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
     ``explained_variance``.
 
@@ -821,7 +829,7 @@ class A2CLoss(PolicyGradientLoss):
 
 
 class ReinforceLoss(PolicyGradientLoss):
-    """REINFORCE with a baseline: ``-log_prob * advantage`` per row, the advantage held constant.
+    """REINFORCE, with or without a learned baseline: ``-log_prob * advantage`` per row, the advantage held constant.
 
     Args:
         actor_network: tensordict module with ``get_dist(batch)``.
@@ -832,10 +840,15 @@ class ReinforceLoss(PolicyGradientLoss):
         options: ``critic_coeff``, ``loss_critic_type``, ``clip_value``, ``normalize_advantage``, ``separate_losses``,
             ``burn_in`` and ``reduction``: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
-    Writes ``loss_actor``, ``loss_value``, and the detached ``explained_variance``.
+    Without a critic the advantage in the batch is used as it is: a return, or a return minus a baseline of your own.
+    There is no entropy term: REINFORCE with a learned baseline and an entropy term is
+    ``A2CLoss(actor, critic).make_value_estimator("td1")``.
+
+    Writes ``loss_actor`` and, with a critic, ``loss_value`` and the detached ``explained_variance``.
 
     Raises:
         ValueError: ``delay_value`` without a critic.
+        TypeError: an option of the entropy term.
 
     Example:
         >>> import torch
@@ -866,6 +879,11 @@ class ReinforceLoss(PolicyGradientLoss):
         delay_value: bool = False,
         **options: Unpack[CriticOptions],
     ) -> None:
+        for name in _OF_ENTROPY:
+            if name in options:
+                raise TypeError(
+                    f"{type(self).__name__} has no entropy term, so no {name}=: use A2CLoss for one"
+                )
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         critic = self.critic_network
         if delay_value and critic is None:

@@ -38,12 +38,15 @@ class Saves(Protocol):
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         """Publish a version of this and of ``others`` in the folder ``path``; return its number and line."""
+        ...
 
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return what was saved along with it, and what loads the rest."""
+        ...
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
+        ...
 
 
 @runtime_checkable
@@ -52,9 +55,11 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any:
         """Return the state."""
+        ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Restore it."""
+        ...
 
 
 class Checkpoint:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.manifest import (
+    MANIFEST,
+    STATE,
     Json,
     Manifest,
     Version,
-    is_state,
     manifest_name,
     read_manifest,
     state_name,
-    version_of_manifest,
 )
 from flatroll.disk.segments import (
     MOST_ROWS,
@@ -31,7 +31,7 @@ from flatroll.disk.segments import (
     RowsName,
     Schema,
     Segment,
-    byte_count,
+    Size,
     chain_of_names,
     check_columns,
     difference,
@@ -70,13 +70,13 @@ class Listing(NamedTuple):
         rows, versions, others, foreign = [], [], [], []
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
-            rows_name, version = RowsName.parse(final), version_of_manifest(final)
-            if final == LOCK or is_state(final) or (final != name and (rows_name or version is not None)):
+            rows_name, manifest = RowsName.parse(final), MANIFEST.fullmatch(final)
+            if final == LOCK or STATE.fullmatch(final) or (final != name and (rows_name or manifest)):
                 others.append(name)
             elif rows_name is not None:
                 rows.append(rows_name)
-            elif version is not None:
-                versions.append(version)
+            elif manifest is not None:
+                versions.append(int(manifest[1]))
             elif not name.endswith("/"):
                 foreign.append(name)
         return cls(frozenset(rows), sorted(versions, reverse=True), others, foreign)
@@ -85,14 +85,6 @@ class Listing(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there are neither rows nor versions."""
         return not self.rows and not self.versions
-
-    def check_own(self, path: Path) -> None:
-        """Raise ValueError if there are foreign files only."""
-        if self.foreign and not (self.rows or self.versions or self.others):
-            shown = ", ".join(self.foreign[:3]) + (", ..." if len(self.foreign) > 3 else "")
-            raise ValueError(
-                f"path must be a folder of rows and versions, or an empty or new one; {path} holds other files: {shown}"
-            )
 
 
 class LoadedVersion(NamedTuple):
@@ -117,13 +109,6 @@ class LoadedVersion(NamedTuple):
     columns: Schema
     segments: tuple[Segment, ...]
     extra: Json
-
-
-class Size(NamedTuple):
-    """The size of a segment."""
-
-    rows: int
-    bytes: int
 
 
 class Folder:
@@ -209,15 +194,23 @@ class Folder:
         self._loaded = False
         self.forget_rows()
         if self.path.is_dir() or not write:
-            Listing.of(self.path).check_own(self.path)
+            listing = Listing.of(self.path)
+            if listing.foreign and not (listing.rows or listing.versions or listing.others):
+                shown = ", ".join(listing.foreign[:3]) + (", ..." if len(listing.foreign) > 3 else "")
+                raise ValueError(
+                    f"path must be a folder of rows and versions, or an empty or new one; {self.path} holds other "
+                    f"files: {shown}"
+                )
         if write:
             files.make_folder(self.path, synced=sync)
             self._lock = _lock(self.path), os.getpid()
-        try:
+            try:
+                self._resume(resume)
+            except BaseException:
+                self.close()
+                raise
+        elif resume is not None:
             self._resume(resume)
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -302,7 +295,10 @@ class Folder:
             ]:
                 found = untried[0]
                 try:
-                    result = use(self._go_on_from(found))
+                    manifest = read_manifest(self.path, found)
+                    loaded = self._read_version(manifest)
+                    self._take(manifest, loaded.segments)  # what this run writes comes after
+                    result = use(loaded)
                 except DamagedFileError as error:
                     damage[found] = f"version {found}: {error}"
                     self._damaged.add(found)
@@ -388,24 +384,27 @@ class Folder:
         with self._turn:
             self._begin_change(change=False)
             first = self.end if first is None else first
-            count = check_columns(columns)
+            size = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
             if self._segments and schema_of(columns) != self._columns:
                 raise self._other_columns(columns)
-            if not count:
+            if not size.rows:
                 return
             self._begin_change()
             # With the short ones before them, if it is time for that.
-            sizes = [Size(segment.rows, segment.data_bytes) for segment in self._segments]
-            merged = first_to_merge([*sizes, Size(count, byte_count(columns))], self._whole)
+            sizes = [
+                Size(segment.rows, sum(entry.size for entry in segment.header.entries.values()))
+                for segment in self._segments
+            ]
+            merged = first_to_merge([*sizes, size], self._whole)
             try:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
             except DamagedFileError as error:  # merging would give wrong rows a right checksum
                 warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
                 merged, parts = len(self._segments), []
             begin = self._segments[merged].first if parts else first
-            self._publish_rows([*parts, columns], slice(merged, None), begin, first + count)
+            self._publish_rows([*parts, columns], slice(merged, None), begin, first + size.rows)
 
     def publish(
         self,
@@ -480,7 +479,7 @@ class Folder:
         """
         with self._turn:
             self._begin_change(change=False)
-            end = first + check_columns(columns)
+            end = first + check_columns(columns).rows
             firsts = [segment.first for segment in self._segments]
             ends = [segment.end for segment in self._segments]
             if first not in firsts or end not in ends:
@@ -558,7 +557,7 @@ class Folder:
             # Where rows count with their version only, those without one were left by a save that did not end.
             left_over = not self._log and not listing.versions
             unknown = bool(self._whole_manifests(newer)) or not (
-                self._loaded or listing.is_empty or left_over
+                self._loaded or left_over or not (listing.rows or listing.versions)
             )
             if unknown and not self._overwrite:
                 there = f"version {listing.versions[0]}" if listing.versions else "rows"
@@ -716,13 +715,6 @@ class Folder:
             segments,
             manifest.extra,
         )
-
-    def _go_on_from(self, number: int) -> LoadedVersion:
-        """Read a version and take it for what this run has: what it writes comes after."""
-        manifest = read_manifest(self.path, number)
-        loaded = self._read_version(manifest)
-        self._take(manifest, loaded.segments)
-        return loaded
 
     def _take(
         self, manifest: Manifest, segments: Iterable[Segment], kept: list[Manifest] | None = None

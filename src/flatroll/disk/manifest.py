@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,36 +21,15 @@ Json: TypeAlias = Any
 KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
+#: The name of a version's manifest, of its number, and what it matches.
+manifest_name = "manifest-{:012d}.json".format
+MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
+#: The name of a version's file of tensors, of its number and line, and what it matches.
+state_name = "state-{:012d}.{}.state".format
+STATE = re.compile(rf"state-[0-9]{{12}}\.{LINE}\.state")
 installed = cache(version)  # reading a package's metadata takes longer than writing a manifest
-_STATE = re.compile(rf"state-[0-9]{{12}}\.{LINE}\.state")
-_MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
 _BEFORE_CHECKSUM = b'{"checksum":"'
 _NO_CHECKSUM = "00000000"
-
-
-def state_name(version: int, line: str) -> str:
-    """The name of a version's file of tensors."""
-    return f"state-{version:012d}.{line}.state"
-
-
-def manifest_name(version: int) -> str:
-    """The name of a version's manifest."""
-    return f"manifest-{version:012d}.json"
-
-
-def version_of_manifest(name: str) -> int | None:
-    """The version whose manifest has this name; None if it is no name of a manifest.
-
-    >>> version_of_manifest("manifest-000000000042.json")
-    42
-    """
-    match = _MANIFEST.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
-def is_state(name: str) -> bool:
-    """Whether this is the name of a version's file of tensors."""
-    return _STATE.fullmatch(name) is not None
 
 
 class LaterFormatError(ValueError):
@@ -90,7 +69,7 @@ class Manifest:
     tree: Json
     extra: Json
     needs: tuple[str, ...] = ()
-    written_by: str = field(default_factory=lambda: installed("flatroll"))
+    written_by: str = field(default_factory=partial(installed, "flatroll"))
 
     @property
     def names(self) -> set[str]:

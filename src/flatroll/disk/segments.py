@@ -135,14 +135,22 @@ def schema_of(columns: Mapping[str, Column]) -> Schema:
     return schema
 
 
-def check_columns(columns: Mapping[str, Column]) -> int:
-    """Return the number of rows of columns that fit each other.
+class Size(NamedTuple):
+    """How many rows there are, and the bytes of their columns."""
+
+    rows: int
+    bytes: int
+
+
+def check_columns(columns: Mapping[str, Column]) -> Size:
+    """Return the size of columns that fit each other.
 
     Raises:
         ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
         TypeError: a name is no string, or a column no tensor.
     """
     counts: dict[str, int | None] = {}
+    size = 0
     for name, column in columns.items():
         if not isinstance(name, str):
             raise TypeError(f"names of columns must be strings, got {name!r}: column_name makes one of a key")
@@ -160,18 +168,11 @@ def check_columns(columns: Mapping[str, Column]) -> int:
         elif rows.layout is not torch.strided:
             raise TypeError(f"column {name!r} must be dense, got layout {rows.layout}")
         counts[name] = rows.shape[0] if rows.dim() else None
+        size += sum(part.nbytes for part in (column if isinstance(column, Ragged) else (column,)))
     sizes = set(counts.values())
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"columns must have one number of rows, got {counts}")
-    return sizes.pop() or 0
-
-
-def byte_count(columns: Mapping[str, Column]) -> int:
-    """Number of bytes of the columns."""
-    tensors = [
-        part for column in columns.values() for part in (column if isinstance(column, Ragged) else [column])
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Size(sizes.pop() or 0, size)
 
 
 def difference(expected: Schema, got: Schema) -> str:
@@ -191,12 +192,20 @@ def difference(expected: Schema, got: Schema) -> str:
 
 
 class Segment:
-    """A file of rows. Attributes ``first`` and ``end`` are the numbers of its first row and of that after its last.
+    """A file of rows: what its header says is checked, and its rows are read or mapped.
 
     Args:
         folder: where it is.
         name: of the file.
         header: of the file.
+
+    Attributes:
+        first: number of its first row.
+        end: number of the row after its last one.
+        rows: how many it has.
+        schema: what its columns hold, by name.
+        record: what a manifest says of the file.
+        needs: what a reader of the file must know.
 
     Raises:
         DamagedFileError: the header does not fit the name.
@@ -204,8 +213,28 @@ class Segment:
 
     def __init__(self, folder: Path, name: RowsName, header: Header) -> None:
         self.folder, self.name, self.header = folder, name, header
-        self.first, self.end = name.first, name.end
-        self.schema = _schema_of(header, self.rows)
+        self.first, self.end, self.rows = name.first, name.end, name.end - name.first
+        self.record = FileRecord(str(name), header.size, header.checksum)
+        self.schema: Schema = {}
+        try:
+            if header.metadata["format"] != str(FORMAT):
+                raise DamagedFileError(f"format {header.metadata['format']}, known here is {FORMAT}")
+            ragged = set(json.loads(header.metadata["ragged"]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise DamagedFileError(f"no file of rows: {error}") from None
+        entries = header.entries
+        for column, entry in entries.items():
+            if not entry.shape or (column not in ragged and entry.shape[0] != self.rows):
+                raise DamagedFileError(f"{column!r} has shape {list(entry.shape)}, expected {self.rows} rows")
+            if not column.endswith(LENGTHS):
+                kind = ColumnSchema(dtype_name(entry.dtype), entry.shape[1:], column in ragged)
+                self.schema[column] = kind
+        lengths = {column + LENGTHS for column in ragged}
+        if {*self.schema, *lengths} != set(entries) or not ragged <= set(self.schema):
+            raise DamagedFileError("ragged columns and their lengths do not fit")
+        if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
+            raise DamagedFileError("lengths of ragged columns are no int64 per row")
+        self.needs = header.needs | ({"ragged"} if ragged else set())
 
     @classmethod
     def open(
@@ -226,35 +255,14 @@ class Segment:
             return segment
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.end - self.first
-
-    @property
     def size(self) -> int:
         """Size of the file, in bytes."""
         return self.header.size
 
     @property
-    def data_bytes(self) -> int:
-        """Bytes of its columns."""
-        return sum(entry.size for entry in self.header.entries.values())
-
-    @property
     def contents(self) -> tuple[int, ...]:
         """Numbers of the first row and of the one after the last, bytes, checksum: alike in files of the same rows."""
         return (*self.name[:2], *self.record[1:])
-
-    @property
-    def needs(self) -> set[str]:
-        """What a reader of the file must know."""
-        ragged = any(column.ragged for column in self.schema.values())
-        return self.header.needs | ({"ragged"} if ragged else set())
-
-    @property
-    def record(self) -> FileRecord:
-        """What a manifest says of the file."""
-        return FileRecord(str(self.name), self.header.size, self.header.checksum)
 
     @cached_property
     def _maps(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -276,31 +284,34 @@ class Segment:
         """Read all rows, with checksums, into new memory.
 
         Args:
-            targets: name to a contiguous tensor ``[N, ...]`` of the column's dtype, into which it is read instead.
+            targets: name to a contiguous tensor ``[rows, ...]``, into which a column of its dtype and shape is read
+                instead; others are left alone.
 
         Raises:
             DamagedFileError: they are not those that were written.
         """
-        return _assembled(self.schema, self._read_tensors(targets or {}))
-
-    def _read_tensors(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         entries = self.header.entries
+        targets = {
+            name: target
+            for name, target in (targets or {}).items()
+            if self.schema.get(name) == (str(target.dtype).removeprefix("torch."), target.shape[1:], False)
+        }
         try:
             with opened(self.folder, str(self.name)) as (descriptor, _):
-                return {
+                tensors = {
                     name: tensor_file.read_tensor(descriptor, name, entry, targets.get(name))
                     for name, entry in entries.items()
                 }
         except MissingFileError:
             if "_maps" not in self.__dict__:
                 raise
-        # A writer has removed the file since; the map still has it.
-        tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
-        for name, tensor in tensors.items():
-            tensor_file.check_bytes(name, entries[name], [tensor_file.bytes_of(tensor)])
-            if name in targets:
-                targets[name].copy_(tensor)
-        return tensors
+            # A writer has removed the file since; the map still has it.
+            tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
+            for name, tensor in tensors.items():
+                tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
+                if name in targets:
+                    targets[name].copy_(tensor)
+        return _assembled(self.schema, tensors)
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
         """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk, or if
@@ -450,30 +461,6 @@ def chain_of_names(names: Iterable[RowsName], first: int | None = None) -> list[
         chain.append(longest[position])
         position = longest[position].end
     return chain
-
-
-def _schema_of(header: Header, rows: int) -> Schema:
-    """The columns of a file of ``rows`` rows."""
-    try:
-        if header.metadata["format"] != str(FORMAT):
-            raise DamagedFileError(f"format {header.metadata['format']}, known here is {FORMAT}")
-        ragged = set(json.loads(header.metadata["ragged"]))
-    except (KeyError, ValueError, TypeError) as error:
-        raise DamagedFileError(f"no file of rows: {error}") from None
-    schema: Schema = {}
-    for name, entry in header.entries.items():
-        if not entry.shape or (name not in ragged and entry.shape[0] != rows):
-            raise DamagedFileError(f"{name!r} has shape {list(entry.shape)}, expected {rows} rows")
-        if not name.endswith(LENGTHS):
-            schema[name] = ColumnSchema(dtype_name(entry.dtype), entry.shape[1:], name in ragged)
-    lengths = {name + LENGTHS for name in ragged}
-    if {*schema, *lengths} != set(header.entries) or not ragged <= set(schema):
-        raise DamagedFileError("ragged columns and their lengths do not fit")
-    if any(
-        header.entries[name].shape != (rows,) or header.entries[name].dtype != torch.int64 for name in lengths
-    ):
-        raise DamagedFileError("lengths of ragged columns are no int64 per row")
-    return schema
 
 
 def _assembled(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column]:

@@ -117,6 +117,7 @@ class Packer:
 
     Attributes:
         tensors: of all values, by name.
+        tree: the JSON value of a dict of what was added.
     """
 
     def __init__(self, *, compress: bool = True) -> None:
@@ -124,6 +125,7 @@ class Packer:
         # The tensors given, and their names: one that stands at two places is stored once.
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self._pairs: list[Any] = []
+        self.tree: Any = ["dict", self._pairs]
         self._compress, self._codec = compress, "zstd"
         try:
             import zstandard
@@ -135,11 +137,6 @@ class Packer:
     def add(self, name: str, value: Any) -> None:
         """Pack a value under a name; the errors are those of `pack`."""
         self._pairs.append([name, self.value(value, f"state[{name!r}]", 1)])
-
-    @property
-    def tree(self) -> Any:
-        """The JSON value of a dict of what was added."""
-        return ["dict", self._pairs]
 
     def value(self, value: Any, path: str, depth: int) -> Any:
         """The JSON form: null, true, integers and strings stand for themselves, anything else is [kind, ...]."""

@@ -83,12 +83,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def stored_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which a file holds another."""
-    dtype_name(dtype)
-    return DECLARED.get(dtype, dtype)
-
-
 class Checksum(NamedTuple):
     """A checksum: its kind, ``"crc32"`` or ``"xxh64"``, and the number."""
 
@@ -160,10 +154,12 @@ def encode(
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
-    stored = {name: stored_as(pieces[0].dtype) for name, pieces in tensors.items()}
-    for _, name in sorted((-dtype.itemsize, name) for name, dtype in stored.items()):
+    # Those of large words first: each begins at a multiple of its own.
+    kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
+    for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
         dtype, shape = pieces[0].dtype, tuple(pieces[0].shape)
+        called = dtype_name(dtype)
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
         views = [bytes_of(piece) for piece in pieces]
@@ -171,9 +167,9 @@ def encode(
         size = sum(map(len, views))
         checksum = checksum_of("xxh64" if size >= LARGE else "crc32", views)
         if dtype in DECLARED:
-            declared[name] = dtype_name(dtype)
+            declared[name] = called
         table[name] = {
-            "dtype": STORED[stored[name]],
+            "dtype": STORED[kinds[name]],
             "shape": [*shape, 2] if dtype.is_complex else list(shape),
             "data_offsets": [position, position + size],
         }
@@ -271,7 +267,7 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
             yield piece
 
     try:
-        check_bytes(name, entry, pieces())
+        check_bytes(name, entry, view, pieces())
     except EOFError as error:
         raise DamagedFileError(f"{name}: {error}") from None
     return tensor
@@ -293,34 +289,28 @@ def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Ten
 def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tensor]]:
     """Map a file and return its bytes and its tensors, which share their memory; the contents are not checked."""
     data = files.map_file(descriptor, header.size)
-    return data, {name: _tensor(data, entry) for name, entry in header.entries.items()}
+    tensors = {}
+    for name, entry in header.entries.items():
+        piece = data[entry.begin : entry.begin + entry.size]
+        if not entry.size:  # a view needs bytes at an address that suits its dtype, and there may be none
+            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        elif entry.dtype.is_complex:
+            tensors[name] = torch.view_as_complex(piece.view(DECLARED[entry.dtype]).view(*entry.shape, 2))
+        else:
+            tensors[name] = piece.view(entry.dtype).view(entry.shape)
+    return data, tensors
 
 
-def check_bytes(name: str, entry: Entry, pieces: Iterable[memoryview]) -> None:
-    """Raise DamagedFileError if these are not the bytes of a tensor, piece by piece."""
-    largest = 0
-
-    def noted() -> Iterator[memoryview]:
-        nonlocal largest
-        for piece in pieces:
-            yield piece
-            if entry.dtype == torch.bool and len(piece):
-                largest = max(largest, int(np.frombuffer(piece, np.uint8).max()))
-
-    if checksum_of(entry.checksum.kind, noted()) != entry.checksum:
+def check_bytes(
+    name: str, entry: Entry, view: memoryview, pieces: Iterable[memoryview] | None = None
+) -> None:
+    """Raise DamagedFileError if the bytes in ``view``, which ``pieces`` (default: all at once) fills, are not those of
+    a tensor."""
+    if checksum_of(entry.checksum.kind, [view] if pieces is None else pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
-    if largest > 1:
+    if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
         raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
-
-
-def _tensor(data: Tensor, entry: Entry) -> Tensor:
-    piece = data[entry.begin : entry.begin + entry.size]
-    if not entry.size:  # a view needs bytes at an address that suits its dtype, and there may be none
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    if entry.dtype.is_complex:
-        return torch.view_as_complex(piece.view(stored_as(entry.dtype)).view(*entry.shape, 2))
-    return piece.view(entry.dtype).view(entry.shape)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -357,10 +347,10 @@ def parse_header(text: bytes, size: int) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"the header cannot be read: {error}") from None
     position = _LENGTH + len(text)
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size)):
-        if entry.begin != position:
-            raise DamagedFileError(f"{name!r} begins at byte {entry.begin}, expected {position}")
-        position += entry.size
+    for begin, length, name in sorted((entry.begin, entry.size, name) for name, entry in entries.items()):
+        if begin != position:
+            raise DamagedFileError(f"{name!r} begins at byte {begin}, expected {position}")
+        position += length
     if position != size:
         raise DamagedFileError(f"the file has {size} bytes, expected {position}")
     return Header(entries, metadata, checksum, size)
@@ -375,7 +365,7 @@ def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, 
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
     dtype = stored if declared is None else DTYPES[declared]
-    if declared is not None and stored_as(dtype) != stored:
+    if declared is not None and DECLARED.get(dtype, dtype) != stored:
         raise ValueError(f"{declared} in {stored}")
     if dtype.is_complex:
         if not shape or shape[-1] != 2:

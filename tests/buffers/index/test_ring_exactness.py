@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, Ring, SliceSampler, TensorStorage
+from flatroll.buffers import Draw, LazyTensorStorage, ReplayBuffer, Ring, SliceSampler, TensorStorage
 
 CAPACITY, EVERY, ADDS = 20, 7, 47
 
@@ -105,3 +105,41 @@ def test_slots_used_while_another_process_writes(rows: int) -> None:
     ring._state[:] = buffer.ring._state
     buffer.ring = ring
     assert len(buffer[:]) == 10
+
+
+@pytest.mark.parametrize("rows", [1, 5, 10, 13])
+def test_ages_of_a_snapshot_while_another_process_writes(rows: int) -> None:
+    """Every age of the snapshot has its slot, though all rows of it are given up before they are looked for."""
+    plain = Ring(10)
+    for _ in range(rows):
+        plain.claim(1)
+        plain.publish(1)
+    ring = WrittenToMeanwhile(10)
+    ring._state[:] = plain._state
+    version, stored = ring.snapshot()
+    head = max(0, rows - 10)
+    assert version == (head, 0) and min(rows, 10) <= stored <= 10
+    slots = ring.slots_by_age(torch.arange(stored), version)
+    assert slots.tolist() == [(head + age) % 10 for age in range(stored)]
+    assert not ring.unchanged_since(Draw(slots, version=version))
+
+
+def test_a_snapshot_goes_on_when_rows_are_given_up() -> None:
+    ring = Ring(8)
+    with pytest.raises(RuntimeError, match="cannot sample from an empty buffer"):
+        ring.snapshot()
+    ring.claim(8)
+    ring.publish(8)
+    version, rows = ring.snapshot()
+    ring.claim(3)  # another process begins to write
+    newest = torch.tensor([rows - 1])
+    with pytest.raises(IndexError, match="no stored row has age 7: there are 5, of ages 0"):
+        ring.slots_by_age(newest)
+    slots = ring.slots_by_age(newest, version)
+    assert slots.tolist() == [7] and ring.unchanged_since(Draw(slots, version=version))
+    oldest = ring.slots_by_age(torch.tensor([2]), version)
+    assert oldest.tolist() == [2] and not ring.unchanged_since(Draw(oldest, version=version))
+    with pytest.raises(IndexError, match="no stored row has age 8: there are 8, of ages 0"):
+        ring.slots_by_age(torch.tensor([rows]), version)
+    with pytest.raises(IndexError, match="no stored row has age -1"):
+        ring.slots_by_age(torch.tensor([-1]), version)

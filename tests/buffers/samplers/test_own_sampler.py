@@ -27,10 +27,8 @@ class NewestSampler(Sampler):
     """The newest row, and those before it, one after another."""
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        version = ring.version
-        ring.check_not_empty()
-        ranks = len(ring) - 1 - torch.arange(batch_size)
-        slots = ring.slots_by_age(ranks)
+        version, rows = ring.snapshot()
+        slots = ring.slots_by_age(rows - 1 - torch.arange(batch_size), version)
         return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
 
 

@@ -346,6 +346,13 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
         A2CLoss(*networks(), **options)
 
 
+@pytest.mark.parametrize("name", ["entropy_bonus", "entropy_coeff", "entropy_coef", "samples_mc_entropy"])
+def test_reinforce_refuses_options_of_an_entropy_term(name: str) -> None:
+    text = f"ReinforceLoss has no entropy term, so no {name}=: use A2CLoss for one"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        ReinforceLoss(*networks(), **{name: 1})  # type: ignore[arg-type]
+
+
 def test_delay_needs_a_critic() -> None:
     with pytest.raises(ValueError, match="delay_value=True needs a critic_network"):
         ReinforceLoss(networks()[0], delay_value=True)

@@ -120,7 +120,7 @@ def test_weights_that_an_update_would_not_reach():
     with RayCollector(
         make_env, lambda observation: net(observation), frames_per_batch=6, calls=FakeRay()
     ) as actors:
-        with pytest.raises(TypeError, match=r"uses one, 'net' \(Linear\), of which each worker has a copy"):
+        with pytest.raises(TypeError, match=r"uses the module 'net' \(Linear\) but is no nn\.Module"):
             actors.update_policy_weights_()
         assert actors.policy_version == 0
 

@@ -21,6 +21,9 @@ from flatroll.rollouts.workers.delivery import Tally
 from flatroll.rollouts.workers.transport import Note
 from flatroll.sharing import Nursery
 
+pytestmark = pytest.mark.usefixtures("transport")
+PROCESSES = pytest.mark.parametrize("transport", ["processes"], indirect=True)
+
 IDS = ("collector", "traj_ids")
 BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
@@ -30,6 +33,10 @@ def wait_until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 @BOTH
@@ -81,7 +88,7 @@ def test_the_thread_ends_with_the_total(nursery: Nursery) -> None:
         assert len(buffer) == 50
     with (
         MultiAsyncCollector(Seeded, frames_per_batch=5, nursery=nursery) as collector,
-        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: give Multi\w*Collector"),
+        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: give \w*Collector"),
     ):
         collector.start()
 
@@ -110,8 +117,9 @@ def test_an_error_in_the_thread_is_told_once(asked: str, nursery: Nursery) -> No
 
 
 @BOTH
-def test_shutdown(sync: bool, nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
+def test_shutdown(sync: bool, nursery: Nursery, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if transport == "processes":
+        monkeypatch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
     count = len(nursery.workers)
     for end in ("iterated", "fresh", "threaded", "forgotten"):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10**5)) if end == "threaded" else None
@@ -134,8 +142,11 @@ def test_shutdown(sync: bool, nursery: Nursery, monkeypatch: pytest.MonkeyPatch)
             gc.collect()
         else:
             workers = nursery.workers[count:]
-            collector.shutdown(timeout=300)  # which is not reached
-            assert [worker.exitcode for worker in workers] == [0, 0]
+            # Processes end at their next step. An actor ends after its window, and here it is killed.
+            collector.shutdown(timeout=0.1 if transport == "actors" and end == "threaded" else 300)
+            if transport == "processes":  # an actor closes its env, and is then killed
+                assert [worker.exitcode for worker in workers] == [0, 0]
+            wait_until(lambda workers=workers: not any(is_there(worker.pid) for worker in workers))
             collector.async_shutdown()
             assert "state=closed" in repr(collector)
         assert len(nursery.workers) == count
@@ -147,7 +158,7 @@ def test_shutdown_is_bounded(fault: Any, nursery: Nursery) -> None:
     pid = nursery.workers[-1].pid
     next(collector)
     collector.shutdown(timeout=0.1)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not is_there(pid))
 
 
 @BOTH
@@ -189,6 +200,7 @@ def test_two_runs_with_a_seed_are_bit_equal_and_resumed_ones_are_new(nursery: Nu
     assert len(set(torch.cat(runs[0])["observation"][:, 0].tolist())) == 44  # the workers differ
 
 
+@PROCESSES
 def test_workers_in_fresh_interpreters() -> None:
     with MultiSyncCollector(
         envs(2), ItsWeight(), frames_per_batch=7, seed=3, start_method="spawn", compact_obs=True
@@ -199,7 +211,7 @@ def test_workers_in_fresh_interpreters() -> None:
             assert_equal(collector.final, alone.final)
 
 
-def test_states(nursery: Nursery) -> None:
+def test_states(nursery: Nursery, transport: str) -> None:
     arguments: Any = {
         "num_workers": 2,
         "frames_per_batch": 10,
@@ -224,7 +236,11 @@ def test_states(nursery: Nursery) -> None:
         assert not set(first) & set(collector.seeds)
         assert len(list(collector)) == 3 and len(buffer) == 60
         state = collector.state_dict()
-        assert state["next_writer"] == 8 and state["seed"] == {"entropy": 0, "n_children_spawned": 4}
+        assert state["next_writer"] == 8
+        if transport == "processes":
+            assert state["seed"] == {"entropy": 0, "n_children_spawned": 4}
+        else:
+            assert state["seeds_used"] == 4
     rows = buffer[:]
     assert (rows["action"][30:] == 4).all()
     assert not set((rows[IDS][30:] >> 40).tolist()) - {6, 7}
@@ -239,9 +255,12 @@ def test_stats_and_repr(nursery: Nursery) -> None:
             assert (worker["frames"], worker["windows"]) == (4, 1)
             assert worker["rows_held"] == 2 and worker["waited"] >= 0  # two vector steps of three rows
             assert worker["policy_lag"] == {"min": 0, "mean": 0, "max": 0}
-        assert repr(collector).startswith("MultiSyncCollector(8 frames, workers=2, policy=random actions")
+        assert repr(collector).startswith(
+            f"{type(collector).__name__}(8 frames, workers=2, policy=random actions"
+        )
 
 
+@PROCESSES
 def test_lag_is_counted_over_the_steps_of_windows() -> None:
     tally = Tally()
     for versions, version in (((1, 2.5, 4), 6), (None, 6), ((6, 6.0, 6), 6)):
@@ -278,6 +297,7 @@ print("pids", *(worker.pid for worker in nursery.workers), flush=True)
 """
 
 
+@PROCESSES
 def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = subprocess.run(
@@ -286,4 +306,4 @@ def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
     pids = ran.stdout.removeprefix("pids ").split()
     assert len(pids) == 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    wait_until(lambda: not any(map(is_there, map(int, pids))))

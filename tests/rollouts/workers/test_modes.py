@@ -15,12 +15,17 @@ from worker_envs import Faulty, ItsWeight, Seeded, envs
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import split_trajectories
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers.actors import Actor
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Filled
+from flatroll.rollouts.workers.processes import Process
 from flatroll.rollouts.workers.transport import Note
 from flatroll.rollouts.workers.worker import Signals, Watch
 from flatroll.sharing import Nursery, SharedWeights
 from flatroll.wrappers import RewardSum
+
+pytestmark = pytest.mark.usefixtures("transport")
+PROCESSES = pytest.mark.parametrize("transport", ["processes"], indirect=True)
 
 IDS = ("collector", "traj_ids")
 BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
@@ -108,31 +113,41 @@ def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None
             assert list(collector) == [] and 30 <= collector.frames <= 40
 
 
-def test_early_end_of_a_batch_loses_nothing(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_end_of_a_batch_loses_nothing(
+    nursery: Nursery, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From its second episode on, worker 1 makes a step only once the batch at work is to end."""
-    cut, shared = Signals.cut, Signals()
-    windows: list[None] = []  # in each worker, those that it has begun
+    batches: list[Any] = []
 
-    def cut_and_tell(signals: Signals, window: int) -> None:
-        cut(signals, window)
-        cut(shared, window)
+    def cut_and_note(cut: Any) -> Any:
+        def note(link: Any) -> None:
+            cut(link)
+            (tmp_path / str(len(batches))).touch()
+
+        return note
+
+    def count_window() -> None:  # in the worker's process; what it is sent comes part by part
+        os.environ["WINDOW_AT_WORK"] = str(int(os.environ.get("WINDOW_AT_WORK", "-1")) + 1)
 
     def wait_for_the_end() -> None:
-        while shared.numbers[0] < len(windows):
+        while not (tmp_path / os.environ["WINDOW_AT_WORK"]).exists():
             time.sleep(0.001)
 
-    monkeypatch.setattr(Signals, "cut", cut_and_tell)
+    for kind in (Process, Actor):
+        monkeypatch.setattr(kind, "cut", cut_and_note(kind.cut))
     with MultiSyncCollector(
         [Seeded, lambda: Faulty(wait_for_the_end)],
-        pre_collect_hook=lambda: windows.append(None),
+        pre_collect_hook=count_window,
         frames_per_batch=60,
         preemptive_threshold=0.5,
         nursery=nursery,
         seed=0,
     ) as collector:
-        batches = [collector.rollout() for _ in range(4)]
+        for _ in range(4):
+            batches.append(collector.rollout())
         sizes = [len(batch) for batch in batches]
-        assert all(31 <= size <= 38 for size in sizes) and collector.frames == sum(sizes)
+        most = 38 if transport == "processes" else 60  # an actor makes steps until it hears that it is to end
+        assert all(31 <= size <= most for size in sizes) and collector.frames == sum(sizes)
         assert all((batch[IDS] >> 40 == 0).sum() == 30 for batch in batches)
         rows = torch.cat(batches)
         for id in rows[IDS].unique():
@@ -140,6 +155,7 @@ def test_early_end_of_a_batch_loses_nothing(nursery: Nursery, monkeypatch: pytes
             assert steps.tolist() == list(range(len(steps)))
 
 
+@PROCESSES
 def test_one_window_is_cut_and_not_the_next() -> None:
     signals = Signals()
     watch = Watch(signals, SharedWeights({}), 0, None, looks=False, timed=False)
@@ -154,6 +170,7 @@ def test_one_window_is_cut_and_not_the_next() -> None:
     assert cuts == [False, True, False, False, False, True]
 
 
+@PROCESSES
 def test_the_oldest_version_of_a_window_is_that_of_its_first_step() -> None:
     weights = SharedWeights({})
     watch = Watch(Signals(), weights, 3, None, looks=True, timed=False)
@@ -166,7 +183,7 @@ def test_the_oldest_version_of_a_window_is_that_of_its_first_step() -> None:
     assert watch.versions() == (4, 4.5, 5)
 
 
-def test_stacked_and_padded(nursery: Nursery) -> None:
+def test_stacked(nursery: Nursery) -> None:
     both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
     with (
         MultiSyncCollector(Seeded, **both) as flat,
@@ -179,6 +196,11 @@ def test_stacked_and_padded(nursery: Nursery) -> None:
             assert torch.equal(
                 rows["next", "observation"][stacked.final["row"]], stacked.final["next", "observation"]
             )
+
+
+@PROCESSES  # actors deliver flat batches
+def test_padded(nursery: Nursery) -> None:
+    both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
     with pytest.warns(UserWarning, match="split_trajs=True pads"):
         padded = MultiSyncCollector(Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both)
     with padded, MultiSyncCollector(Seeded, **both) as flat:
@@ -264,6 +286,7 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
             collector.update_policy_weights_({"weight": torch.zeros(2)})
 
 
+@PROCESSES
 def test_windows_wait_their_turn(nursery: Nursery) -> None:
     """A learner that is slow, so that all slots are full, gets windows of all workers, at most `slots` + 1 behind."""
     with MultiAsyncCollector(
@@ -291,13 +314,19 @@ def test_windows_wait_their_turn(nursery: Nursery) -> None:
         assert turns[1:] == [*turns[1:4]] * 9 + turns[1:3] and {*turns[1:4]} == {0, 1, 2}
 
 
-def test_policy_factories(nursery: Nursery) -> None:
+def test_policy_factories(nursery: Nursery, transport: str) -> None:
     arguments: Any = {"num_workers": 2, "frames_per_batch": 6, "nursery": nursery}
     with MultiSyncCollector(Seeded, policy_factory=lambda: ItsWeight(), **arguments) as collector:
-        assert isinstance(collector.policy, nn.Module)
+        assert isinstance(collector.policy, nn.Module) == (transport == "processes")
+        assert "policy=ItsWeight" in repr(collector) or "policy=of a policy_factory" in repr(collector)
         assert (next(collector)["action"] == 0).all()
         collector.update_policy_weights_({"weight": torch.tensor(3.0)})
         assert (next(collector)["action"] == 3).all()
+
+
+@PROCESSES  # a RayCollector takes one or the other
+def test_policy_factories_beside_a_policy(nursery: Nursery) -> None:
+    arguments: Any = {"num_workers": 2, "frames_per_batch": 6, "nursery": nursery}
     learner = ItsWeight()
     learner.weight.data += 2
     with MultiSyncCollector(
@@ -308,6 +337,7 @@ def test_policy_factories(nursery: Nursery) -> None:
         assert (next(collector)["action"] == 3).all() and collector.policy_version == 2
 
 
+@PROCESSES
 def test_kept_batches_hold_no_mappings(nursery: Nursery) -> None:
     with MultiAsyncCollector(Seeded, num_workers=2, frames_per_batch=2, nursery=nursery) as collector:
         kept = [next(collector) for _ in range(20)]
@@ -344,6 +374,7 @@ class Reused:
         self.release()
 
 
+@PROCESSES
 @pytest.mark.parametrize("count", [1, 2])
 def test_windows_are_given_back_after_their_rows_were_copied(count: int) -> None:
     member = SimpleNamespace(link=SimpleNamespace(name="worker 0"))

@@ -478,6 +478,8 @@ class MultiCollector(Facts):
         """What `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
         policy = "random actions" if self.policy is None else type(self.policy).__name__
+        if self.policy is None and self._jobs[0].policy_factory is not None:
+            policy = "of a policy_factory"
         facts: dict[str, Any] = {
             "": f"{self.frames:,}{total} frames",
             "workers": self.num_workers,

@@ -11,6 +11,7 @@ from flatroll.rollouts.policies import copy_weights, state_of
 from flatroll.rollouts.workers.actors import Actors
 from flatroll.rollouts.workers.arguments import one_for_each
 from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
+from flatroll.sharing.block import dtype_name
 from flatroll.sharing.ray_calls import Calls, RayCalls
 
 Device = torch.device | str | None
@@ -197,7 +198,8 @@ class RayCollector(MultiCollector):
         Raises:
             TypeError: the policy is no ``nn.Module``, and weights are given, or it uses a module; or it is made in the
                 actors, and no weights are given.
-            ValueError: names or shapes of the weights have changed.
+            ValueError: shapes of the weights have changed; nothing is copied.
+            RuntimeError: their names have changed (see ``load_state_dict`` of ``nn.Module``).
         """
         self._check_open()
         if self._made_there:
@@ -206,6 +208,13 @@ class RayCollector(MultiCollector):
             self._publish(state_of(policy_or_weights))
             return
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
+            own = self.policy.state_dict()
+            for name, value in state_of(policy_or_weights).items():  # before any of them is copied
+                if name in own and own[name].shape != value.shape:
+                    raise ValueError(
+                        f"weight {name!r} was shared as {dtype_name(own[name])} {list(own[name].shape)}, got "
+                        f"{dtype_name(value)} {list(value.shape)}: a policy that changes its shape needs new actors"
+                    )
             copy_weights(self.policy, policy_or_weights)
             policy_or_weights = None
         super().update_policy_weights_(policy_or_weights)
