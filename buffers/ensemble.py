@@ -181,9 +181,7 @@ class SamplerEnsemble(_Parts[Sampler]):
     def _check_choice(self, chosen: bool) -> None:
         """TypeError if members are ``chosen`` although each is taken once."""
         if chosen and self.sample_from_all:
-            raise TypeError(
-                "sample_from_all=True takes each member once: leave p and num_buffer_sampled out, or sample_from_all"
-            )
+            raise TypeError("sample_from_all=True takes each member once: leave out p and num_buffer_sampled")
 
     @property
     def p(self) -> Tensor | Literal["sampleable"] | None:
@@ -380,7 +378,7 @@ class ReplayBufferEnsemble(Facts):
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self.transforms: list[TransformLike] = []
-        self.saves, self._service = SavedFolders(), Service()
+        self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -541,7 +539,7 @@ class ReplayBufferEnsemble(Facts):
 
     def handle(self) -> BufferHandle:
         """Return a `BufferHandle`, by which other processes sample this ensemble; see `ReplayBuffer.handle`."""
-        return self._service.handle(self)
+        return self.service.handle(self)
 
     def empty(self) -> None:
         """Remove all rows from all members."""
@@ -638,9 +636,7 @@ class ReplayBufferEnsemble(Facts):
         """
         check_saved_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
-            raise ValueError(
-                f"the state has {len(state['members'])} members, this ensemble has {len(self._members)}"
-            )
+            raise ValueError(f"the state has {len(state['members'])} members, not {len(self._members)}")
         pairs = list(zip(self._members, state["members"], strict=True))
         for rb, saved in pairs:  # all of them before any is loaded
             rb.check_state_dict(saved)
@@ -742,9 +738,7 @@ class ReplayBufferEnsemble(Facts):
                 raise damaged("it is the state of no ensemble")
             saved = state["members"]
             if len(saved) != len(self._members):
-                raise ValueError(
-                    f"the state has {len(saved)} members, this ensemble has {len(self._members)}"
-                )
+                raise ValueError(f"the state has {len(saved)} members, not {len(self._members)}")
             try:
                 applies = [
                     member.load_version(path / f"member-{i}", each[0], True)[1]

@@ -21,7 +21,7 @@ class Buffer(StorageOwner, Protocol):
     ``write_lock`` is taken before ``lock``, never after it. Who holds ``lock`` keeps it for microseconds, and never
     while rows are copied: what was read without it is valid if ``ring.unchanged_since(draw)`` says so afterwards.
     `StorageOwner`, its base class, has the attributes that a storage needs: ``ring``, ``lock``, ``write_lock``,
-    ``started``, ``enter_process`` and ``overwrite``.
+    ``started``, ``enter_process``, ``overwrite`` and ``read_drawn``.
 
     Attributes:
         storage: where the rows are kept, by slot.

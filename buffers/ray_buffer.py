@@ -12,8 +12,7 @@ from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.sharing.packed import pack, unpack
-from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, put_named
+from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
 
@@ -37,14 +36,14 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        return pack(getattr(self._buffer, method)(*map(unpack, arguments)))
+        return pack_batches(getattr(self._buffer, method)(*map(unpack_batches, arguments)))
 
     def extend(self, rows: Any) -> Any:
         """Extend the buffer with packed rows and their *final*; the number of rows, or a `Failure`."""
         return attempt(self._extend, rows)
 
     def _extend(self, rows: Any) -> int:
-        batch, final = unpack(rows)
+        batch, final = unpack_batches(rows)
         return len(self._buffer.extend(batch, **({} if final is None else {"final": final})))
 
 
@@ -102,12 +101,7 @@ class RayReplayBuffer(Facts):
         calls: Calls | None = None,
         **options: Any,
     ) -> None:
-        parts = {
-            "storage": storage,
-            "sampler": sampler,
-            "writer": writer,
-            "transform": transform,
-        }
+        parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
             if not callable(part) or isinstance(part, Transform):  # which is callable itself
@@ -118,14 +112,10 @@ class RayReplayBuffer(Facts):
         if prefetch:
             whole_number("prefetch", prefetch)
             if batch_size is None:
-                raise ValueError(
-                    "prefetch needs a batch_size: samples are drawn before anybody asks for them"
-                )
+                raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
         config = {"num_cpus": 0, **(remote_config or {})}
         if config.pop("max_restarts", 0):
-            raise ValueError(
-                "remote_config must leave max_restarts at 0: a buffer that Ray restarts would be empty, silently"
-            )
+            raise ValueError("remote_config must leave max_restarts at 0: a restarted buffer would be empty")
         self.batch_size, self.prefetch = batch_size, prefetch
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
@@ -148,7 +138,7 @@ class RayReplayBuffer(Facts):
             ) from error
         if isinstance(answer, Failure):
             answer.throw("the replay buffer's actor")
-        return unpack(answer)
+        return unpack_batches(answer)
 
     def _run(self, method: str, *arguments: Any) -> Any:
         return self._result(self._begin(method, *arguments))
@@ -156,7 +146,7 @@ class RayReplayBuffer(Facts):
     def _begin(self, method: str, *arguments: Any) -> Any:
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
-        return self._calls.call(self._actor, "run", method, *map(pack, arguments))
+        return self._calls.call(self._actor, "run", method, *map(pack_batches, arguments))
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -169,7 +159,7 @@ class RayReplayBuffer(Facts):
         """Store packed rows with their *final* that stand in the object store: they do not come to this process.
 
         Args:
-            rows: a reference to what `flatroll.sharing.packed.pack` returns for ``(batch, final)``.
+            rows: a reference to what `flatroll.sharing.ray_calls.pack_batches` returns for ``(batch, final)``.
 
         Returns:
             Number of rows.

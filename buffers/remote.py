@@ -21,11 +21,8 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.positions import Index
 from flatroll.buffers.transforms.transform import TransformLike, changes_stored
 from flatroll.sharing.block import Key, dtype_name
-from flatroll.sharing.channel import Channel, Closed
-from flatroll.sharing.door import Door
-from flatroll.sharing.forks import forget_in_children
-from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox
-from flatroll.sharing.parcel import pack, unpack
+from flatroll.sharing.channel import Channel, Closed, Door, forget_in_children
+from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox, pack, unpack
 from flatroll.sharing.worker import WorkerTraceback, portable
 
 #: What a handle may ask the owner to do with the buffer.
@@ -184,8 +181,8 @@ class BufferHandle:
     """
 
     def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
-        self._door, self._owner, self._here = door, owner, here
-        self._post: Post | None = None  # of this process, made with its first call
+        self.door, self._owner, self._here = door, owner, here
+        self.post: Post | None = None  # of this process, made with its first call
         self._lock = threading.Lock()
         forget_in_children(self)
 
@@ -255,13 +252,13 @@ class BufferHandle:
         return f"BufferHandle(of a buffer in process {self._owner})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BufferHandle, (self._door, self._owner)
+        return BufferHandle, (self.door, self._owner)
 
     def forget(self) -> None:
         """Let go of a channel that belongs to the process that this one was forked from."""
-        if self._post is not None:
-            self._post.channel.forget()
-        self._post, self._lock = None, threading.Lock()
+        if self.post is not None:
+            self.post.channel.forget()
+        self.post, self._lock = None, threading.Lock()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Have a method of the buffer called."""
@@ -272,28 +269,28 @@ class BufferHandle:
             return call(buffer, name, arguments, options)
         with self._lock:
             try:
-                if self._post is None:
-                    self._post = Post(Channel(self._door.enter()))
-                self._post.send((name, arguments, options))
-                outcome, value, trace = self._post.receive()
+                if self.post is None:
+                    self.post = Post(Channel(self.door.enter()))
+                self.post.send((name, arguments, options))
+                outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
-                self._hang_up()
+                self.hang_up()
                 raise OwnerGone(_GONE) from None
             except BaseException:  # as Ctrl-C: the answer may still come, and is not that of the next call
-                self._hang_up()
+                self.hang_up()
                 raise
             if outcome == LOST:
-                self._hang_up()
+                self.hang_up()
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
         return torch.arange(value.start, value.stop) if isinstance(value, range) else value
 
-    def _hang_up(self) -> None:
-        """Close the channel; the next call makes another."""
-        if self._post is not None:
-            self._post.channel.close()
-        self._post = None
+    def hang_up(self) -> None:
+        """Close this process's channel; the next call makes another."""
+        if self.post is not None:
+            self.post.channel.close()
+        self.post = None
 
 
 def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -334,13 +331,13 @@ class Owner:
         self._buffer = weakref.ref(buffer)
         self._inside, outside = Door.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)
-        self._clients: dict[int, Post] = {}  # by descriptor
+        self.clients: dict[int, Post] = {}  # by descriptor
         self._poll = select.poll()
         self._poll.register(self._inside.fileno(), select.POLLIN)
-        self._thread = threading.Thread(target=self._serve, name="flatroll buffer owner", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name="flatroll buffer owner", daemon=True)
         forget_in_children(self)
         weakref.finalize(buffer, self.close)  # also when the interpreter ends
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """End the thread; clients get `OwnerGone`. Does nothing in a forked process."""
@@ -348,13 +345,13 @@ class Owner:
             return
         self._closed = True
         self._inside.shut()  # which wakes the thread
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_PATIENCE)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_PATIENCE)
 
     def forget(self) -> None:
         """Close a forked process's copies of the descriptors: clients would take them for a living owner."""
         self._inside.forget()
-        for post in self._clients.values():
+        for post in self.clients.values():
             post.channel.forget()
 
     def _serve(self) -> None:
@@ -366,24 +363,20 @@ class Owner:
                     if self._closed:
                         return
                     if descriptor == door:
-                        self._admit()
-                    elif descriptor in self._clients:
+                        entered = self._inside.admit()
+                        if entered is not None:  # a client, and not something else that came through the door
+                            self.clients[entered] = Post(Channel(entered))
+                            self._poll.register(entered, select.POLLIN)
+                    elif descriptor in self.clients:
                         self._hear(descriptor)
         finally:
-            for post in self._clients.values():
+            for post in self.clients.values():
                 post.channel.close()
             self._inside.forget()
 
-    def _admit(self) -> None:
-        """Take a new client in, if what comes through the door is one."""
-        descriptor = self._inside.admit()
-        if descriptor is not None:
-            self._clients[descriptor] = Post(Channel(descriptor))
-            self._poll.register(descriptor, select.POLLIN)
-
     def _hear(self, descriptor: int) -> None:
         """Read from a client, answer it, and drop it if it is gone or what it sends makes no sense."""
-        post = self._clients[descriptor]
+        post = self.clients[descriptor]
         try:
             post.channel.feed()
             while message := post.channel.pop():
@@ -393,7 +386,7 @@ class Owner:
         except BaseException as error:  # of reading: where the next message begins is unknown
             send_quietly(post, LOST, portable(error), traceback.format_exc())
         self._poll.unregister(descriptor)
-        del self._clients[descriptor]
+        del self.clients[descriptor]
         post.channel.close()
 
     def _answer(self, post: Post, kind: str, content: Any) -> None:

@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, overload
+from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -29,7 +29,7 @@ from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity, read_drawn
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
@@ -45,11 +45,12 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer
-from flatroll.layout.checks import expect, whole_number
+from flatroll.layout.checks import cpu_generator, expect, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, make_composite_from_td
 
+T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
@@ -115,17 +116,11 @@ class ReplayBuffer(Facts):
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
-        if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be a CPU generator (rows are drawn on the host), got {generator.device}"
-            )
         if storage is not None:
             expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
-            raise ValueError(
-                "shared=True needs rows that other processes see: give LazyMemmapStorage(max_size)"
-            )
+            raise ValueError("shared=True needs rows that other processes see: use LazyMemmapStorage")
         if checkpointer is not None:
             self.storage.checkpointer = checkpointer
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
@@ -134,13 +129,9 @@ class ReplayBuffer(Facts):
         self.collate_fn = collate_fn
         self.prefetch = prefetch
         self.batch_size = batch_size
-        self.dim_extend = self.storage.ndim - 1 if dim_extend is None else dim_extend
-        self.generator = generator
-        if not 0 <= self.dim_extend < self.storage.ndim:
-            raise ValueError(
-                f"dim_extend must be one of the {self.storage.ndim} dimensions of the storage (its ndim), "
-                f"got {dim_extend}"
-            )
+        last = self.storage.ndim - 1
+        self.dim_extend = last if dim_extend is None else whole_number("dim_extend", dim_extend, 0, last)
+        self.generator = cpu_generator(generator)
         if batch_size is not None:
             whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
@@ -148,7 +139,7 @@ class ReplayBuffer(Facts):
         self.markers: BoundaryKeys | None = None
         self.ring, self.started = Ring(self.storage.max_size), False
         self.transforms: list[TransformLike] = []
-        self.saves, self._service = SavedFolders(), Service()
+        self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
@@ -337,7 +328,8 @@ class ReplayBuffer(Facts):
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
-            self._note_edit(draw.slots)
+            for saved in self.saves.folders.values():  # the next save writes these rows again
+                saved.edited(self.ring.numbers(draw.slots, self.ring.head))
             self.storage.write_drawn(draw, data, slots.shape, self.markers)
 
     def empty(self) -> None:
@@ -446,7 +438,7 @@ class ReplayBuffer(Facts):
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
         """Read what was drawn, mark it, and put it through the transforms."""
         storage = self.storage
-        draw, values = read_drawn(self, ring, draw, partial(self._draw, size=size), self._gather)
+        draw, values = self.read_drawn(ring, draw, partial(self._draw, size=size), self._gather)
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
         structure, shape = storage.structure, draw.slots.shape
         if isinstance(structure, TensorDicts):
@@ -461,6 +453,27 @@ class ReplayBuffer(Facts):
         for transform in self.transforms:
             data = apply(transform, data, draw.ends)
         return data, info, ended
+
+    def read_drawn(
+        self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw], read: Callable[[Ring, Draw], T]
+    ) -> tuple[Draw, T]:
+        """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
+
+        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+        """
+        for _ in range(8):
+            # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+            values = read(ring, draw)
+            with self.lock:
+                if ring is self.ring and ring.unchanged_since(draw):
+                    return draw, values
+                ring = self.ring
+                draw = draw_again(ring)
+        with self.write_lock:  # the ring is small and the writers fast: they wait for once
+            with self.lock:
+                ring = self.ring
+                draw = draw_again(ring)
+            return draw, read(ring, draw)
 
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
         """What the storage gave (columns by key, or a list of items), with entries of the info."""
@@ -482,7 +495,7 @@ class ReplayBuffer(Facts):
         with self.lock:
             ring = self.ring
             draw = draw_again(ring)
-        draw, values = read_drawn(self, ring, draw, draw_again, self._gather)
+        draw, values = self.read_drawn(ring, draw, draw_again, self._gather)
         rows, listed = draw.slots, isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
             return values[0]
@@ -628,10 +641,19 @@ class ReplayBuffer(Facts):
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
+                keys, first = state["keys"], not self.started
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
-                    self._load_rows(ring, state)
+                    if first:
+                        self._own_parts()
+                    elif not self.storage.loads_whole:
+                        # Nobody reads a mixture of old and new rows, in other processes neither.
+                        self._count_by(self.writer.ring(ring.capacity, keys is not None))
+                    self.storage.load_state_dict(state["storage"])
+                    self.storage.use_ring(ring, self._unshareable_part(ring), first)
+                    self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+                    self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
                 self.writer.load_state_dict(before[1])
@@ -876,25 +898,6 @@ class ReplayBuffer(Facts):
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
 
-    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
-        """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
-        first = not self.started
-        if first:
-            self._own_parts()
-        if self.started and not self.storage.loads_whole:
-            # Nobody reads a mixture of old and new rows, in other processes neither.
-            self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
-        self.storage.load_state_dict(state["storage"])
-        self.storage.use_ring(ring, self._unshareable_part(ring), first)
-        keys = state["keys"]
-        self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
-        self.started = True
-
-    def _note_edit(self, slots: Tensor) -> None:
-        """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
-        for saved in self.saves.folders.values():
-            saved.edited(self.ring.numbers(slots, self.ring.head))
-
     def _needs_index(self) -> str | None:
         """Name of what needs a trajectory index (for errors); None for nothing."""
         if self.sampler.needs_index:
@@ -941,7 +944,7 @@ class ReplayBuffer(Facts):
         Raises:
             RuntimeError: this buffer is a copy, made by pickle or fork, of one that a living process owns.
         """
-        return self._service.handle(self)
+        return self.service.handle(self)
 
     def note_waiting(self, rows: int) -> None:
         """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""

@@ -116,9 +116,7 @@ class ImmutableDatasetWriter(Writer):
 
     def check(self, batch: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
-        raise RuntimeError(
-            "this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter"
-        )
+        raise RuntimeError("this dataset is immutable: ImmutableDatasetWriter takes no rows")
 
     def check_change(self, data: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
@@ -219,9 +217,7 @@ class TensorDictMaxValueWriter(Writer):
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
-            raise ValueError(
-                f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN, which cannot be compared"
-            )
+            raise ValueError(f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN")
         return ring.choose(ranks)
 
 

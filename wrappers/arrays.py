@@ -27,7 +27,7 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return fn(tree, *others)
 
 
-def own(array: Array) -> Array:
+def copy_of(array: Array) -> Array:
     """Return a copy."""
     return array.clone() if isinstance(array, Tensor) else array.copy()
 
@@ -50,7 +50,7 @@ def fill_rows(array: Array, mask: Array, value: Any) -> Array:
     return array
 
 
-def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
+def full_for(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
     """Create a vector of ``size`` equal values in the framework and on the device of ``like``."""
     if isinstance(like, Tensor):
         return torch.full((size,), value, dtype=dtype, device=like.device)

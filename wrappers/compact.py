@@ -6,7 +6,7 @@ import torch
 
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
-from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
+from flatroll.wrappers.arrays import Array, Tree, copy_of, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Step
 from flatroll.wrappers.stream import VectorStream, observation_leaves
@@ -57,7 +57,7 @@ class CompactObs(MarkerWrapper):
         super().__init__(env, "final_obs")
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
-        info["_final_obs"] = full(self.stream.first, self.num_envs, False, torch.bool)
+        info["_final_obs"] = full_for(self.stream.first, self.num_envs, False, torch.bool)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
@@ -65,7 +65,7 @@ class CompactObs(MarkerWrapper):
         info, stream = result[4], self.stream
         # NEXT_STEP shows the last observation itself. The mask is given away, so it is a copy.
         info.setdefault("final_obs", result[0])
-        info["_final_obs"] = own(stream.ended) if stream.known is None else stream.ended & stream.known
+        info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
         return result
 
 

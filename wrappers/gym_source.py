@@ -13,7 +13,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
-from flatroll.wrappers.arrays import Array, Tree, map_tree, own
+from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
 CLOSE_SECONDS = 5.0  # that close() waits for workers in the middle of a step
@@ -72,7 +72,7 @@ class GymSource(VectorSource):
         except (EOFError, OSError) as error:
             self._end_dead_workers(error)
             raise
-        return map_tree(own, obs) if self._copies else obs, dict(info)
+        return map_tree(copy_of, obs) if self._copies else obs, dict(info)
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -86,8 +86,8 @@ class GymSource(VectorSource):
             self._end_dead_workers(error)
             raise
         if self._copies:
-            obs, info = map_tree(own, obs), dict(info)
-            reward, terminated, truncated = own(reward), own(terminated), own(truncated)
+            obs, info = map_tree(copy_of, obs), dict(info)
+            reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
         if self._keeps_pending:
             self._pending = np.asarray(terminated) | np.asarray(truncated)
         return obs, reward, terminated, truncated, info
@@ -111,7 +111,7 @@ class GymSource(VectorSource):
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
             return _put_rows(obs, rows, [given[i] for i in rows])
-        return map_tree(own, given) if self._copies and given is not None else given
+        return map_tree(copy_of, given) if self._copies and given is not None else given
 
     @override
     def close(self) -> None:

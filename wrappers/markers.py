@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatroll.layout.checks import writer_number
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
+from flatroll.wrappers.arrays import Array, Tree, copy_of, fill_rows, full_for, select
 from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
 
@@ -121,7 +121,7 @@ class MarkerWrapper(VectorWrapper):
         env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
         obs, info = env.reset(seed=seed, options=dict(options) if options else None)
         like = self.stream.first
-        rows = full(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
+        rows = full_for(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
         self._on_reset(obs, info, rows)
         return obs, info
 
@@ -152,7 +152,7 @@ class InitTracker(MarkerWrapper):
         super().__init__(env, init_key)
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
-        info[self.info_name] = own(self.stream.first)
+        info[self.info_name] = copy_of(self.stream.first)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose returned observation is an episode's first."""
@@ -202,10 +202,10 @@ class StepCounter(MarkerWrapper):
         self._count: Array = None
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
-        zero = full(self.stream.first, self.num_envs, 0, torch.int64)
+        zero = full_for(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
         # A copy: what a caller does to its info must not change the count.
-        info[self.info_name] = own(self._count)
+        info[self.info_name] = copy_of(self._count)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; count the steps of each running episode."""
@@ -214,7 +214,7 @@ class StepCounter(MarkerWrapper):
         if self.stream.any_first is not False:  # None: on a device, where asking would wait
             fill_rows(count, self.stream.first, 0)
         self._count = count
-        result[4][self.info_name] = own(count)
+        result[4][self.info_name] = copy_of(count)
         return result
 
 
@@ -256,14 +256,14 @@ class TrajId(MarkerWrapper):
             self._ids = numbers + (self.writer << 40) + self._episode * self._total
         else:
             self._ids = self._ids + rows * self._total  # a new array: the old one was given away
-        info[self.info_name] = own(self._ids)
+        info[self.info_name] = copy_of(self._ids)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; give a new id to each sub-env whose observation is an episode's first."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
             self._ids = self._ids + self.stream.first * self._total  # bool counts as 0 or 1
-        result[4][self.info_name] = own(self._ids)
+        result[4][self.info_name] = copy_of(self._ids)
         return result
 
     @property
@@ -322,9 +322,9 @@ class RewardSum(MarkerWrapper):
         self._sum: Array = None
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
-        zero = full(self.stream.first, self.num_envs, 0.0, torch.float32)
+        zero = full_for(self.stream.first, self.num_envs, 0.0, torch.float32)
         self._sum = zero if self._sum is None else select(rows, zero, self._sum)
-        info[self.info_name] = own(self._sum)
+        info[self.info_name] = copy_of(self._sum)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; add the rewards of all transitions (a reset-only step is none) to the returns."""
@@ -336,7 +336,7 @@ class RewardSum(MarkerWrapper):
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
-        self._sum = own(total)  # `total` goes to the caller, and keeps the ended episodes' whole returns
+        self._sum = copy_of(total)  # `total` goes to the caller, and keeps the ended episodes' whole returns
         if stream.any_ended is not False:
             fill_rows(self._sum, stream.ended, 0.0)
         result[4][self.info_name] = total

@@ -17,11 +17,11 @@ from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
     Tree,
+    copy_of,
     fill_rows,
     first_leaf,
-    full,
+    full_for,
     map_tree,
-    own,
     select,
 )
 from flatroll.wrappers.source import Info, Seed, Step, VectorSource, layers
@@ -211,9 +211,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
             like = first_leaf(obs)
-            self.first = full(like, self.num_envs, True, torch.bool)
-            self.ended = full(like, self.num_envs, False, torch.bool)
-            self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
+            self.first = full_for(like, self.num_envs, True, torch.bool)
+            self.ended = full_for(like, self.num_envs, False, torch.bool)
+            self._elapsed = full_for(like, self.num_envs, 0, torch.int64) if self._limit else None
             self.known = None
             self._stepped = False
             self.any_first, self.any_ended = (True, False) if self._on_host else (None, None)
@@ -222,7 +222,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self.capabilities.partial_reset:
             raise ValueError(
                 f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
-                "chosen envs (it would reset all of them)"
+                "chosen envs (or is not known to: with autoreset_mode=DISABLED every env must be able to)"
             )
         if self.moves.count != self.at:
             self._refuse("options['reset_mask'] was given to the first reset: reset all envs first")
@@ -268,7 +268,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
         if self.same_step:
             # Two arrays: both are given away, and neither may change with the other.
-            self.first, self.ended = own(ended), ended
+            self.first, self.ended = copy_of(ended), ended
             self.any_first = self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
         else:  # NEXT_STEP: the rows that ended one step ago have only reset, and show a first observation
@@ -283,7 +283,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if self.moves.count != self.at:
             self._refuse("send was called before reset: call env.reset() first")
-        sent = map_tree(own, self._check_actions(actions))
+        sent = map_tree(copy_of, self._check_actions(actions))
         self.source.send(sent)
         return sent
 
@@ -463,7 +463,7 @@ def _has_rows(entry: object, rows: Array) -> bool:
 
 def _clear_rows(entry: Array, rows: Array) -> Array:
     """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
-    return fill_rows(own(entry), rows, None if entry.dtype == object else False)
+    return fill_rows(copy_of(entry), rows, None if entry.dtype == object else False)
 
 
 def _final_info(info: Info, rows: Array) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
-from flatroll.sharing.packed import pack, unpack
-from flatroll.sharing.ray_calls import RayCalls
+from flatroll.sharing.ray_calls import RayCalls, pack_batches, unpack_batches
 
 SHAPES = {"4,096 rows of 56 bytes": (4096, 5), "256 rows of 56 KB": (256, 7000)}
 
@@ -30,7 +29,7 @@ class Source:
 
     def collect(self) -> tuple[int, Any]:
         """The window."""
-        return len(self.window), pack((self.window, None))
+        return len(self.window), pack_batches((self.window, None))
 
 
 def make_window(rows: int, width: int) -> TensorDict:
@@ -69,7 +68,7 @@ def main() -> None:
             def fetched(actor: Any = actor) -> Any:
                 report, packed = calls.call(actor, "collect", returns=2)
                 calls.wait([report])
-                return unpack(calls.get(packed))[0]
+                return unpack_batches(calls.get(packed))[0]
 
             def by_reference(actor: Any = actor, there: Any = there) -> None:
                 there.extend_reference(calls.call(actor, "collect", returns=2)[1])

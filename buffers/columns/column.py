@@ -106,7 +106,7 @@ class Column(ABC):
 
     @abstractmethod
     def grow(self, rows: int) -> None:
-        """Enlarge the column to at least ``rows`` rows and keep its values; called on pool columns only."""
+        """Enlarge the column to at least ``rows`` rows and keep its values: a pool grows, and so may a loaded state."""
 
     @property
     @abstractmethod

@@ -165,16 +165,13 @@ class ZstdColumn(Column):
                 }
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
-                compressed[at[at >= 0]] = self._recoded(part, codec)[at >= 0]
+                recoded, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
+                codec.begin(prefix)  # it takes the first dictionary there is
+                if prefix not in (b"", codec.prefix):
+                    values = self._decoded(recoded, prefix)
+                    recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
+                compressed[at[at >= 0]] = recoded[at >= 0]
         return _join(compressed.tolist(), codec.prefix)
-
-    def _recoded(self, part: dict[str, Any], codec: "_Codec") -> Array:
-        """The rows of a state, compressed with the dictionary of ``codec``, which takes theirs if it has none."""
-        rows, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
-        codec.begin(prefix)
-        if prefix in (b"", codec.prefix):
-            return rows
-        return np.concatenate([rows[:0], *(codec.encode(values) for values in self._decoded(rows, prefix))])
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:

@@ -155,6 +155,6 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
         column = column.to(torch.int64)
     if column.numel() != column.shape[0]:
         raise ValueError(
-            f"batch[{key!r}] must have one number per row, got {column.numel()} for {column.shape[0]} rows"
+            f"batch[{key!r}] must have one number per row, got {column.numel()} for {len(column)} rows"
         )
     return column if column.is_cpu and column.is_contiguous() else column.cpu().contiguous()

@@ -202,9 +202,7 @@ class Ring:
         low, high = torch.aminmax(ranks)
         if int(low) < 0 or int(high) >= rows:
             wrong = int(low) if int(low) < 0 else int(high)
-            raise IndexError(
-                f"no stored row has age {wrong}: there are {rows}, of ages 0 (the oldest) to {rows - 1}"
-            )
+            raise IndexError(f"no stored row has age {wrong}: ages are 0 (the oldest) to {rows - 1}")
 
     def stored(self) -> Tensor:
         """Return the slots of all readable rows, oldest first; int64 ``[len(ring)]``."""

@@ -239,9 +239,7 @@ class TrajectoryIndex(Ring):
             RuntimeError: nothing is stored, or no trajectory is long enough.
         """
         if span != (0, 0) and not (0 <= span[0] < length and 0 <= span[1] < length):
-            raise ValueError(
-                f"span must be two numbers of rows from 0 to length - 1 = {length - 1}, got {span}"
-            )
+            raise ValueError(f"span must be two numbers from 0 to length - 1 = {length - 1}, got {span}")
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
             raise self.too_short(length)

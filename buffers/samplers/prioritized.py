@@ -263,9 +263,7 @@ class PrioritizedSampler(RandomSampler):
         values = _reduce(priority, len(index), self.reduction)
         generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
-            raise ValueError(
-                f"generation must have one entry per index, {len(index)}, got {len(generations)}"
-            )
+            raise ValueError(f"generation must have {len(index)} entries, as index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
         # The kernel moves the slots whose rows are still stored, and their priorities, to the front of both arrays.

@@ -255,9 +255,7 @@ class Sampler(Facts, ABC):
 
     def _lagging(self) -> Freshness:
         if self.freshness is None:
-            raise TypeError(
-                f"{type(self).__name__} looks at no policy versions: make it with max_policy_lag=, where it takes that"
-            )
+            raise TypeError(f"{type(self).__name__} looks at no policy versions: give it max_policy_lag=")
         return self.freshness
 
     def check(self, batch_size: int | None) -> int:

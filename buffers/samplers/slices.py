@@ -127,9 +127,7 @@ class SliceSampler(Sampler):
                 whole_number(name, number)
         one_of("by", by, BY)
         if pad_output and strict_length:
-            raise ValueError(
-                "pad_output=True needs strict_length=False: with strict_length=True no slice is short"
-            )
+            raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
         if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
@@ -317,9 +315,7 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     """
     pair = span if isinstance(span, Sequence) else (span, span)
     if len(pair) != 2 or any(not isinstance(number, int) or number < 0 for number in pair):
-        raise ValueError(
-            f"span must be a bool, a number of rows, or a pair (before, after) of them, got {span!r}"
-        )
+        raise ValueError(f"span must be a bool, a number of rows or a pair of them, got {span!r}")
     most = max(pair) + 1 if length is None else length - 1
     if any(number is not True and number > most for number in pair):
         raise ValueError(f"span={span!r} leaves no row of a slice of {length}: use at most {most}, or True")

@@ -132,9 +132,7 @@ class StepWriter:
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError(
-                    "this step writer is closed: call buffer.writer_for(num_envs) for a new one"
-                )
+                raise RuntimeError("this step writer is closed: buffer.writer_for makes a new one")
             if self._filled == self._limit:
                 self._store()
             if not self._begun:
@@ -168,9 +166,7 @@ class StepWriter:
         names = {as_tuple(key) for key in staged}
         inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
         if inside:
-            raise ValueError(
-                f"the step has an entry {inside[0]!r}, and a tensor where that one's parent is to be"
-            )
+            raise ValueError(f"the step has {inside[0]!r}, and a tensor in the place of its parent")
         given = staged.copy()
         flags: list[NestedKey] = [IS_INIT, DONE]
         if {TERMINATED, TRUNCATED} & staged.keys():
@@ -320,9 +316,7 @@ class StepWriter:
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
             first, last = int(step.min()), int(step.max())
             if first < oldest or last >= self.steps:
-                raise IndexError(
-                    f"steps {first} to {last} are asked for, {oldest} to {self.steps - 1} are there"
-                )
+                raise IndexError(f"steps {first} to {last} asked for, {oldest} to {self.steps - 1} are there")
             raise IndexError(f"envs are 0 to {self.num_envs - 1}, got {env.tolist()}")
         return torch.from_numpy(places)
 

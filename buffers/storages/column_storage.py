@@ -69,7 +69,7 @@ class ColumnStorage(Storage):
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
 
     To keep an entry in a column of your own (see `Column`), subclass `LazyTensorStorage` and override
-    :meth:`make_column`:
+    :meth:`make_column`. The how-to "Write your own storage column" says what each method must do.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> class HalfColumn(TensorColumn):
@@ -77,6 +77,8 @@ class ColumnStorage(Storage):
     ...     def __init__(self, rows, shape):
     ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.float16))
     ...         self.dtype = torch.float32  # of values as they come and go
+    ...     def write(self, slot, values, after=None):
+    ...         super().write(slot, values.half())
     ...     def put(self, slots, values, after=None):
     ...         super().put(slots, values.half())
     ...     def take(self, slots):
@@ -101,6 +103,7 @@ class ColumnStorage(Storage):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
         self.known: Known | None = None
+        self._own_keys: frozenset[NestedKey] = frozenset()  # of the columns that make_column made
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -134,6 +137,7 @@ class ColumnStorage(Storage):
                         "leave it out of one of them"
                     )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
+            self._own_keys = frozenset(made)
             self.loose.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
@@ -248,9 +252,7 @@ class ColumnStorage(Storage):
             if key in from_final:
                 continue
             if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
-                raise ValueError(
-                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
-                )
+                raise ValueError(f"the batch and final lack {next_name!r}, which the first extend had")
         twice = set(pool.next_keys.values())
         stored = {key: column for key, column in columns.items() if key not in twice}
         if self.pool is not None and stored.keys() != self.columns.keys():
@@ -265,7 +267,7 @@ class ColumnStorage(Storage):
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
         if self.pool is None:
-            pool.allocate(self.columns)
+            pool.allocate(self.columns, self._own_keys)
             self.pool, self.known = pool, None
         return Rows(count, stored, fragments, tails, source)
 
@@ -375,9 +377,7 @@ class ColumnStorage(Storage):
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
-                raise ValueError(
-                    f"the storage has no entry {key!r}: it keeps {sorted(map(repr, self.columns))}"
-                )
+                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(map(repr, self.columns))}")
             stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(
@@ -572,7 +572,7 @@ class ColumnStorage(Storage):
             column.load_state_dict(saved)
         if self.compact_obs:
             self.pool, self.known = NextPool(list(state["pool"])), None
-            self.pool.allocate(self.columns)
+            self.pool.allocate(self.columns, self._own_keys)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
 

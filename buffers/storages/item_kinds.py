@@ -101,9 +101,7 @@ class TensorDicts(Structure):
         if batch.batch_size[1:] != self.inner:
             if not self.inner:
                 raise not_flat(batch)
-            raise ValueError(
-                f"the storage holds rows of batch size {list(self.inner)}, got {list(batch.batch_size[1:])}"
-            )
+            raise ValueError(f"rows have batch size {list(self.inner)}, got {list(batch.batch_size[1:])}")
         return leaves(batch)
 
     @override
@@ -187,9 +185,7 @@ def check_kinds(columns: Columns, own: Spans) -> None:
                 columns[key] = column.clone()
             continue  # what nearly all are
         if column.is_meta:
-            raise TypeError(
-                f"{shown(key)} is a meta tensor, which has no values: nothing can be stored of it"
-            )
+            raise TypeError(f"{shown(key)} is a meta tensor, which has no values to store")
         if column.layout is not torch.strided:
             raise TypeError(
                 f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: give x.to_dense()"
@@ -212,9 +208,7 @@ def batched(items: list[Any]) -> Any:
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
         if other != spec:
-            raise ValueError(
-                f"items must be of one form to be stored in tensors: item 0 is {spec}, item {i} {other}"
-            )
+            raise ValueError(f"items must be of one form: item 0 is {spec}, item {i} {other}")
         rows.append([as_tensor(leaf) for leaf in leaves])
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
@@ -305,9 +299,7 @@ def as_tensor(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
-    raise TypeError(
-        f"a {type(leaf).__name__} cannot be kept in tensors: use ListStorage, which takes any Python object"
-    )
+    raise TypeError(f"a {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object")
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
@@ -337,9 +329,7 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         return batch[names]
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
-            raise TypeError(
-                f"there is no entry {name!r}: the rows are {type(batch).__name__}s, not tensordicts"
-            )
+            raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
         # A named tuple's entries are known by their fields' names, too.
         batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
     return batch

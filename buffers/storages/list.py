@@ -41,13 +41,9 @@ class ListStorage(Storage):
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         if keys is not None:
-            raise TypeError(
-                "ListStorage holds items, not rows of trajectories: use LazyTensorStorage with a slice sampler"
-            )
+            raise TypeError("ListStorage follows no trajectories: use LazyTensorStorage with a slice sampler")
         if final is not None:
-            raise ValueError(
-                "final comes with a compact tensordict batch only, which ListStorage does not know"
-            )
+            raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
         items = apart(batch)[0 if whole else -self.max_size :]
         return Rows(len(items), items=items)
 

@@ -203,9 +203,7 @@ class LazyMemmapStorage(ColumnStorage):
     @override
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if first and self._has_buffer:
-            raise ValueError(
-                "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"
-            )
+            raise ValueError("the storage belongs to another buffer already: make one for each buffer")
         self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
         # The ring's counters move to the file, where other processes see which rows are stored.
         if self._unshareable is None and self._counters is not None:
@@ -253,7 +251,7 @@ class LazyMemmapStorage(ColumnStorage):
             pairs = [(self.columns, other.columns)]
             if self.pool is not None:
                 other.pool = NextPool(list(self.pool.pairs))
-                other.pool.allocate(other.columns)
+                other.pool.allocate(other.columns, self.pool.lossy)
                 pairs.append((self.pool.entries, other.pool.entries))
             for source, target in pairs:
                 for key, column in source.items():

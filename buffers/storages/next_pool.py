@@ -69,6 +69,7 @@ class NextPool:
     Attributes:
         next_keys: the key of the next observation, by root key.
         entries: the columns of the pool, by root key.
+        lossy: those that may not give back what they were given, each as an empty column to try rows on.
         plain: whether all of them are tensors in host memory.
     """
 
@@ -76,11 +77,13 @@ class NextPool:
         self.pairs = pairs
         self.next_keys: dict[NestedKey, NestedKey] = {key: next_key(key) for key in pairs}
         self.entries: dict[NestedKey, Column] = {}
+        self.lossy: dict[NestedKey, Column] = {}
         self.plain = False
 
-    def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
-        """Create empty pool columns of the same kinds as the storage's ``columns``."""
+    def allocate(self, columns: Mapping[NestedKey, Column], own: Collection[NestedKey] = ()) -> None:
+        """Create empty pool columns of the same kinds as the storage's ``columns``; those of ``own`` may round."""
         self.entries = {key: columns[key].pool() for key in self.pairs}
+        self.lossy = {key: columns[key].pool() for key in self.pairs if key in own}
         self.plain = all(
             type(column) is TensorColumn and column.data.is_cpu and not column.dtype.is_complex
             for column in self.entries.values()
@@ -136,7 +139,18 @@ class NextPool:
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(before[outer]))
             ends = {key: self.entries[key].take(entries) for key in self.pairs}
-            agree[outer] = self._agree(ends, heads, fragments.firsts[outer], keys)
+            firsts = fragments.firsts[outer]
+            if self.lossy:
+                # an entry was rounded when it was kept, so the new rows are compared as rounded, too
+                at = torch.from_numpy(firsts)
+                heads = {key: heads[key].index_select(0, at.to(heads[key].device)) for key in self.pairs}
+                for key, column in self.lossy.items():
+                    slots = torch.arange(len(outer))
+                    column.grow(len(outer))
+                    column.put(slots, heads[key])
+                    heads[key] = column.take(slots)
+                firsts = np.arange(len(outer))
+            agree[outer] = self._agree(ends, heads, firsts, keys)
         return agree
 
     def place(

@@ -93,31 +93,14 @@ class StorageOwner(Protocol):
         """Write ``data``, a batch of the shape of ``index``, over stored rows, without the transforms' ``inv``."""
         ...
 
+    def read_drawn(
+        self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw], read: Callable[[Ring, Draw], T]
+    ) -> tuple[Draw, T]:
+        """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
 
-def read_drawn(
-    owner: StorageOwner,
-    ring: Ring,
-    draw: Draw,
-    draw_again: Callable[[Ring], Draw],
-    read: Callable[[Ring, Draw], T],
-) -> tuple[Draw, T]:
-    """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
-
-    If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
-    """
-    for _ in range(8):
-        # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
-        values = read(ring, draw)
-        with owner.lock:
-            if ring is owner.ring and ring.unchanged_since(draw):
-                return draw, values
-            ring = owner.ring
-            draw = draw_again(ring)
-    with owner.write_lock:  # the ring is small and the writers fast: they wait for once
-        with owner.lock:
-            ring = owner.ring
-            draw = draw_again(ring)
-        return draw, read(ring, draw)
+        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+        """
+        ...
 
 
 class Storage(Facts, ABC):
@@ -206,9 +189,7 @@ class Storage(Facts, ABC):
         owner = self._owner
         if owner is None:
             if self._alone is None and any(reference() is None for reference in self._attached):
-                raise RuntimeError(
-                    "the buffer of this storage is gone, which knew the order of its rows: keep it"
-                )
+                raise RuntimeError("the storage's buffer, which knew the order of its rows, is gone: keep it")
             slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
             rows = slots.reshape(-1)
             values = self.read_rows(rows)
@@ -223,8 +204,8 @@ class Storage(Facts, ABC):
             with owner.lock:
                 ring = owner.ring
                 draw = draw_again(ring)
-            draw, values = read_drawn(
-                owner, ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
+            draw, values = owner.read_drawn(
+                ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
             )
             rows = draw.slots
         if isinstance(values, list):
@@ -321,9 +302,7 @@ class Storage(Facts, ABC):
         """
         data, lanes = time_first(data, self.ndim, time)
         if started and lanes != self.lanes:
-            raise ValueError(
-                f"every batch must have the lanes of the first, {list(self.lanes)}, got {list(lanes)}"
-            )
+            raise ValueError(f"batches must have the first one's lanes {list(self.lanes)}, got {list(lanes)}")
         if lanes.numel() > self.max_size:
             raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
         self.lanes = lanes

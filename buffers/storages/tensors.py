@@ -29,8 +29,9 @@ CODECS = ("zstd",)
 class Encodings:
     """The encoding options of a storage: which entries are frame stacks, compressed or sparse, by key.
 
-    The form of every column is decided here and nowhere else. A new form needs a `Column` that keeps it, its option
-    checked in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
+    `ColumnStorage.make_column` is asked first, for columns of the user's own, lossy ones too; the form of all others,
+    which give back what they were given, is decided here. A new form needs a `Column` that keeps it, its option checked
+    in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
     are those of `LazyTensorStorage`; ImportError if the codec's package is not installed.
     """
 
@@ -60,9 +61,7 @@ class Encodings:
             raise TypeError(f"sparse must be a list of keys, got the string {sparse!r}: write [{sparse!r}]")
         self.sparse = set(map(plain_key, sparse))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
-            raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
-            )
+            raise ValueError(f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep")
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
         """Estimate the bytes of one row from dtypes and shapes ``like``; compressed entries count as 0.
@@ -73,9 +72,7 @@ class Encodings:
         for option, asked in (("frame_stack", self.frame_stack), ("codec", self.codec)):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
-                    raise ValueError(
-                        f"{option} names {key!r}, which the batch does not have: it has {present}"
-                    )
+                    raise ValueError(f"{option} names {key!r}, which the batch lacks: it has {present}")
         total = 0
         for key, (dtype, shape) in like.items():
             size = math.prod(shape) * dtype.itemsize
@@ -87,9 +84,7 @@ class Encodings:
                 size = 4
             total += 0 if key in self.codec else size
         if absent := self.sparse - set(like):
-            raise ValueError(
-                f"sparse names {sorted(map(repr, absent))}, which the batch does not have: it has {present}"
-            )
+            raise ValueError(f"sparse names {sorted(map(repr, absent))}, not in the batch: it has {present}")
         return total
 
     def column(

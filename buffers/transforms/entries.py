@@ -45,13 +45,9 @@ class RenameTransform(Transform):
             ("_inv", self.in_keys_inv, self.out_keys_inv),
         ):
             if len(olds) != len(news):
-                raise ValueError(
-                    f"in_keys{suffix} and out_keys{suffix} must have as many keys, got {olds} and {news}"
-                )
+                raise ValueError(f"in_keys{suffix}={olds} and out_keys{suffix}={news} must be equally many")
             if len(set(olds)) != len(olds) or len(set(news)) != len(news):
-                raise ValueError(
-                    f"a key stands twice among in_keys{suffix}={olds} or out_keys{suffix}={news}"
-                )
+                raise ValueError(f"a key comes twice in in_keys{suffix}={olds} or out_keys{suffix}={news}")
             if not suffix and set(olds) & set(news):
                 raise ValueError(
                     f"{sorted(map(repr, set(olds) & set(news)))} is an old and a new name, and the order is unclear: "
@@ -165,7 +161,5 @@ def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
         if not isinstance(key, str) and not (
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)
         ):
-            raise TypeError(
-                f"{name} must be strings, or tuples of strings for nested entries, one by one, got {key!r}"
-            )
+            raise TypeError(f"{name} must be strings or tuples of strings, one by one, got {key!r}")
     return [plain_key(key) for key in keys]

@@ -14,7 +14,7 @@ from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.transforms.transform import Get, Transform, batch_of, key_list
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
-from flatroll.layout.checks import function, number, one_of
+from flatroll.layout.checks import cpu_generator, function, number, one_of
 from flatroll.layout.keys import (
     DONE,
     OBSERVATION,
@@ -101,10 +101,6 @@ class HindsightTransform(Transform):
         super().__init__()
         one_of("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
         number("n_sampled_goal", n_sampled_goal, least=0)
-        if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be a CPU generator (goals are drawn on the host), got {generator.device}"
-            )
         for name, given in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
             if given is not None or name == "reward_fn":
                 function(name, given, "a function of (achieved_goal, desired_goal, info)")
@@ -112,7 +108,7 @@ class HindsightTransform(Transform):
         self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
         self.info_keys = key_list("info_keys", info_keys)
         self.goal_key, self.achieved_goal_key = goal_key, achieved_goal_key
-        self.reward_key, self.generator = under_next(reward_key), generator
+        self.reward_key, self.generator = under_next(reward_key), cpu_generator(generator)
 
     def __repr__(self) -> str:
         return (
@@ -215,9 +211,7 @@ class HindsightTransform(Transform):
                 "ReplayBuffer(transform=...), in an ensemble to each member"
             )
         if td.batch_dims != 1:
-            raise ValueError(
-                f"HindsightTransform needs a flat batch [N], got {list(td.batch_size)}: flatten it first"
-            )
+            raise ValueError(f"HindsightTransform takes flat batches [N], got {list(td.batch_size)}")
         ends = run_ends(td).cpu()
         at, lasts = steps_into_run(starts_from(ends)), ends.nonzero().squeeze(1)
         rows = torch.arange(len(td))
@@ -275,9 +269,7 @@ class HindsightTransform(Transform):
         reward = columns[self.reward_key]
         values = self._checked("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
-            raise TypeError(
-                f"reward_fn returns {values.dtype}, which {self.reward_key!r}, {reward.dtype}, cannot hold"
-            )
+            raise TypeError(f"{self.reward_key!r}, {reward.dtype}, cannot hold reward_fn's {values.dtype}")
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:
             return

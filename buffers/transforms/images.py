@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import expect, one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
@@ -32,10 +32,7 @@ class _ImageTransform(Transform):
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """The images, after a look at their shape: a batch dimension must not be taken for one of an image."""
         value = super()._entry(td, key)
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{type(self).__name__}: batch[{key!r}] must be a tensor, got {type(value).__name__}"
-            )
+        expect(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
         if value.ndim - td.batch_dims < 3:
             raise ValueError(
                 f"{type(self).__name__}: batch[{key!r}] must be [*B, ..., {self.axes}], got {list(value.shape)} in a "

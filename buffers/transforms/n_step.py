@@ -84,9 +84,7 @@ class NStep(Transform):
             ValueError: next observations are not stored, or the rows are n-step transitions already.
         """
         if STEPS in columns:
-            raise ValueError(
-                f"the rows have {STEPS!r}: they are n-step transitions already, take one of the two transforms out"
-            )
+            raise ValueError(f"the rows have {STEPS!r}: they are n-step transitions already")
         steps, last, rewards = self._sum_rewards(columns, ahead, get)
         # Entries under "next" come from the last row of the window. A delta there belongs to that row's observation:
         # added to it, it gives the next observation itself.
@@ -134,13 +132,9 @@ class NStep(Transform):
         if done_keys:
             done = window[self.done_key]
             if done.dtype is not torch.bool:
-                raise TypeError(
-                    f"batch[{self.done_key!r}] must be bool, got {done.dtype}: cast it with .bool()"
-                )
+                raise TypeError(f"batch[{self.done_key!r}] must be bool, got {done.dtype}: use .bool()")
             if done.numel() != rows * n:
-                raise ValueError(
-                    f"batch[{self.done_key!r}] must have one value per row, got {tuple(done.shape[1:])} per row"
-                )
+                raise ValueError(f"batch[{self.done_key!r}] needs one value per row, has {done.shape[1:]}")
             used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # the row after a done one is in no window
         used = used.long().cumprod(1).bool()  # False from the first row on that is not in the window
         steps = used.sum(1, keepdim=True)
@@ -191,9 +185,7 @@ class NStep(Transform):
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
-                raise TypeError(
-                    f"batch[{key!r}] is no tensor and cannot be moved: leave it out with .exclude"
-                )
+                raise TypeError(f"batch[{key!r}] is no tensor and cannot be moved: use .exclude")
         rows = len(td)
         if final is not None:
             final_rows = read_final(final)

@@ -64,17 +64,13 @@ class NextStateReconstructor(Transform):
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""
         if td.batch_dims != 1:
-            raise ValueError(
-                f"NextStateReconstructor needs a flat batch [N], got {list(td.batch_size)}: flatten it first"
-            )
+            raise ValueError(f"NextStateReconstructor takes flat batches [N], got {list(td.batch_size)}")
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
-                raise TypeError(
-                    f"batch[{key!r}] is {column.dtype}, which has no NaN: give fill_value=0 (or another integer)"
-                )
+                raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: give fill_value=0")
             # Row i gets the entry of row i + 1, the last row that of row 0, which a run end overwrites.
             following = torch.roll(column, -1, 0)
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.column import take_rows
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import cpu_generator, whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
@@ -54,12 +54,8 @@ class RandomCropTensorDict(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        whole_number("sub_seq_len", sub_seq_len)
-        if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be a CPU generator (starts are drawn on the host), got {generator.device}"
-            )
-        self.sub_seq_len, self.sample_dim, self.generator = sub_seq_len, sample_dim, generator
+        self.sub_seq_len = whole_number("sub_seq_len", sub_seq_len)
+        self.sample_dim, self.generator = sample_dim, cpu_generator(generator)
         self.mask_key, self.init_key = mask_key, init_key
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
@@ -100,9 +96,7 @@ class RandomCropTensorDict(Transform):
         crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if crop.get(key, None) is None:
-                raise TypeError(
-                    f"batch[{key!r}] is no tensor and cannot be cropped: leave it out with .exclude"
-                )
+                raise TypeError(f"batch[{key!r}] is no tensor and cannot be cropped: use .exclude")
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
         return crop
@@ -111,9 +105,7 @@ class RandomCropTensorDict(Transform):
         """Number of possible starts of each trajectory, int64 ``[*B]``."""
         steps = td.batch_size[dim]
         if steps < self.sub_seq_len:
-            raise ValueError(
-                f"sub_seq_len={self.sub_seq_len} is longer than the {steps} steps of a batch {list(td.batch_size)}"
-            )
+            raise ValueError(f"sub_seq_len={self.sub_seq_len} is longer than the {steps} steps of the batch")
         if self.mask_key is None:
             others = [size for i, size in enumerate(td.batch_size) if i != dim]
             return torch.full(others, steps - self.sub_seq_len + 1, device=td.device)

@@ -157,9 +157,7 @@ class Transform(nn.Module):
 
     def _apply_transform(self, value: Any) -> Any:
         """Return what to write for one of the ``in_keys``, given its value ``[*B, ...]``."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define forward(td), or _apply_transform(value) for each of its in_keys"
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define forward(td) or _apply_transform(value)")
 
     def _inv_apply_transform(self, value: Any) -> Any:
         """Return what to store for one of the ``in_keys_inv``, given its value ``[*B, ...]``; by default the same."""
@@ -175,9 +173,7 @@ class Transform(nn.Module):
     def _write(self, td: TensorDictBase, keys: Sequence[NestedKey], values: Sequence[Any]) -> None:
         """Set the entries ``keys`` of ``td``, after everything was read."""
         if len(keys) != len(values):
-            raise ValueError(
-                f"{type(self).__name__} has {len(values)} entries to write and {len(keys)} keys for them, {list(keys)}"
-            )
+            raise ValueError(f"{type(self).__name__} has {len(values)} entries for the keys {list(keys)}")
         for key, value in zip(keys, values, strict=True):
             td.set(key, value)
 
@@ -272,9 +268,7 @@ def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
     """
     choosers = [found for each in transforms if (found := getattr(each, "chooser", None)) is not None]
     if len(choosers) > 1:
-        raise ValueError(
-            f"there are two {name_of(choosers[0])}, and a sample gets the goals of one: leave one out"
-        )
+        raise ValueError(f"there are two {name_of(choosers[0])}, and a sample gets the goals of one")
     return choosers[0] if choosers else None
 
 

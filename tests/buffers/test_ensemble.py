@@ -341,7 +341,7 @@ def test_a_state_goes_on() -> None:
     other.load_state_dict(copy.deepcopy(rb.state_dict()))
     for _ in range(5):
         assert bool((rb.sample() == other.sample()).all())
-    with pytest.raises(ValueError, match="the state has 2 members, this ensemble has 1"):
+    with pytest.raises(ValueError, match="the state has 2 members, not 1"):
         ensemble(0, generator=torch.Generator()).load_state_dict(rb.state_dict())
     with pytest.raises(ValueError, match="saved with a generator and this ensemble has none"):
         ensemble(0, 0).load_state_dict(rb.state_dict())

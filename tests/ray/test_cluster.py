@@ -136,7 +136,7 @@ def test_an_actor_holds_a_whole_multi_collector(cluster):
         started = [
             process
             for process in psutil.Process().children(recursive=True)
-            if "flatroll.sharing.helper" in command(process)
+            if "import run_helper" in command(process)
         ]
     assert seen == [[0], [3], [6]]
     assert started and psutil.wait_procs(started, timeout=20)[1] == []  # its processes go with the actor

@@ -67,7 +67,7 @@ def test_too_much_memory_is_refused_at_once() -> None:
         MemoryError, match=r"1,152,921,504,606,846,976 bytes .* were asked for, [\d,]+ are free"
     ):
         Memory(1 << 60)
-    with pytest.raises(ValueError, match="size is a number of bytes of at least 1, got 0"):
+    with pytest.raises(ValueError, match="size must be at least 1 byte, got 0"):
         Memory(0)
 
 
@@ -106,7 +106,7 @@ def test_a_block_refuses_what_does_not_fit() -> None:
         Block([table], 2, Memory(2000))
     with pytest.raises(IndexError, match="slot 2 of 2"):
         Block([table], 2).tensors(2)
-    with pytest.raises(ValueError, match=r"columns of one number of rows .* got \{'a': 3, 'b': 2\}"):
+    with pytest.raises(ValueError, match=r"columns must have one number of rows, got \{'a': 3, 'b': 2\}"):
         Table.like({"a": torch.ones(3), "b": torch.ones(2)})
     with pytest.raises(ValueError, match="column 'names' has data type <U1, which cannot be shared"):
         Table.like({"names": np.array(["a"])})

@@ -382,7 +382,7 @@ def test_a_spawned_worker_does_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start_method": "forkserver"}, "start_method is .*, got 'forkserver'"),
+        ({"start_method": "forkserver"}, "start_method must be .*, got 'forkserver'"),
         ({"num_threads": 0}, "num_threads must be"),
     ],
 )

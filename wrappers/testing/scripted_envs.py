@@ -73,8 +73,9 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
 class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
     """Plays a script as one NumPy vector env, in any autoreset mode; fast for thousands of envs.
 
-    It supports ``reset(options={"reset_mask": mask})`` in every mode, refuses a wrong number of actions
-    and, under DISABLED, a step of an env that has ended.
+    Its own ``reset(options={"reset_mask": mask})`` works in every mode. The adapted env (`as_vector_env`) allows that
+    under DISABLED only, as of any env whose class it does not know. It refuses a wrong number of actions and, under
+    DISABLED, a step of an env that has ended.
 
     Args:
         script: the script.

@@ -599,7 +599,7 @@ class DiskStorage(ColumnStorage):
             f"and write none again; DiskStorage(max_size, {self.path!r}) has them, and storage.save(path) copies them"
         )
 
-    # -- processes ----------------------------------------------------------------------------------------------------
+    # -- processes -------------------------------------------------------------------------------------------------
 
     @override
     def enter_process(self) -> None:

@@ -9,6 +9,7 @@
 | `function` | something that can be called |
 | `key_list` | a list of keys, not one string |
 | `floating_dtype` | a floating dtype |
+| `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
 | `writer_number` | the number of a writer |
 
@@ -206,6 +207,21 @@ def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(_text(name, "be a floating dtype such as torch.float16", dtype))
     return dtype
+
+
+def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return a random generator (None: torch's global one) after checking that it is one of the CPU.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> cpu_generator(None)
+    """
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(
+            f"generator must be a CPU generator (draws are made on the host), got {generator.device}"
+        )
+    return generator
 
 
 def need_rows(batch: object) -> None:

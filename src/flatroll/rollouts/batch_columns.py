@@ -116,7 +116,7 @@ def batch_spec(env: EnvLike) -> Composite:
     """Return the spec of the batches that an env, as it is wrapped, gives a collector with random actions.
 
     Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's
-    outputs, may have any values.
+    outputs and those of markers of your own, may have any values.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it. It is not stepped.

@@ -31,11 +31,11 @@ from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
     Tree,
+    copy_of,
     fill_rows,
-    full,
+    full_for,
     leaves_at,
     map_tree,
-    own,
     select,
     to_torch,
 )
@@ -311,7 +311,7 @@ class Runner:
         stream = self.stream
         begins = stream.any_first is not False  # None on a device, where asking would wait: then always
         if self._stride > 1:
-            zero = full(stream.first, self.num_envs, 0, torch.int64)
+            zero = full_for(stream.first, self.num_envs, 0, torch.int64)
             self.age = zero if self.age is None else self.age + 1
             if begins:
                 fill_rows(self.age, stream.first, 0)
@@ -378,7 +378,7 @@ class Runner:
         # The observations after the last step are the next ones of its rows.
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False these may be arrays that another user's step of the env writes into.
-        self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
+        self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
         return self.window.lay_out(mask, compact)
 
 
@@ -415,7 +415,8 @@ class InfoColumns:
             elif final is None or value is None or as_tuple(name)[0] in self._statistics:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
-                value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
+                # it belongs to the next episode's reset
+                value = fill_rows(copy_of(value), stream.ended, False)
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._seen:
                 self._seen.add(name)

@@ -1,12 +1,9 @@
 """Memory, messages and processes for workers: nothing has a name, nothing listens, nothing is polled."""
 
-from flatroll.sharing.block import Block, Column, Table
-from flatroll.sharing.channel import Channel, Closed
-from flatroll.sharing.door import Door
-from flatroll.sharing.mailbox import Inbox, Outbox, Window
-from flatroll.sharing.memory import Memory
+from flatroll.sharing.block import Block, Column, Memory, Table
+from flatroll.sharing.channel import Channel, Closed, Door
+from flatroll.sharing.mailbox import Inbox, Outbox, Window, pack, unpack
 from flatroll.sharing.nursery import Nursery, Worker
-from flatroll.sharing.parcel import pack, unpack
 from flatroll.sharing.weights import SharedWeights
 from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 

@@ -1,22 +1,27 @@
-"""`Channel`: messages, and the descriptors in them, between two processes over an unnamed socket."""
+"""`Channel`: messages, and the descriptors in them, between two processes; `Door`: the way of others to a channel."""
 
 import io
 import os
 import pickle
 import select
 import socket
+import stat
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 
-from flatroll.sharing.door import CLOSE_ON_EXEC, Door
-from flatroll.sharing.memory import Memory
+from flatroll.sharing.block import Memory
 
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere set after they came
 _HEADER = struct.Struct("=QI")  # bytes of the message, descriptors that came with it
 _CHUNK = 1 << 18
 _MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
@@ -141,7 +146,7 @@ class Channel:
         while not self._ended:
             try:
                 data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, _CHUNK, _MOST_DESCRIPTORS, CLOSE_ON_EXEC
+                    self._socket, _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
@@ -223,6 +228,93 @@ class _Socket(socket.socket):
         self.close()
 
 
+class Door:
+    """One end of an unnamed pair of sockets; who has it hands its maker one end of a new channel.
+
+    Each message is one datagram with one descriptor: it arrives whole or not at all, so any number of processes may
+    use copies of a door at once. A copy travels in a message of a `Channel`, as an argument of
+    ``multiprocessing.Process`` (every start method), and to a forked process.
+
+    Args:
+        descriptor: of a connected socket of datagrams, which belongs to the door from here on; see `pair`.
+
+    >>> inside, outside = Door.pair()
+    >>> mine = outside.enter()  # the descriptor of a connected socket
+    >>> theirs = inside.admit()
+    >>> os.write(mine, b"hello"), os.read(theirs, 5)
+    (5, b'hello')
+    >>> os.close(mine), os.close(theirs)
+    (None, None)
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+
+    @staticmethod
+    def pair() -> "tuple[Door, Door]":
+        """The maker's end, for `admit`, and the end to give away, for `enter`."""
+        inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        return Door(inside.detach()), Door(outside.detach())
+
+    def enter(self) -> int:
+        """Make a connected pair of sockets, send one end through the door, and return the descriptor of the other.
+
+        Raises:
+            ConnectionError: the maker's end is closed.
+        """
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            try:
+                socket.send_fds(self._socket, [b"."], [theirs.fileno()])
+            except OSError as error:  # refused, reset, broken pipe, closed here
+                raise ConnectionError(f"the maker of the door is gone ({error})") from None
+            return mine.detach()
+
+    def admit(self) -> int | None:
+        """Wait for what comes through the door: the descriptor of a socket; None if it is anything else, or the door is
+        closed."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, _CLOSE_ON_EXEC)
+        except OSError:
+            return None
+        for descriptor in descriptors:  # one at most: there is room for no more
+            os.set_inheritable(descriptor, False)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+        return None
+
+    def fileno(self) -> int:
+        """The descriptor; ready for reading when somebody enters, and when the door was closed."""
+        return self._socket.fileno()
+
+    def shut(self) -> None:
+        """Let nobody in any more, for copies of this end in forked processes, too; who waits in `admit` wakes up."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Close this process's descriptor only."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Elsewhere DupFd would open a named socket that listens until somebody fetches the descriptor.
+        if get_spawning_popen() is None:
+            raise TypeError(
+                "a handle has no name that a pickle could hold: give it to a process as an argument of "
+                "multiprocessing.Process(args=...), or send it through a Channel"
+            )
+        return _arrived, (DupFd(self.fileno()),)
+
+
+def _arrived(duplicate: Any) -> Door:
+    return Door(duplicate.detach())
+
+
 class MessagePickler(cloudpickle.Pickler):
     """Leaves what has a descriptor out of the pickle and lists it."""
 
@@ -260,3 +352,32 @@ class _Unpickler(pickle.Unpickler):
             descriptor = self._descriptors[place]
             self._made[place] = _OPENED[name](descriptor)
         return self._made[place]
+
+
+class Forgets(Protocol):
+    """Something with descriptors that belong to one process."""
+
+    def forget(self) -> None:
+        """Close this process's copies of the descriptors; the other process's stay as they are."""
+
+
+def forget_in_children(holder: Forgets) -> None:
+    """Call ``holder.forget()`` in each process forked from now on, as long as ``holder`` lives.
+
+    Without this a forked process, which has copies of all descriptors, keeps a socket open whose owner was killed: the
+    other end would see no end of it.
+    """
+    _holders().add(holder)
+
+
+@cache
+def _holders() -> "weakref.WeakSet[Any]":
+    """All holders of this process, for whom one function runs after a fork."""
+    holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def forget() -> None:
+        for holder in list(holders):
+            holder.forget()
+
+    os.register_at_fork(after_in_child=forget)
+    return holders

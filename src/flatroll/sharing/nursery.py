@@ -18,8 +18,18 @@ from time import monotonic
 from typing import Any, Literal
 
 from flatroll.sharing.channel import Channel, Closed, MessagePickler
-from flatroll.sharing.helper import BROKEN, ENDED, KILL, READY, START, STARTED, kill_group
-from flatroll.sharing.worker import FAILED, RUN, WorkerDied
+from flatroll.sharing.worker import (
+    BROKEN,
+    ENDED,
+    FAILED,
+    KILL,
+    READY,
+    RUN,
+    START,
+    STARTED,
+    WorkerDied,
+    kill_group,
+)
 
 #: The helper's interpreter. The libraries of linear algebra read these names when they are loaded, and would start
 #: threads, which a fork loses. Imports may take long, and the parent may be killed meanwhile: a thread waits for that
@@ -55,8 +65,8 @@ def end_watch():
         os.sched_yield()
     os.close(done)
     os.close(imported)
-from flatroll.sharing.helper import main
-main(descriptor, parent, bool(fork), preload, end_watch)
+from flatroll.sharing.worker import run_helper
+run_helper(descriptor, parent, bool(fork), preload, end_watch)
 """
 _OF_A_START = 8  # file descriptors that starting a worker needs for a moment, and some spare ones
 
@@ -111,7 +121,7 @@ class Nursery:
         num_threads: int = 1,
     ) -> None:
         if start_method not in (None, "fork", "spawn"):
-            raise ValueError(f'start_method is "fork", "spawn" or None, got {start_method!r}')
+            raise ValueError(f'start_method must be "fork", "spawn" or None, got {start_method!r}')
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")

@@ -95,7 +95,8 @@ class RolloutFromModel:
         self.kl_scheduler, self.flat = kl_scheduler, flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
-        self.pad_token_id = _pad_of(model, pad_token_id)
+        pad = _config_value(model, "pad_token_id") if pad_token_id is None else pad_token_id
+        self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
         self.generation_config, self.allow_off_policy = generation_config, allow_off_policy
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
@@ -350,8 +351,3 @@ def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
     return [
         _in_vocabulary(model, "eos_token_id", token) for token in ([eos] if isinstance(eos, int) else eos)
     ]
-
-
-def _pad_of(model: object, pad: int | None) -> int:
-    pad = _config_value(model, "pad_token_id") if pad is None else pad
-    return _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)

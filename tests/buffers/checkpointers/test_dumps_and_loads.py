@@ -295,7 +295,7 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
     third.dumps(tmp_path)
     third.loads(tmp_path, version=6)
     small = ReplayBufferEnsemble(made(), batch_size=2)
-    with pytest.raises(ValueError, match="has 2 members, this ensemble has 1"):
+    with pytest.raises(ValueError, match="has 2 members, not 1"):
         small.loads(tmp_path)
     with pytest.raises(FileExistsError, match="neither loaded nor saved"):
         new().dumps(tmp_path)

@@ -90,6 +90,26 @@ def test_a_column_of_ones_own_gives_what_a_plain_one_gives(world: Any, compact: 
         plain.load_state_dict(buffers[1].state_dict())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_column_that_rounds_keeps_no_more_next_observations(world: Any, size: int) -> None:
+    """An episode in pieces of ``size`` rows: a row's next observation is that of the next piece, as it was rounded."""
+    plain, half = (
+        ReplayBuffer(storage=kind(400, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=8)
+        for kind in (LazyTensorStorage, HalfStorage)
+    )
+    batch = world.to_batch(world.episode(0, 0, 200))  # more pieces than the pool has at first
+    for key in ("observation", ("next", "observation")):
+        batch[key] = batch[key] + 0.1  # not a number of two bytes
+    for buffer in (plain, half):
+        for first in range(0, 200, size):
+            buffer.extend(batch[first : first + size])
+    pools = [buffer.storage.pool.entries["observation"] for buffer in (plain, half)]
+    assert len(pools[1].data) == len(pools[0].data)
+    later = half[:]["next", "observation"]
+    assert torch.equal(later, batch["next", "observation"].half().float())
+    assert torch.equal(later[:-1], half[:]["observation"][1:])
+
+
 def test_a_column_of_ones_own_cannot_be_shared_by_processes() -> None:
     buffer = ReplayBuffer(storage=HalfMemmapStorage(4))
     buffer.extend(TensorDict({"observation": torch.zeros(2, 3), "action": torch.zeros(2)}, [2]))

@@ -109,5 +109,5 @@ def test_errors_say_what_is_wrong() -> None:
         ValueError, match=r"sparse names \[\"'observation'\"\], which frame_stack or codec keep"
     ):
         LazyTensorStorage(10, sparse=["observation"], frame_stack={"observation": 4})
-    with pytest.raises(ValueError, match=r"sparse names \[\"'state'\"\], which the batch does not have"):
+    with pytest.raises(ValueError, match=r"sparse names \[\"'state'\"\], not in the batch"):
         ReplayBuffer(storage=LazyTensorStorage(10, sparse=["state"])).extend(batch(0, 4))

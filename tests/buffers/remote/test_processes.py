@@ -160,22 +160,22 @@ def test_kills_in_the_middle_of_anything_corrupt_nothing() -> None:
 
 def test_a_half_sent_message_is_none() -> None:
     handle = (buffer := buffer_of()).handle()
-    descriptor = handle._door.enter()
+    descriptor = handle.door.enter()
     os.write(descriptor, b"\xff\0\0\0")  # of a length of eight bytes
     assert len(far(buffer)) == 0
     os.close(descriptor)
     (other := far(buffer)).extend(rows(1.0))
-    owner = buffer._service.owner
+    owner = buffer.service.owner
     assert owner is not None and len(buffer) == 4
-    until(lambda: len(owner._clients) == 1)
+    until(lambda: len(owner.clients) == 1)
     assert len(other) == 4
 
 
 def test_what_is_no_socket_does_not_come_in() -> None:
     handle = (buffer := buffer_of()).handle()
     with Path(__file__).open() as file:
-        socket.send_fds(handle._door._socket, [b"."], [file.fileno()])
-    handle._door._socket.send(b"nothing")
+        socket.send_fds(handle.door._socket, [b"."], [file.fileno()])
+    handle.door._socket.send(b"nothing")
     assert len(far(buffer)) == 0
 
 
@@ -258,12 +258,12 @@ def test_messages_that_make_no_sense_change_nothing(
     served: tuple[ReplayBuffer, BufferHandle], kind: str, content: Any, text: str
 ) -> None:
     buffer, handle = served
-    assert len(handle) == 4 and handle._post is not None
-    handle._post.channel.send(kind, content)
+    assert len(handle) == 4 and handle.post is not None
+    handle.post.channel.send(kind, content)
     if text != ".":
-        outcome, error, _ = handle._post.receive()
+        outcome, error, _ = handle.post.receive()
         assert outcome == "lost" and text in str(error)
-    handle._hang_up()
+    handle.hang_up()
     assert len(handle) == len(buffer) == 4
 
 
@@ -272,9 +272,9 @@ def test_a_window_of_more_rows_than_its_slot_is_refused(served: tuple[ReplayBuff
     big = buffer_of()
     handle = far(big)
     handle.extend(rows(1.0, 4, 30_000))
-    assert handle._post is not None
-    handle._post.channel.send("mailbox: window", (0, 0, [5, 0], b""))
-    _, error, _ = handle._post.receive()
+    assert handle.post is not None
+    handle.post.channel.send("mailbox: window", (0, 0, [5, 0], b""))
+    _, error, _ = handle.post.receive()
     assert "more than the slot has room for" in str(error) and len(big) == 4 and len(buffer) == 4
 
 
@@ -319,18 +319,18 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
             assert used.sample().shape == (4,)
         assert child.get() == (44, f"BufferHandle(of a buffer in process {os.getpid()})")
         # The parent's channel ends with the parent's handle, although the child had a copy of it.
-        owner = buffer._service.owner
+        owner = buffer.service.owner
         assert owner is not None
-        until(lambda: len(owner._clients) == 2)
-        used._hang_up()
-        until(lambda: len(owner._clients) == 1)
+        until(lambda: len(owner.clients) == 2)
+        used.hang_up()
+        until(lambda: len(owner.clients) == 1)
 
 
 def test_a_handle_is_where_its_buffer_is_without_a_detour(served: tuple[ReplayBuffer, BufferHandle]) -> None:
     buffer, _ = served
     handle = buffer.handle()
     assert handle is buffer.handle() and len(handle) == 4
-    assert handle._post is None
+    assert handle.post is None
     handle.extend(rows(1.0))
     assert len(buffer) == 8
 
@@ -360,7 +360,7 @@ def test_the_end_of_the_owner_is_told_at_once() -> None:
 
             def wait_for_an_answer() -> None:
                 try:
-                    handle._post.receive()  # type: ignore[union-attr]
+                    handle.post.receive()  # type: ignore[union-attr]
                 except EOFError as error:
                     ends.append(error)
 
@@ -384,10 +384,10 @@ def test_the_owner_ends_with_its_buffer() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         used.sample(-1)  # an error keeps nothing alive
     used.extend(rows(1.0, 4, 30_000))
-    owner = buffer._service.owner
+    owner = buffer.service.owner
     assert owner is not None
     del buffer
-    assert not owner._thread.is_alive()
+    assert not owner.thread.is_alive()
     for handle in (here, used, unused):
         with pytest.raises(OwnerGone, match="Keep the buffer, on which handle"):
             len(handle)

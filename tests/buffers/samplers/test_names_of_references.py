@@ -69,7 +69,7 @@ def test_a_span_may_be_a_list() -> None:
     assert sampler.span == (False, 3)
     with pytest.raises(ValueError, match=r"span\[0\] must be False"):
         PrioritizedSliceSampler(9, 0.7, 0.9, slice_len=5, span=[1, False])
-    with pytest.raises(ValueError, match="span must be a bool, a number of rows, or a pair"):
+    with pytest.raises(ValueError, match="span must be a bool, a number of rows or a pair"):
         SliceSampler(slice_len=5, span=[1, 2, 3])
 
 

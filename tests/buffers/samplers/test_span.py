@@ -167,9 +167,7 @@ def test_padding_fills_what_the_span_left_out(world: Any) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 1.5, (1,), (1, 2, 3), "1", (0, -2), None])
 def test_a_span_that_is_none_is_refused(bad: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"span must be a bool, a number of rows, or a pair \(before, after\)"
-    ):
+    with pytest.raises(ValueError, match=r"span must be a bool, a number of rows or a pair"):
         SliceSampler(slice_len=5, span=bad)
 
 
@@ -183,7 +181,5 @@ def test_a_span_that_leaves_no_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"span=\(0, 7\) leaves no row of a slice of 7"):
         ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=28)
     index = TrajectoryIndex(9)
-    with pytest.raises(
-        ValueError, match=r"span must be two numbers of rows from 0 to length - 1 = 2, got \(3, 0\)"
-    ):
+    with pytest.raises(ValueError, match=r"span must be two numbers from 0 to length - 1 = 2, got \(3, 0\)"):
         index.draw(1, 3, span=(3, 0))

@@ -428,9 +428,7 @@ def test_deep_copies_have_files_of_their_own(world: Any, compact: bool, tmp_path
 def test_one_storage_is_for_one_buffer() -> None:
     storage = LazyMemmapStorage(20)
     ReplayBuffer(storage=storage).extend(numbers(0, 3))
-    with pytest.raises(
-        ValueError, match="belongs to another buffer already: make one LazyMemmapStorage per buffer"
-    ):
+    with pytest.raises(ValueError, match=r"belongs to another buffer already: make one .* buffer"):
         ReplayBuffer(storage=storage).extend(numbers(0, 3))
 
 

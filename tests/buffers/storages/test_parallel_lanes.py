@@ -175,7 +175,7 @@ def test_any_dimension_may_be_time() -> None:
         assert buffer.add(batch[(slice(None),) * dim + (0,)]) == 4
     for ndim, dim in ((2, 2), (1, 1), (2, -1)):
         with pytest.raises(
-            ValueError, match=rf"dim_extend must be one of the {ndim} dimensions .*, got {dim}"
+            ValueError, match=rf"dim_extend must be an integer from 0 to {ndim - 1}, got {dim}"
         ):
             ReplayBuffer(storage=LazyTensorStorage(10, ndim=ndim), dim_extend=dim)
 
@@ -222,7 +222,7 @@ def test_other_samplers_name_rows_by_position(sampler: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "text"),
     [
-        (steps((4,), 0, 2), ValueError, r"every batch must have the lanes of the first, \[3\], got \[4\]"),
+        (steps((4,), 0, 2), ValueError, r"batches must have the first one's lanes \[3\], got \[4\]"),
         (
             steps((3,), 0, 2)[0],
             ValueError,
@@ -232,7 +232,7 @@ def test_other_samplers_name_rows_by_position(sampler: Any) -> None:
         (
             steps((2, 3), 0, 2),
             ValueError,
-            r"every batch must have the lanes of the first, \[3\], got \[2\]",
+            r"batches must have the first one's lanes \[3\], got \[2\]",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_errors_name_what_is_wrong(world: Any) -> None:
         TypeError, match=r"'observation'\] is torch.uint8, which has no NaN: give fill_value=0"
     ):
         NextStateReconstructor()(batch)
-    with pytest.raises(ValueError, match=r"needs a flat batch \[N\], got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"takes flat batches \[N\], got \[2, 2\]"):
         NextStateReconstructor()(batch.reshape(2, 2))
     with pytest.raises(KeyError, match="TrajId"):
         NextStateReconstructor()(batch.exclude("collector"))

@@ -131,11 +131,9 @@ def test_missing_entries_are_named_and_nothing_is_written() -> None:
         Shift(1.0)(torch.zeros(3))
     shapes = Shift(1.0)
     shapes.out_keys = ["a", "b"]
-    with pytest.raises(ValueError, match=r"Shift has 1 entries to write and 2 keys for them"):
+    with pytest.raises(ValueError, match=r"Shift has 1 entries for the keys"):
         shapes(td)
-    with pytest.raises(
-        NotImplementedError, match=r"Transform must define forward\(td\), or _apply_transform"
-    ):
+    with pytest.raises(NotImplementedError, match=r"Transform must define forward\(td\) or _apply_transform"):
         Transform(["observation"])(td)
 
 

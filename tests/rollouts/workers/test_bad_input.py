@@ -59,7 +59,7 @@ LOCK = threading.Lock()
         (Seeded, {"policy": nn.LazyLinear(1)}, TypeError, "run a lazy module once before"),
         (Seeded, {"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no end, got 0"),
         (Seeded, {"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
-        (Seeded, {"start_method": "thread"}, ValueError, 'start_method is "fork", "spawn" or None'),
+        (Seeded, {"start_method": "thread"}, ValueError, 'start_method must be "fork", "spawn" or None'),
         (Seeded, {"state_stride": 2}, ValueError, "state_stride=2 needs a recurrent policy"),
         (Seeded, {"postproc": lambda batch: None}, TypeError, "postproc returned None"),
         (Seeded, {"postproc": lambda batch: batch.sum()}, TypeError, "a tensordict with a first dimension"),

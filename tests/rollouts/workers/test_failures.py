@@ -199,6 +199,9 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(nursery: Nursery)
         Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=300, nursery=nursery
     ) as collector:
         gatherer: Any = collector._supply.gatherer
+        served: set[int] = set()  # a worker's first window comes in two messages
+        while len(served) < 3:
+            served.add(int(collector.rollout()[IDS][0]) >> 40)
         for _ in range(5):
             next(collector)
             team, here = gatherer.team, {filled.member for filled in gatherer._queue}

@@ -114,7 +114,7 @@ def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None
 
 
 def test_early_end_of_a_batch_loses_nothing(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its second episode on, worker 1 makes a step only once the batch at work is to end."""
     batches: list[Any] = []
@@ -146,7 +146,8 @@ def test_early_end_of_a_batch_loses_nothing(
         for _ in range(4):
             batches.append(collector.rollout())
         sizes = [len(batch) for batch in batches]
-        assert all(31 <= size <= 38 for size in sizes) and collector.frames == sum(sizes)
+        most = 38 if transport == "processes" else 60  # an actor makes steps until it hears that it is to end
+        assert all(31 <= size <= most for size in sizes) and collector.frames == sum(sizes)
         assert all((batch[IDS] >> 40 == 0).sum() == 30 for batch in batches)
         rows = torch.cat(batches)
         for id in rows[IDS].unique():
