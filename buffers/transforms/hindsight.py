@@ -269,7 +269,9 @@ class HindsightTransform(Transform):
         reward = columns[self.reward_key]
         values = self._checked("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
-            raise TypeError(f"{self.reward_key!r}, {reward.dtype}, cannot hold reward_fn's {values.dtype}")
+            raise TypeError(
+                f"reward_fn returns {values.dtype}, which {self.reward_key!r}, {reward.dtype}, cannot hold"
+            )
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:
             return
