@@ -197,10 +197,14 @@ class H5Writer:
 
 
 class _H5Rows:
-    """The rows of a file, as a segment."""
+    """The rows of a file, as a segment.
 
-    def __init__(self, datasets: Mapping[str, Any], first: int, end: int) -> None:
-        self._datasets, self.first, self.end, self.rows = datasets, first, end, end - first
+    Rows that were overwritten while the file was written come before the row ``head``: it begins there.
+    """
+
+    def __init__(self, datasets: Mapping[str, Any], first: int, head: int, end: int) -> None:
+        self._datasets, self._skip = datasets, head - first
+        self.first, self.end, self.rows = head, end, end - head
 
     def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
         """All columns, checked, in new memory: nothing is read into ``targets``."""
@@ -211,15 +215,15 @@ class _H5Rows:
                 continue
             lengths = tensors.get(name + _LENGTHS)
             counted = values if lengths is None else lengths
-            if not counted.ndim or len(counted) != self.rows:
-                raise DamagedFileError(f"{name!r} does not have {self.rows} rows")
+            if not counted.ndim or len(counted) != self._skip + self.rows:
+                raise DamagedFileError(f"{name!r} does not have {self._skip + self.rows} rows")
             if lengths is None:
-                columns[name] = values
+                columns[name] = values[self._skip :]
                 continue
             fits = lengths.ndim == 1 and lengths.dtype is torch.int64 and not bool((lengths < 0).any())
             if not fits or bool((lengths > len(values)).any()) or int(lengths.sum()) != len(values):
                 raise DamagedFileError(f"the lengths of {name!r} do not add up to its values")
-            columns[name] = Ragged(values, lengths)
+            columns[name] = Ragged(values[int(lengths[: self._skip].sum()) :], lengths[self._skip :])
         return columns
 
 
@@ -242,7 +246,7 @@ def _read(h5: Any) -> LoadedVersion:
         raise DamagedFileError(f"it holds no buffer ({error})") from None
     if not 0 <= first <= end or not first <= head <= end:
         raise DamagedFileError(f"it holds the rows {first} ... {end - 1} from {head} on")
-    segments: Any = (_H5Rows(rows, first, end),) if end > first else ()
+    segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 
 

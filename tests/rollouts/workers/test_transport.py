@@ -10,6 +10,7 @@ from worker_envs import ItsWeight, assert_equal, envs
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import Collector, MultiCollector
+from flatroll.rollouts.workers.processes import Process
 from flatroll.rollouts.workers.transport import (
     END,
     READY,
@@ -22,6 +23,7 @@ from flatroll.rollouts.workers.transport import (
     Transport,
     Wake,
 )
+from flatroll.rollouts.workers.worker import Signals
 from flatroll.sharing import WorkerDied
 
 
@@ -141,3 +143,36 @@ def test_workers_of_a_queue_are_replaced_and_fill_a_buffer() -> None:
             pass
         assert collector.stats()["failures"] == 1
     assert len(buffer) == 80 and (buffer[:]["collector", "traj_ids"] >> 40).unique().tolist() == [0, 1, 2]
+
+
+class Told:
+    """A worker that has sent these messages."""
+
+    name, channel = "worker 0", None
+
+    def __init__(self, *messages: tuple[str, Any]) -> None:
+        self.messages = list(messages)
+
+    def send(self, kind: str, content: Any) -> None:
+        """Take a request."""
+
+    def has_news(self) -> bool:
+        return bool(self.messages)
+
+    def receive(self) -> tuple[str, Any]:
+        return self.messages.pop(0)
+
+
+def test_the_end_of_an_earlier_request_is_left_out() -> None:
+    """A total may be raised while the worker says that it has collected the old one."""
+    worker: Any = Told((END, (1, "old")), (END, (2, "new")))
+    link = Process(worker, Signals(), sync=False)
+    link.ask(20, 40)
+    link.ask(20, 400)
+    assert link.receive() == (END, "new")
+    assert link.receive() is None
+    worker.messages = [(END, (1, "first")), (END, (2, "second"))]
+    both = Process(worker, Signals(), sync=True)  # each request has an answer of its own
+    both.ask(20, 40)
+    both.ask(20, 40)
+    assert [both.receive(), both.receive()] == [(END, "first"), (END, "second")]

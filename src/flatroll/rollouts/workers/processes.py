@@ -40,7 +40,7 @@ def work(
     maker = WindowMaker(replace(job, **parts, options=options), signals, weights, first_version)
     with maker.collector:
         channel.send(READY, maker.ready())
-        outbox, waited, going = Outbox(channel, job.slots), 0.0, False
+        outbox, waited, going, asked = Outbox(channel, job.slots), 0.0, False, 0
         while True:
             began = monotonic()
             channel.feed()
@@ -48,6 +48,7 @@ def work(
             waited += monotonic() - began
             if request is not None:
                 maker.ask(*request[1])
+                asked += 1
             note, tables = maker.make(waited)
             going = not job.sync and bool(tables)
             if tables:
@@ -55,7 +56,7 @@ def work(
                 outbox.put(*tables, note=note)
                 waited += monotonic() - began
             else:
-                channel.send(END, note)
+                channel.send(END, (asked, note))
 
 
 class Processes:
@@ -125,7 +126,7 @@ class Processes:
             weights=self._weights,
             first_version=self._first_version,
         )
-        return Process(worker, signals)
+        return Process(worker, signals, job.sync)
 
     def wait(self, links: "Sequence[Process]", timeout: float | None, wake: Wake | None = None) -> None:
         sources: list[Any] = [source for link in links for source in link.worker.sources()]
@@ -146,29 +147,35 @@ class Processes:
 class Process:
     """A worker in another process."""
 
-    def __init__(self, worker: Worker, signals: Signals) -> None:
+    def __init__(self, worker: Worker, signals: Signals, sync: bool) -> None:
         self.worker, self.signals, self.name = worker, signals, worker.name
         self._inbox = Inbox(worker.channel)
-        self._windows = 0  # that it was asked for
+        self._sync = sync
+        self._asked = 0  # how often
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.worker.pid})"
 
     def ask(self, rows: int, limit: int) -> None:
-        self._windows += 1
+        self._asked += 1
         self.worker.send(_GO, (rows, limit))
 
     def go_on(self, windows: int) -> None:
         """It does so by itself, as long as it has a free slot."""
 
     def cut(self) -> None:
-        self.signals.cut(self._windows)
+        self.signals.cut(self._asked)
 
     def receive(self) -> tuple[str, Any] | None:
         while self.worker.has_news():
             kind, content = self.worker.receive()
-            if kind in (READY, END):
+            if kind == READY:
                 return kind, content
+            if kind == END:
+                number, note = content
+                if self._sync or number == self._asked:  # else it has ended what it was asked for before
+                    return kind, note
+                continue
             if (window := self._inbox.open(kind, content)) is not None:
                 return WINDOW, window
         return None

@@ -147,7 +147,8 @@ class Link(Protocol):
 
     def receive(self) -> tuple[str, Any] | None:
         """What has come next, without waiting: ``(READY, Ready)``, ``(WINDOW, Window)``, ``(END, Note)`` once all up to
-        the limit is collected; None if there is nothing.
+        the limit of the last `ask` is collected; None if there is nothing. An asynchronous worker may have ended an
+        earlier `ask` when the next one came: that end is left out.
 
         It may be called again after an exception such as KeyboardInterrupt, which has lost nothing.
 
@@ -187,9 +188,14 @@ class Transport(Protocol):
         writers_of_each: numbers in trajectory ids that each worker takes: more than 1 if it has workers itself.
     """
 
-    version: int
     makes_policies: bool
     writers_of_each: int
+
+    @property
+    def version(self) -> int: ...
+
+    @version.setter
+    def version(self, version: int) -> None: ...
 
     def share(self, state: Mapping[str, Tensor]) -> None:
         """Begin with these weights, before any worker is started."""

@@ -1,4 +1,4 @@
-"""What torchrl's dumps and loads lose, one test each: numbered as in the list of its defects."""
+"""What saves and loads keep: kills, full rings, markers at the root, filters, planted pickles, edits during a save."""
 
 import contextlib
 import pickle
@@ -73,7 +73,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("kind", [TensorStorageCheckpointer, H5StorageCheckpointer])
-def test_1_a_kill_at_any_operation_leaves_the_old_or_the_new_version(
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     few, left, done = (
@@ -126,7 +126,7 @@ def test_1_a_kill_at_any_operation_leaves_the_old_or_the_new_version(
 
 
 @each_kind
-def test_2_the_seam_of_a_full_ring(tmp_path: Path, kind: Any) -> None:
+def test_the_seam_of_a_full_ring(tmp_path: Path, kind: Any) -> None:
     buffer, other = made(kind), made(kind)
     for first in range(0, 143, 13):
         buffer.extend(
@@ -142,7 +142,7 @@ def test_2_the_seam_of_a_full_ring(tmp_path: Path, kind: Any) -> None:
 
 
 @each_kind
-def test_3_root_markers_come_back(tmp_path: Path, kind: Any) -> None:
+def test_root_markers_come_back(tmp_path: Path, kind: Any) -> None:
     buffer, used = made(kind), made(kind)
     buffer.extend(rows_of(0, 80))
     garbage = rows_of(0, 60)
@@ -155,7 +155,7 @@ def test_3_root_markers_come_back(tmp_path: Path, kind: Any) -> None:
 
 
 @each_kind
-def test_4_a_ring_that_is_full_exactly_to_its_end(tmp_path: Path, kind: Any) -> None:
+def test_a_ring_that_is_full_exactly_to_its_end(tmp_path: Path, kind: Any) -> None:
     buffer, used = made(kind), made(kind)
     used.extend(rows_of(7, 5))
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_4_a_ring_that_is_full_exactly_to_its_end(tmp_path: Path, kind: Any) -> 
         assert equal(used[:], buffer[:]) and used.extend(rows_of(0, 1)).tolist() == [0]
 
 
-def test_5_h5_filters(tmp_path: Path) -> None:
+def test_h5_filters(tmp_path: Path) -> None:
     plain, packed, filtered = (
         made(H5StorageCheckpointer, 5000),
         made(lambda: H5StorageCheckpointer(h5_kwargs={"compression": "gzip"}), 5000),
@@ -198,7 +198,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("kind", [TensorStorageCheckpointer, H5StorageCheckpointer])
-def test_6_planted_pickles_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_planted_pickles_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.chdir(tmp_path)
     buffer, other = made(kind), made(kind)
     buffer.extend(rows_of(0, 80))
@@ -233,7 +233,7 @@ def test_no_load_path_knows_pickle() -> None:
     assert wrong == []
 
 
-def test_7_another_capacity_other_shifts_and_priorities(tmp_path: Path) -> None:
+def test_another_capacity_other_shifts_and_priorities(tmp_path: Path) -> None:
     buffer = made(FlatStorageCheckpointer)
     n_step = rows_of(0, 80)
     n_step["next", "observation"] += 2  # three steps on: not the shift of the observations
@@ -366,3 +366,32 @@ def test_the_references_example_of_a_checkpoint(tmp_path: Path) -> None:
         rb_test.loads(tmp_path)
         assert equal(rb_test[:], rb[:])
     collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", [TensorStorageCheckpointer, H5StorageCheckpointer])
+def test_rows_that_are_overwritten_while_a_full_ring_is_saved(tmp_path: Path, kind: Any) -> None:
+    class During(kind):  # type: ignore[misc]
+        """Rows come while the first ones are written, as from another thread."""
+
+        extended = False
+
+        def dump(self, storage: Any, slots: torch.Tensor) -> Any:
+            dumped = super().dump(storage, slots)
+            if not self.extended:
+                self.extended = True
+                buffer.extend(rows(8000, 500))
+            return dumped
+
+    def rows(first: int, count: int) -> TensorDict:
+        number = torch.arange(first, first + count)
+        done = torch.zeros(count, 1, dtype=torch.bool)
+        return TensorDict(
+            {"observation": number[:, None].float().expand(-1, 1000), "next": {"done": done}}, [count]
+        )
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8000), checkpointer=During())
+    buffer.extend(rows(0, 8000))
+    buffer.dumps(tmp_path / "saved")
+    other = ReplayBuffer(storage=LazyTensorStorage(8000), checkpointer=kind())
+    other.loads(tmp_path / "saved")
+    assert equal(other[:], buffer[:])
