@@ -74,7 +74,9 @@ class StorageCheckpointerBase(ABC):
     ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
     `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`,
     which links files and copies no rows. The same kind reads what was written.
-    Subclasses implement :meth:`dump` and :meth:`restore`.
+    For another form of the columns, a subclass implements :meth:`dump` and :meth:`restore`. For files of another
+    kind it also overrides :meth:`open`, which returns a `RowWriter`, and :meth:`load_with`, as
+    `H5StorageCheckpointer` does.
     """
 
     def __init__(self) -> None:

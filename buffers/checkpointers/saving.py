@@ -125,17 +125,21 @@ class Save(Protocol):
 
 
 class RowWriter(Protocol):
-    """Where copies of rows go: a `Folder`, or a file that does as one."""
+    """Where copies of rows go: a `Folder`, or a file that does as one.
+
+    Attributes:
+        end: number of the row to come.
+    """
 
     end: int
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """Files of rows that are there and could be written anew."""
+        """Files of rows that are there and could be written anew; with none, each save writes all rows."""
         ...
 
     def drop_before(self, row: int) -> None:
-        """Forget the rows before this one."""
+        """Forget the rows before this one; if it is after ``end``, the next row written is this one."""
         ...
 
     def append(self, columns: Mapping[str, Any]) -> None:
@@ -149,11 +153,11 @@ class RowWriter(Protocol):
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
     ) -> Version:
-        """Publish a version."""
+        """Publish a version, whose rows are ``head`` ... ``end - 1``: earlier ones were overwritten meanwhile."""
         ...
 
     def close(self) -> None:
-        """Let others write."""
+        """Let others write; also called after an error, when nothing was published."""
         ...
 
 

@@ -2,6 +2,9 @@
 
 One owner logic (`Team`, `Gatherer`, `Delivery`) works over any transport. There are two here: processes of this machine
 (`flatroll.rollouts.workers.processes`) and actors of a Ray cluster (`flatroll.rollouts.workers.actors`).
+
+The worker's side is `flatroll.rollouts.workers.worker.WindowMaker`: it makes the collector and its windows, with
+`Signals` for cuts and heartbeats. It seeds torch, NumPy and `random`, so each process has one.
 """
 
 import os
@@ -23,7 +26,7 @@ class Job:
         place: i of W; ``writer`` is its number in trajectory ids, ``seed`` that of env, random actions, torch, NumPy
             and `random`.
         create_env_fn, frames_per_batch, trajs_per_batch, init_random_frames: of `Collector`.
-        policy: what the worker gets a copy of, unless ``policy_factory`` makes it there.
+        policy: the owner's; `Transport.start` gives the worker a copy, unless ``policy_factory`` makes one there.
         sync: whether a window is made for each request, with the weights that are there when it begins; else window
             after window, with the newest weights that the transport can bring.
         slots: windows that the worker may have ready or at work, if not ``sync``.
@@ -139,8 +142,8 @@ class Link(Protocol):
         window with ``Job.sync``, else until something else is asked for. A worker that is gone is no error here."""
 
     def go_on(self, windows: int) -> None:
-        """Without ``Job.sync``: let it make the windows that were asked for, ``windows`` more at most where the
-        transport counts them. Called before each wait."""
+        """Let it make up to ``windows`` further windows, where ``Job.sync`` is False; called before each wait. A
+        transport whose workers go on by themselves, as `Window.release` frees slots, does nothing here."""
 
     def cut(self) -> None:
         """Let it deliver the window at work with the rows that it has."""
@@ -153,8 +156,9 @@ class Link(Protocol):
         It may be called again after an exception such as KeyboardInterrupt, which has lost nothing.
 
         Raises:
-            WorkerDied: the worker is gone.
-            Exception: what it raised, with a `WorkerTraceback` as its cause.
+            WorkerDied: the worker is gone, as after `kill`.
+            Exception: what it raised, with a `WorkerTraceback` as its cause (`flatroll.sharing.worker.Failure` carries
+                and raises it): without that cause the owner takes an error for its own.
         """
 
     def quiet(self, since: float, limit: float) -> float:
@@ -167,7 +171,7 @@ class Link(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once, also in the middle of a step."""
+        """End it at once, also in the middle of a step; `receive` then raises `WorkerDied`."""
 
 
 class Transport(Protocol):
