@@ -190,7 +190,8 @@ class TensorDictMaxValueWriter(Writer):
     def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
-        for item in batch if isinstance(batch, list) else [batch]:
+        items: list[Any] = batch if isinstance(batch, list) else [batch]
+        for item in items:
             require(item, self.rank_key)
 
     def check_change(self, data: object) -> None:

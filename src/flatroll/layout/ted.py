@@ -245,7 +245,8 @@ class TED2Flat(Conversion):
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")
         if self.is_full is False and shift is not None:
-            data = data[:shift]
+            kept: Any = data[:shift]
+            data = kept
         dims, roll = data.batch_dims, shift if shift and self.is_full else 0
 
         def in_time_order(column: Tensor) -> Tensor:

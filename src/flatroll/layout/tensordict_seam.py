@@ -256,5 +256,6 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
 
 def _parts(own: Mapping[str, Any]) -> list[TensorDictModuleBase]:
     """The parts of a sequence with these attributes, which stand in a ModuleList or a ModuleDict."""
-    parts = own["_modules"]["module"]
-    return list(parts.values() if isinstance(parts, nn.ModuleDict) else parts)
+    parts: Any = own["_modules"]["module"]
+    modules: list[Any] = list(parts.values() if isinstance(parts, nn.ModuleDict) else parts)
+    return modules

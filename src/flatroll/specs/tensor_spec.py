@@ -128,8 +128,8 @@ class TensorSpec(ABC):
 
     def _copy_with(self, **attributes: Any) -> Self:
         new = object.__new__(type(self))
-        state = new.__dict__
-        state.update(self.__dict__)
+        state = vars(new)
+        state.update(vars(self))
         state["_cache"], state["_parameters"] = {}, self._parameters.copy()  # in which a mask is replaced
         state.update(attributes)
         return new

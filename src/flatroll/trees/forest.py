@@ -102,15 +102,15 @@ class MCTSForest:
     ) -> None:
         self.done_keys = key_list(done_keys) or _DONE_KEYS
         self.reward_keys = key_list(reward_keys) or ["reward"]
-        self.observation_keys = key_list(observation_keys) or (
-            key_list(node_map.in_keys) if node_map is not None else []
-        )
+        # tensordict gives `in_keys` a wider type than keys have.
+        of_nodes: list[Any] = [] if node_map is None else list(node_map.in_keys)
+        of_data: list[Any] = [] if data_map is None else list(data_map.in_keys)
+        self.observation_keys = key_list(observation_keys) or key_list(of_nodes)
         if data_map is not None and not self.observation_keys:
             raise ValueError(
                 "data_map needs observation_keys or node_map beside it, to tell them from actions"
             )
-        of_data = [] if data_map is None else key_list(data_map.in_keys)
-        of_data = [key for key in of_data if key not in self.observation_keys]
+        of_data = [key for key in key_list(of_data) if key not in self.observation_keys]
         self.action_keys = key_list(action_keys) or of_data or ["action"]
         self.excluded_keys = {plain_key(as_tuple(key)) for key in excluded_keys or ()}
         needed = self.excluded_keys & {*self.observation_keys, *self.action_keys, "observation"}

@@ -87,7 +87,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
-        self._read: list[NestedKey] = query_module.in_keys
+        keys: list[Any] = query_module.in_keys  # tensordict's own type is wider
+        self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.query_module, self.index_key = query_module, query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
