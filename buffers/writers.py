@@ -105,7 +105,7 @@ class ImmutableDatasetWriter(Writer):
     5
     >>> buffer.add(torch.tensor(9))
     Traceback (most recent call last):
-    RuntimeError: this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter
+    RuntimeError: this dataset is immutable: extend a ReplayBuffer of your own with its rows, to change them there
     """
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
@@ -116,7 +116,9 @@ class ImmutableDatasetWriter(Writer):
 
     def check(self, batch: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
-        raise RuntimeError("this dataset is immutable: ImmutableDatasetWriter takes no rows")
+        raise RuntimeError(
+            "this dataset is immutable: extend a ReplayBuffer of your own with its rows, to change them there"
+        )
 
     def check_change(self, data: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
