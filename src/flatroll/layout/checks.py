@@ -99,7 +99,8 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+    # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
+    if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", repr(value), hint))
     real = float(value)
     low = least if above is None else above
