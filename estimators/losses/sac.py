@@ -41,7 +41,7 @@ from flatroll.estimators.masked import Distance, Reduction, as_number, distance,
 from flatroll.estimators.values.evaluate import NetworkInputs
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
 from flatroll.layout.sampling import components, draw
-from flatroll.layout.tensordict_seam import call_for, get_entry, nest, shallow_copy
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
 
 #: A number, or a tensor of one.
 Number: TypeAlias = float | Tensor
@@ -386,7 +386,7 @@ class SACLoss(SoftActorCritic):
                     "for discrete actions take DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
-            copy.set(part_key(key, self.keys_of("action"), self.actor_network), action)
+            set_entry(copy, part_key(key, self.keys_of("action"), self.actor_network), action)
             log_probs.append(joint(log_prob, work))
         # parts of an action are independent: their log-probabilities add up
         return copy, reduce(torch.add, log_probs)
