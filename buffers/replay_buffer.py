@@ -19,7 +19,7 @@ from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, h
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.index.saved_tables import check_saved_generator, damaged
+from flatroll.buffers.index.saved_tables import check_saved_generator, damaged, reading_tables
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote import BufferHandle, Service
@@ -707,7 +707,7 @@ class ReplayBuffer(Facts):
         tensor([2, 3, 4, 5])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -810,12 +810,10 @@ class ReplayBuffer(Facts):
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
             return tree["others"], state, ring
 
-        try:
+        with reading_tables():
             (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
-            with self.write_lock, self.lock:
-                self._check_state(state, ring)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
+        with self.write_lock, self.lock:
+            self._check_state(state, ring)
 
         def apply() -> None:
             self.load_state_dict(state)
@@ -849,6 +847,7 @@ class ReplayBuffer(Facts):
         with self.write_lock, self.lock:
             self._check_state(state)
 
+    @reading_tables()
     def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
         """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
         cannot be loaded. The caller holds both locks, and nothing changes."""

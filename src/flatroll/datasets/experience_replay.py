@@ -25,7 +25,7 @@ from flatroll.buffers import (
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.datasets.folders import Batch, convert
+from flatroll.datasets.folders import Batch, convert, recover_place
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
@@ -116,11 +116,13 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
-        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
+        home = Path.home() / ".cache/flatroll" / self.kind
+        self.root = home if root is None else Path(root).expanduser().absolute()
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
+        recover_place(self.data_path)
         if download == "force" and not self.kind:
             raise ValueError(
                 "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
@@ -160,7 +162,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def _place(self) -> Path:
         """The converted folder."""
         if not self.kind:
-            return Path(self.dataset_id)
+            return Path(self.dataset_id).absolute()
         place = (self.root / self.dataset_id).resolve()
         if self.root.resolve() not in place.parents:
             raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")

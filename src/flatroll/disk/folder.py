@@ -177,7 +177,7 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # whatever the program's folder is later
         self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
         self._unsettled = False  # whether names of published rows may not be on the disk yet
         self._keep = whole_number("keep", keep)

@@ -43,7 +43,7 @@ def read_atari_dqn(
 
     Source: Agarwal, Schuurmans & Norouzi, An Optimistic Perspective on Offline Reinforcement Learning (2020).
     """
-    folder = Path(path)
+    folder = Path(path).absolute()
     parts = sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
     if not parts:
         raise FileNotFoundError(f"{folder} has no $store$_observation_ckpt.<number>.gz")

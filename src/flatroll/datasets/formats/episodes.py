@@ -87,8 +87,8 @@ def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) 
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
     if not isinstance(paths, str | Path):
-        return [Path(path) for path in paths]
-    path = Path(paths)
+        return [Path(path).absolute() for path in paths]
+    path = Path(paths).absolute()
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes)

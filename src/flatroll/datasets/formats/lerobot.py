@@ -357,7 +357,7 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
         FileNotFoundError: a file that the folder should have is missing.
         ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
     """
-    root = Path(path)
+    root = Path(path).absolute()
     info = _read_json(root / "meta/info.json")
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if not str(version).startswith("v3"):
