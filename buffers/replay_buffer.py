@@ -790,6 +790,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
+        @reading_tables()
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
             tree = read_tree(version, self.storage.max_size)
             state = tree["buffer"]
@@ -810,10 +811,13 @@ class ReplayBuffer(Facts):
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
             return tree["others"], state, ring
 
-        with reading_tables():
-            (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
-        with self.write_lock, self.lock:
-            self._check_state(state, ring)
+        (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
+        try:
+            with self.write_lock, self.lock:
+                self._check_state(state, ring)
+        except ValueError as error:
+            error.add_note(f"while {path} was read")
+            raise
 
         def apply() -> None:
             self.load_state_dict(state)

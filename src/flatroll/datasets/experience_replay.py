@@ -51,6 +51,7 @@ class DatasetOptions(TypedDict, total=False):
     transform: TransformLike | None
     split_trajs: bool
     priority_key: NestedKey
+    verify: bool
     generator: torch.Generator | None
     codec: Mapping[NestedKey, str] | None
     frame_stack: Mapping[NestedKey, int] | None
@@ -79,6 +80,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
             (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
         priority_key: see `TensorDictReplayBuffer`.
+        verify: read and check all rows when the folder is opened; see `DiskStorage`. Default False.
         codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
@@ -142,8 +144,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     def _open(self) -> None:
         """Become a buffer over the folder."""
-        storage = DiskStorage(path=self.data_path, read_only=True)
         options = dict(self._options)
+        verify = bool(options.pop("verify", False))
+        storage = DiskStorage(path=self.data_path, read_only=True, verify=verify)
         self.pin_memory = bool(options.pop("pin_memory", False))
         self.split_trajs = bool(options.pop("split_trajs", False))
         options["writer"] = options.get("writer") or ImmutableDatasetWriter()

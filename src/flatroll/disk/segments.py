@@ -364,6 +364,17 @@ class Segment:
         )
 
 
+def damaged_rows(segments: Iterable[Segment]) -> list[str]:
+    """Read all rows of files, one after the other; return what is wrong, a line for each file with damage."""
+    damage = []
+    for segment in segments:
+        try:
+            segment.read()
+        except DamagedFileError as error:
+            damage.append(str(error))
+    return damage
+
+
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:
     """Read rows ``[first, end)``, which the segments have, into new memory, with checksums."""
     plain = {
