@@ -308,8 +308,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._on_host = False
 
     def _explain(self, error: Exception) -> None:
-        """Raise ValueError, from the error of the env's step, if its reward is a vector, or if whole numbers were outside
-        its action space."""
+        """Raise ValueError, from the error of the env's step, for a vector of rewards and for actions out of range."""
         if "array element with a sequence" in str(
             error
         ):  # SyncVectorEnv writes rewards and flags into arrays

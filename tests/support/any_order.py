@@ -9,11 +9,16 @@ second call must work, and no delivered row may be lost, doubled or mixed; nothi
 import copy
 import faulthandler
 import gc
+import os
 import pickle
+import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -523,33 +528,213 @@ def sweep(
     return tried, hit
 
 
-if __name__ == "__main__":
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    only = sys.argv[3:]
-    faulthandler.enable()
-    with (
-        tempfile.TemporaryDirectory() as kept,
-        Nursery(preload=("flatroll.rollouts", "worker_envs")) as started,
-    ):
-        failed = 0
-        for each in CASES:
-            if only and each.__name__ not in only:
+class Program:
+    """Collectors, buffers, forks, threads, copies, saves and Ctrl-C at any moment, in an order that a seed draws."""
+
+    def __init__(self, nursery: Nursery, folder: Path, seed: int) -> None:
+        self.draw, self.nursery, self.folder = random.Random(seed), nursery, folder
+        self.workers = len(nursery.workers)
+        shared: dict[str, Any] = {"create_env_fn": Seeded, "nursery": nursery, "seed": seed}
+        self.apart = {
+            sync: MultiCollector(num_workers=2, sync=sync, frames_per_batch=12, **shared)
+            for sync in (True, False)
+        }
+        self.rows: dict[bool, list[TensorDict]] = {True: [], False: []}
+        self.stored = ReplayBuffer(
+            storage=LazyTensorStorage(10**5), sampler=SliceSampler(slice_len=2), batch_size=8
+        )
+        self.filling = MultiCollector(
+            num_workers=1, sync=False, frames_per_batch=16, replay_buffer=self.stored, **shared
+        )
+        self.ring = PlainBuffer(nursery, folder)
+        self.ring.make()
+        self.saves = Path(tempfile.mkdtemp(dir=folder))
+        self.interrupts = 0
+        next(self.filling)
+
+    def take(self) -> None:
+        """Take a batch; a loop hands it over without a place for Ctrl-C, as the builtin `next` does not."""
+        sync = self.draw.random() < 0.5
+        for batch in self.apart[sync]:
+            self.rows[sync].append(batch)
+            break
+
+    def step(self) -> None:
+        next(self.ring.collector)
+
+    def start(self) -> None:
+        if not self.filling.stats()["running"]:
+            self.filling.start()
+
+    def pause(self) -> None:
+        self.filling.pause()
+
+    def fork(self) -> None:
+        """A child that uses what is not its own is refused, and its end ends nobody."""
+        uses = [
+            lambda: next(self.apart[True]),
+            lambda: next(self.apart[False]),
+            self.filling.start,
+            self.filling.update_policy_weights_,
+            lambda: self.stored.extend(self.ring.buffer[:]),
+            self.ring.buffer.empty,
+        ]
+        self.draw.shuffle(uses)
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            status = 0
+            try:
+                for use in uses:
+                    try:
+                        use()
+                        status = 1
+                    except RuntimeError:
+                        pass
+                check_buffer(copy.deepcopy(self.ring.buffer))
+                for collector in (*self.apart.values(), self.filling):
+                    collector.shutdown()
+            except BaseException:
+                traceback.print_exc()
+                status = 2
+            finally:
+                os._exit(status)
+        while True:
+            try:
+                _, status = os.waitpid(pid, 0)
+                break
+            except KeyboardInterrupt:
+                self.interrupts += 1
+        assert status == 0, f"the child: {os.waitstatus_to_exitcode(status)}"
+
+    def threads(self) -> None:
+        """Threads sample while this one collects."""
+        wrong: list[BaseException] = []
+
+        def sample() -> None:
+            try:
+                for _ in range(5):
+                    check_buffer(self.stored)
+            except BaseException as error:
+                wrong.append(error)
+
+        running = [threading.Thread(target=sample) for _ in range(2)]
+        for thread in running:
+            thread.start()
+        try:
+            self.step()
+        finally:
+            for thread in running:
+                if thread.ident is not None:
+                    thread.join()
+        assert not wrong, wrong
+
+    def copies(self) -> None:
+        for copied in (copy.deepcopy(self.ring.buffer), pickle.loads(pickle.dumps(self.stored))):
+            check_buffer(copied)
+        for collector in (self.apart[True], self.filling):
+            try:
+                pickle.dumps(collector)
+            except TypeError:
                 continue
-            faulthandler.dump_traceback_later(900, exit=True)
+            raise AssertionError("a collector was pickled")
+
+    def save(self) -> None:
+        self.ring.buffer.dumps(self.saves)
+
+    def load(self) -> None:
+        if any(self.saves.iterdir()):
+            self.ring.buffer.dumps(self.saves)
+            other = ReplayBuffer(
+                storage=LazyTensorStorage(64, compact_obs=True),
+                sampler=SliceSampler(slice_len=3),
+                batch_size=12,
+            )
+            other.loads(self.saves)
+            check_buffer(other)
+
+    def play(self, length: int) -> None:
+        """Play, and check."""
+        does = [self.take, self.take, self.step, self.start, self.pause, self.threads, self.copies]
+        does += [self.save, self.load, self.fork]
+        for _ in range(length):
+            do = self.draw.choice(does)
+            pressed = threading.Timer(self.draw.random() ** 3 * 0.05, os.kill, (os.getpid(), signal.SIGINT))
+            presses = self.draw.random() < 0.5
+            try:
+                if presses:
+                    pressed.start()
+                do()
+            except KeyboardInterrupt:
+                self.interrupts += 1
+            while presses:
+                try:
+                    pressed.join()
+                    presses = False
+                except KeyboardInterrupt:
+                    self.interrupts += 1
+        self.filling.pause()
+        check_buffer(self.ring.buffer)
+        for sync, collector in self.apart.items():
+            self.rows[sync].append(next(collector))
+            assert_whole(torch.cat(self.rows[sync]))
+            assert collector.frames == sum(map(len, self.rows[sync]))
+        next(self.filling)
+        assert_whole(self.stored[:])
+        assert len(self.stored) == self.filling.frames
+        pids = [worker.pid for worker in self.nursery.workers[self.workers :]]
+        for collector in (*self.apart.values(), self.filling):
+            collector.shutdown()
+        assert len(self.nursery.workers) == self.workers
+        assert_gone(pids)
+
+
+def play(nursery: Nursery, folder: Path, seed: int, length: int = 30) -> int:
+    """Play one program; return how many interrupts came."""
+    program = Program(nursery, folder, seed)
+    try:
+        program.play(length)
+    except BaseException as error:
+        error.add_note(f"the program of seed {seed}")
+        raise
+    return program.interrupts
+
+
+def main(number: int, seed: int, only: list[str]) -> int:
+    """Run all; return how many cases and programs failed."""
+    os.fsync = os.fstat  # type: ignore[assignment]  # nothing here loses power
+    every, failed = (1, 0) if number else (37, 0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Nursery(preload=("flatroll.rollouts", "worker_envs")) as nursery,
+    ):
+        for kind in CASES:
+            if only and kind.__name__ not in only:
+                continue
+            faulthandler.dump_traceback_later(1800, exit=True)
             began = time.monotonic()
             try:
-                counts = sweep(
-                    each, started, Path(kept), 37 if number == 0 else 1, 1 + seed % 37 if number == 0 else 1
-                )
-                print(
-                    f"{each.__name__}: {counts[0]} places, {counts[1]} interrupts, {time.monotonic() - began:.0f} s",
-                    flush=True,
-                )
+                tried, hit = sweep(kind, nursery, Path(folder), every, 1 + seed % every)
             except Exception:
-                import traceback
-
-                failed += 1
-                print(f"{each.__name__}: FAILED", flush=True)
                 traceback.print_exc()
-        sys.exit(bool(failed))
+                failed += 1
+            else:
+                spent = time.monotonic() - began
+                print(f"{kind.__name__}: {tried} places, {hit} interrupts, {spent:.0f} s", flush=True)
+        done = interrupts = 0
+        for each in range(seed, seed + number if not only or "Program" in only else seed):
+            faulthandler.dump_traceback_later(600, exit=True)
+            try:
+                interrupts += play(nursery, Path(folder), each)
+                done += 1
+            except Exception:
+                traceback.print_exc()
+                failed += 1
+        print(f"{done} programs of {number}, {interrupts} interrupts, {failed} failed", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    numbers = [int(each) for each in given[:2]] + [0, 0][len(given[:2]) :]
+    sys.exit(bool(main(*numbers, given[2:])))

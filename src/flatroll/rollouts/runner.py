@@ -86,7 +86,7 @@ class Runner:
         if not all(isinstance(layer, passing) for layer in layers(env)):
             framework = stream.capabilities.framework
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
-        #: Looks at the actions of each batch; None where they are random.
+        #: Looks at the actions of each batch; None where they are random, or where a wrapper may change them.
         self.action_range: ActionRange | None = None
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
         self._dense_finals = stream.same_step and not self._on_host
@@ -133,7 +133,7 @@ class Runner:
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         #: Gives the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if policy is not None:
+        if policy is not None and self._check_actions is None:  # else a wrapper decides what the env is given
             self.action_range = ActionRange(space, self.keys.actions, self.keys.action_paths, self.device)
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
