@@ -102,12 +102,12 @@ class NetworkParameters:
     def __get__(self, loss: "LossModule | None", owner: type | None = None) -> Any:
         if loss is None:
             return self
-        network = loss._modules.get(self.network_name)
+        network = getattr(loss, self.network_name, None)
         if network is None:  # not delayed: the network itself is its own target
-            of = loss._modules.get(self.network_name.removeprefix("target_"))
+            of = getattr(loss, self.network_name.removeprefix("target_"), None)
             return None if of is None else cast(Any, TensorDict.from_module(of)).data
         params: Any = TensorDict.from_module(network, as_module=True)
-        actor = loss._modules.get("actor_network")
+        actor = getattr(loss, "actor_network", None)
         if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
             return params
         shared = set(actor.parameters())
