@@ -2,8 +2,8 @@
 
     python tests/support/any_order.py N SEED
 
-presses Ctrl-C at every place of each case (at every 37th with N=0), then plays N random programs. After each press a
-second call must work, and no delivered row may be lost, doubled or mixed; nothing may hang, and no process may be left.
+presses Ctrl-C at N places of each case (all, if it has fewer), then plays N random programs. After each press a second
+call must work, and no delivered row may be lost, doubled or mixed; nothing may hang, and no process may be left.
 """
 
 import copy
@@ -500,22 +500,23 @@ CASES: list[type[Case]] = [
 ]
 
 
-def sweep(
-    kind: type[Case], nursery: Nursery, folder: Path, every: int = 1, first: int = 1
-) -> tuple[int, int]:
-    """Press at each ``every``-th place from ``first`` on; return the places tried, and how many interrupted."""
+def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: int = 0) -> tuple[int, int]:
+    """Press at so many places, evenly spread (all, if there are fewer); return how many there are, and interrupts."""
     case = kind(nursery, folder)
     case.make()
-    found = points(case.call)
-    case.after(None, None) if not isinstance(case, SharedNext | PlainNext) else None
-    if isinstance(case, SharedNext | PlainNext):  # the batch that was counted is not among those checked
-        case.end() if isinstance(case, PlainNext) and case.batches else None
-        if isinstance(case, SharedNext):
-            case.collector.shutdown()
+    if case.fresh:  # what is counted is not what is checked
+        found = points(case.call)
+        case.after(None, None)
         case.make()
-    tried = hit = 0
-    for at in range(first, found + every, every):
-        if case.fresh and at > first:
+    else:
+        results: list[Any] = []
+        for _ in range(2):  # the second call is as all that follow
+            found = points(lambda: results.append(case.call()))
+            case.after(results.pop(), None)
+    every = max(1, found // places)
+    hit = 0
+    for at in range(1 + seed % every, found + 1, every):
+        if case.fresh and hit:
             case.make()
         try:
             result, where = press(case.call, at)
@@ -523,9 +524,9 @@ def sweep(
         except BaseException as error:
             error.add_note(f"{kind.__name__}, Ctrl-C at place {at} of {found}")
             raise
-        tried, hit = tried + 1, hit + (where is not None)
+        hit += 1
     case.end()
-    return tried, hit
+    return found, hit
 
 
 class Program:
@@ -703,7 +704,7 @@ def play(nursery: Nursery, folder: Path, seed: int, length: int = 30) -> int:
 def main(number: int, seed: int, only: list[str]) -> int:
     """Run all; return how many cases and programs failed."""
     os.fsync = os.fstat  # type: ignore[assignment]  # nothing here loses power
-    every, failed = (1, 0) if number else (37, 0)
+    failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
         Nursery(preload=("flatroll.rollouts", "worker_envs")) as nursery,
@@ -714,13 +715,13 @@ def main(number: int, seed: int, only: list[str]) -> int:
             faulthandler.dump_traceback_later(1800, exit=True)
             began = time.monotonic()
             try:
-                tried, hit = sweep(kind, nursery, Path(folder), every, 1 + seed % every)
+                found, hit = sweep(kind, nursery, Path(folder), number, seed)
             except Exception:
                 traceback.print_exc()
                 failed += 1
             else:
                 spent = time.monotonic() - began
-                print(f"{kind.__name__}: {tried} places, {hit} interrupts, {spent:.0f} s", flush=True)
+                print(f"{kind.__name__}: {hit} presses at {found} places, {spent:.0f} s", flush=True)
         done = interrupts = 0
         for each in range(seed, seed + number if not only or "Program" in only else seed):
             faulthandler.dump_traceback_later(600, exit=True)
@@ -736,5 +737,5 @@ def main(number: int, seed: int, only: list[str]) -> int:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    numbers = [int(each) for each in given[:2]] + [0, 0][len(given[:2]) :]
+    numbers = [int(each) for each in given[:2]] + [20, 0][len(given[:2]) :]
     sys.exit(bool(main(*numbers, given[2:])))
