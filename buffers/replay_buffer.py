@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
@@ -45,7 +46,7 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer
-from flatroll.layout.checks import cpu_generator, expect, whole_number
+from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, make_composite_from_td
@@ -55,7 +56,16 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("lock", "write_lock", "_prefetcher", "_process", "_ready_in", "_failure", "step_writers")
+_PER_PROCESS = (
+    "lock",
+    "write_lock",
+    "_prefetcher",
+    "_process",
+    "_ready_in",
+    "_home",
+    "_failure",
+    "step_writers",
+)
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
@@ -142,6 +152,7 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
+        self._home = os.getpid()  # where rows are written
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
@@ -206,7 +217,7 @@ class ReplayBuffer(Facts):
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
         if self.transforms:
-            data = before_storing(data, self.transforms, self.storage.loose, final)
+            data = before_storing(data, self.transforms, self.storage.not_compared, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
@@ -228,8 +239,7 @@ class ReplayBuffer(Facts):
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch of one batch dimension; return the positions of its rows."""
-        if self._ready_in != os.getpid():
-            self.enter_process()
+        self._enter_to_write()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
@@ -252,6 +262,8 @@ class ReplayBuffer(Facts):
     def _first_ring(self, data: Any) -> Ring:
         """Make the ring: the first batch says whether trajectories are followed."""
         needs_index = self._needs_index()
+        if needs_index is not None and getattr(data, SCALED, False):
+            warn_of_scales(stacklevel=4)
         self.markers = None
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
@@ -320,10 +332,10 @@ class ReplayBuffer(Facts):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        self.overwrite(index, before_storing(data, self.transforms, self.storage.loose))
+        self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
     def overwrite(self, index: Any, data: Any) -> None:
-        self.enter_process()
+        self._enter_to_write()
         self.writer.check_change(data)
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
@@ -334,7 +346,7 @@ class ReplayBuffer(Facts):
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self.enter_process()
+        self._enter_to_write()
         if self._prefetcher is not None:
             self._prefetcher.wait()
         with self.write_lock:
@@ -359,12 +371,14 @@ class ReplayBuffer(Facts):
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside the storage.
         """
+        self._enter_to_write()
         slots = slots_of(index, self.storage.lanes)
         with self.lock:
             self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        self._enter_to_write()
         with self.lock:
             self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
 
@@ -996,6 +1010,17 @@ class ReplayBuffer(Facts):
         if tell is not None:
             tell()
 
+    def _enter_to_write(self) -> None:
+        """`enter_process`, and raise RuntimeError where what is written would be lost with this process."""
+        process = os.getpid()
+        if self._ready_in != process:
+            self.enter_process()
+        if self._home != process and not self.storage.by_reference:
+            raise RuntimeError(
+                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: hand "
+                "over buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another buffer)"
+            )
+
     def _own_parts(self) -> None:
         """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
         for part in (self.sampler, self.writer):
@@ -1015,13 +1040,15 @@ class ReplayBuffer(Facts):
         self.enter_process()
         self._store_steps()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
+            state["_home"] = self._home
         if self.storage.by_reference:
             return state
         # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_home": os.getpid()} | state)
         self._make_locks()
         # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
         self._ready_in = 0
@@ -1036,6 +1063,7 @@ class ReplayBuffer(Facts):
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+        other._home = os.getpid()
         other._make_locks()
         other.storage.reattach(other.ring)
         return other

@@ -124,7 +124,7 @@ class Storage(Facts, ABC):
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
-        loose: root keys whose next values need not be those of the following rows: they are not compared.
+        not_compared: root keys whose next values need not be those of the following rows: they are not compared.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
         loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
@@ -148,7 +148,7 @@ class Storage(Facts, ABC):
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
-        self.loose: set[NestedKey] = set()
+        self.not_compared: set[NestedKey] = set()
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -277,12 +277,9 @@ class Storage(Facts, ABC):
     @property
     def _owner(self) -> StorageOwner | None:
         """The replay buffer of this storage (of several, the one that has written), or None."""
-        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
-
-    def _buffers(self) -> list[StorageOwner]:
-        """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return [entity for entity in entities if isinstance(entity, StorageOwner)]
+        owners = (entity for entity in entities if isinstance(entity, StorageOwner))
+        return max(owners, key=lambda owner: owner.started, default=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
@@ -332,7 +329,8 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
+        owner = self._owner
+        if first and (self._alone or (owner is not None and owner.started)):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"

@@ -7,21 +7,26 @@
 | `one_of` | one of some choices |
 | `expect` | an instance of a type |
 | `function` | something that can be called |
-| `key_list` | a list of keys, not one string |
+| `not_a_string` | a list of keys, not one string |
 | `floating_dtype` | a floating dtype |
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
 | `writer_number` | the number of a writer |
+| `warn_of_scales` | rows of one scale |
 
 Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
 ``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
 """
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection
 from operator import index
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import torch
+
+#: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
+SCALED = "scaled_by_running_statistics"
 
 T = TypeVar("T")
 Number = TypeVar("Number", bound=SupportsFloat)
@@ -99,7 +104,8 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+    # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
+    if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", repr(value), hint))
     real = float(value)
     low = least if above is None else above
@@ -179,13 +185,13 @@ def function(name: str, value: T, wanted: str = "a function", *, hint: str = "")
     return value
 
 
-def key_list(name: str, keys: Sequence[T]) -> Sequence[T]:
+def not_a_string(name: str, keys: T) -> T:
     """Return keys after checking that they are a list of them, not one string, whose letters would be taken for keys.
 
     Raises:
         TypeError: it is a string.
 
-    >>> key_list("in_keys", "observation")
+    >>> not_a_string("in_keys", "observation")
     Traceback (most recent call last):
     ...
     TypeError: in_keys must be a list of keys, got the string 'observation': write ['observation']
@@ -237,6 +243,15 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+
+
+def warn_of_scales(stacklevel: int) -> None:
+    """Warn that a buffer keeps rows which a running normalisation has put on different scales."""
+    warnings.warn(
+        "NormalizeObservation scales each row by the statistics of its step, so the rows of a buffer differ in scale: "
+        "store raw observations and normalise in the network or in samples, or freeze it (update_running_mean=False)",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def writer_number(writer: object) -> int:

@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -268,11 +269,24 @@ class TensorSpec(ABC):
             self._outer(f"the index {index}", self.ndim)
         for place in places:
             items[place : place + 1] = [slice(None)] * free
+        for item, used in zip(items, accumulate(map(dims_used, items), initial=0), strict=False):
+            # A part of a dim of any length has a length that nobody knows.
+            if isinstance(item, slice) and item != slice(None) and used in self._open_dims():
+                raise IndexError(
+                    f"the index {index} takes a part of a dim of any length (-1), dim {used} of {tuple(self.shape)}: "
+                    "take all of it (:) or one place of it"
+                )
         return tuple(items)
+
+    def _open_dims(self) -> set[int]:
+        """The dims of any length."""
+        return {dim for dim, size in enumerate(self._frame.shape) if size == ANY_LENGTH}
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """One spec for each index along a dim."""
         (dim,) = self._outer("unbind", dim)
+        if dim in self._open_dims():
+            raise ValueError(f"unbind needs a dim of known length, got dim {dim} of {tuple(self.shape)}")
         return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
 
     def __len__(self) -> int:
@@ -596,11 +610,6 @@ class Ranged(TensorSpec):
             inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
         )
 
-    def _clamp(self, value: Tensor) -> Tensor:
-        """The closest values inside to values of this dtype."""
-        assert self.dtype is not None
-        return from_ordered(to_ordered(value).clamp(*self._get_limits()), self.dtype)
-
     @override
     def closest(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
@@ -613,7 +622,7 @@ class Ranged(TensorSpec):
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
             numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
             numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
-        return self._clamp(numbers.to(self.dtype))
+        return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:

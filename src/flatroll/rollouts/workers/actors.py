@@ -28,7 +28,7 @@ from flatroll.rollouts.workers.transport import (
     Wake,
 )
 from flatroll.rollouts.workers.worker import Signals, WindowMaker, columns_of
-from flatroll.sharing.block import Column, dtype_name
+from flatroll.sharing.block import BlockColumn, dtype_name
 from flatroll.sharing.ray_calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
@@ -145,6 +145,11 @@ class CollectorActor:
         """Let ``collect`` call number ``window``, counted from 1, deliver the rows that there are."""
         self._signals.cut(window)
 
+    def stop(self) -> None:
+        """Let the window at work, and those that were asked for, end at the next step."""
+        if self._maker is not None:
+            self._signals.stop()
+
     def step_seconds(self) -> float:
         """Seconds since the step under way began, or the window if it has none yet; 0 while none is at work."""
         beat = float(self._signals.beat[0])
@@ -215,6 +220,7 @@ class Actors:
         self.version, self.weights = 0, None  # a reference; None: those that the policy was sent with
         self.makes_policies, self.writers_of_each = True, workers
         self.served = 0  # a running number of the messages that came
+        self._with_signals = with_signals
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
@@ -306,6 +312,9 @@ class Actors:
 
     def end(self, links: "Sequence[Actor]", timeout: float) -> None:
         ends = monotonic() + timeout
+        if timeout > 0 and self._with_signals:  # else `close` waits for the windows that were asked for
+            for link in links:
+                self.calls.call(link.actor, "stop", group=_ASIDE)
         closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
         while closing and (left := ends - monotonic()) > 0:
             ready = self.calls.wait(closing, left)
@@ -454,22 +463,22 @@ def _on_cpu(policy: Any) -> Any:
     return policy
 
 
-def weight_layout(state: Mapping[str, Tensor]) -> dict[str, Column]:
+def weight_layout(state: Mapping[str, Tensor]) -> dict[str, BlockColumn]:
     """Data type and shape of each weight, by name.
 
     Raises:
         TypeError: an entry is no tensor.
 
     >>> weight_layout(torch.nn.Linear(2, 1).state_dict())["weight"]
-    Column(dtype='float32', shape=(1, 2))
+    BlockColumn(dtype='float32', shape=(1, 2))
     """
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"weight {name!r} is of type {type(value).__name__}: only tensors can be sent")
-    return {name: Column(dtype_name(value), tuple(value.shape)) for name, value in state.items()}
+    return {name: BlockColumn(dtype_name(value), tuple(value.shape)) for name, value in state.items()}
 
 
-def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, Column]) -> np.ndarray[Any, Any]:
+def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColumn]) -> np.ndarray[Any, Any]:
     """Return the bytes of all weights one behind the other, uint8 ``[bytes]``.
 
     Raises:
@@ -487,7 +496,7 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, Column]) -
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
-def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, Column]) -> dict[str, Tensor]:
+def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColumn]) -> dict[str, Tensor]:
     """Return the weights in memory of their own; the reverse of `flatten_weights`.
 
     >>> state = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
