@@ -44,7 +44,7 @@ from flatroll.buffers.transforms.transform import (
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
-from flatroll.disk.state_tree import Packer
+from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import cpu_generator, expect, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
@@ -99,6 +99,9 @@ class ReplayBuffer(Facts):
     >>> len(buffer), buffer[:]["observation"], buffer.sample().batch_size
     (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
     """
+
+    #: What `note_spec` was told.
+    noted_spec: Composite | None = None
 
     def __init__(
         self,
@@ -539,11 +542,25 @@ class ReplayBuffer(Facts):
 
     @property
     def spec(self) -> Composite:
-        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty.
+
+        Entries of the kind that :meth:`note_spec` told have the limits of that spec, too.
+        """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
-        return row.expand(-1)  # type: ignore[no-any-return]
+        spec: Composite = row.expand(-1)
+        leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+        for key, noted in leaves:
+            read = spec.get(key, None)
+            if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
+                spec[key] = noted
+        return spec
+
+    def note_spec(self, spec: Composite) -> None:
+        """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
+        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
+        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
 
     def oldest_first(self) -> Any:
         """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
@@ -603,14 +620,15 @@ class ReplayBuffer(Facts):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
 
-        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
-        are not in it.
+        It owns its memory, and is plain Python and tensors, so that ``torch.load`` reads what ``torch.save`` wrote of
+        it; but for objects of your own in a `ListStorage`. Transforms are not in it.
         """
         self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
-            return {**self.tables(ahead), "storage": rows}
+            tables = self.tables(ahead)
+        return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
@@ -631,6 +649,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
@@ -741,10 +760,13 @@ class ReplayBuffer(Facts):
         self.loads(path, **options)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
 
-        The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
-        items.
+        The rows, oldest first and some at a time, are a batch of the kind that is stored (a compact storage gives each
+        observation once), or a list of items. The hook returns as many, or a tensordict of batch size ``[]``. A hook
+        with the attributes ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path``
+        and may return any form. They are set before, to what the rows are that it gets: 0 and True if the buffer is
+        full, else their number and False. A buffer with the hooks that undo it (`Flat2TED`, `Nested2TED`) loads it.
         """
         hooked(self.storage).register_save_hook(hook)
 
@@ -846,6 +868,7 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
@@ -1052,6 +1075,11 @@ class ReplayBuffer(Facts):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         pickle_by_value(cls)
+
+
+def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with its tables as the parts of a buffer take them."""
+    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
 
 
 pickle_by_value(ReplayBuffer)

@@ -13,6 +13,7 @@ from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
 from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.disk.state_tree import from_plain, to_plain
 from flatroll.layout.keys import NestedKey
 
 
@@ -89,7 +90,7 @@ class ListStorage(Storage):
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        return {"items": self._items[:rows]}  # a new list of the same items
+        return {"items": to_plain(self._items[:rows])}
 
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
@@ -104,13 +105,13 @@ class ListStorage(Storage):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        items = state["items"]
+        items = from_plain(state["items"])
         if not isinstance(items, list) or len(items) != ring.used:
             raise damaged(f"its ring counts {ring.used} items, and they are others")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._items = list(state["items"])
+        self._items = list(from_plain(state["items"]))
 
 
 class LazyStackStorage(ListStorage):

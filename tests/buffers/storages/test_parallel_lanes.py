@@ -200,6 +200,18 @@ def test_tensors_trees_and_given_ones() -> None:
     assert len(part) == 4 and part[:].tolist() == [[0, 1], [2, 3]]
 
 
+def test_a_slice_of_lanes_that_are_not_there_is_no_batch_of_zero_rows() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    buffer.extend(torch.arange(6).view(2, 3))
+    for index, lanes in [((0, slice(3, 4)), 2), ((slice(None), slice(2, None)), 2), ((..., slice(5, 9)), 2)]:
+        with pytest.raises(IndexError, match=rf"selects no lane: dimension 1 has {lanes} lanes"):
+            buffer[index]
+        with pytest.raises(IndexError, match="selects no lane"):
+            buffer[index] = torch.zeros(0)
+    assert buffer[0, 1:2].tolist() == [3] and buffer[:, 0:1].tolist() == [[0], [1], [2]]
+    assert buffer[..., 1].tolist() == [3, 4, 5] and buffer[5:, :].shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     "sampler", [SamplerWithoutReplacement(), PrioritizedSampler(60, alpha=0.7, beta=0.5)]
 )
