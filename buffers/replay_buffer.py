@@ -557,6 +557,11 @@ class ReplayBuffer(Facts):
                 spec[key] = noted
         return spec
 
+    @property
+    def _storage(self) -> Storage:
+        """The storage, by the name that the references' programs read it by."""
+        return self.storage
+
     def note_spec(self, spec: Composite) -> None:
         """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
         and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
@@ -577,16 +582,17 @@ class ReplayBuffer(Facts):
             slots = self.ring.stored()
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
         ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it.
+        ``codec`` save of it. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever
+        written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
             ring = self.ring
-            numbers = {
+            numbers: dict[str, int | float] = {
                 "rows": len(ring),
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
@@ -599,7 +605,7 @@ class ReplayBuffer(Facts):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
                 numbers["open_trajectories"] = ring.open_trajectories
-        return numbers
+        return numbers | torchrl_names(numbers)
 
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
@@ -611,6 +617,8 @@ class ReplayBuffer(Facts):
         transforms = ", ".join(map(repr, self.transforms)) or None
         facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        for name in ("size", "write_count", "utilization"):
+            facts.pop(name)
         unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
@@ -666,6 +674,7 @@ class ReplayBuffer(Facts):
                 else:
                     if first:
                         self._own_parts()
+                        self.storage.max_size = ring.capacity  # with the saved lanes
                     elif not self.storage.loads_whole:
                         # Nobody reads a mixture of old and new rows, in other processes neither.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
@@ -754,6 +763,8 @@ class ReplayBuffer(Facts):
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
         self.dumps(path, **options)
+
+    save = dump
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`loads`."""
@@ -902,7 +913,8 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        if capacity > self.storage.max_size:  # before tables of that size are made
+        # Before tables of that size are made; lanes round it up, to less than twice as many.
+        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1075,6 +1087,12 @@ class ReplayBuffer(Facts):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         pickle_by_value(cls)
+
+
+def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
+    """What torchrl's ``stats`` calls the rows, the rows ever written and their share of the capacity."""
+    rows, capacity = numbers["rows"], numbers["capacity"]
+    return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 
 def _tables_of(state: dict[str, Any]) -> dict[str, Any]:

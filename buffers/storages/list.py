@@ -64,8 +64,9 @@ class ListStorage(Storage):
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        items = data if shape else [data]
-        if not isinstance(items, list) or len(items) != len(draw.slots):
+        several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is taken apart
+        items = apart(data) if shape and several else [data]
+        if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
         self.put(draw.slots, Rows(len(items), items=items))
 

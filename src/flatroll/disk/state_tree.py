@@ -88,7 +88,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34)
 
 
 def to_plain(tree: Any) -> Any:
-    """Return a tree as plain Python values and tensors, which ``torch.load`` reads by default; `from_plain` undoes it.
+    """Return a tree as plain Python values and tensors, which torch reads without unpickling objects; `from_plain` undoes it.
 
     What no `pack` takes, such as an object of the caller's own, stays as it is.
 
@@ -227,7 +227,8 @@ class Packer:
 
     def _tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is torch.jagged:
-            return ["jagged", self._tensor(nested_values(value), path), self._tensor(value.offsets(), path)]
+            offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
+            return ["jagged", self._tensor(nested_values(value), path), self._tensor(offsets, path)]
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             raise TypeError(f"{path} is a {value.layout} tensor on {value.device}: a state holds dense ones")
         plain = value.detach()
