@@ -36,7 +36,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
-from flatroll.buffers.storages.item_kinds import structure_from_plain
+from flatroll.buffers.storages.item_kinds import Structure, structure_from_plain
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Storage
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
@@ -55,6 +55,7 @@ _AFTER = "#after"  # next values that are not those of the row after
 _CONVERTED = "#converted"  # what save hooks made of many rows, as bytes at the first of them
 #: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many, or another form of them.
 Hook: TypeAlias = Callable[..., Any]
+Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
 
 
 class Span(NamedTuple):
@@ -67,7 +68,7 @@ class Span(NamedTuple):
     """
 
     slots: Tensor
-    read: Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
+    read: Reader
 
 
 class StorageCheckpointerBase(ABC):
@@ -97,7 +98,7 @@ class StorageCheckpointerBase(ABC):
         self._load_hooks.append(hook)
 
     @abstractmethod
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
 
         The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
@@ -105,7 +106,7 @@ class StorageCheckpointerBase(ABC):
 
     @abstractmethod
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
 
@@ -119,11 +120,11 @@ class StorageCheckpointerBase(ABC):
             ValueError: they do not fit together.
         """
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         """Raise an error if this is no checkpointer for ``storage``."""
         return
 
-    def dump_rows(self, storage: Any, slots: Tensor, path: Path, ring: Ring) -> dict[str, FileColumn]:
+    def dump_rows(self, storage: Storage, slots: Tensor, path: Path, ring: Ring) -> dict[str, FileColumn]:
         """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
@@ -145,18 +146,18 @@ class StorageCheckpointerBase(ABC):
             return {_CONVERTED: Ragged(memory, lengths)}
         return self.dump_given(storage.structure, rows, len(slots))
 
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         """Return the rows in ``slots`` as hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
 
         ``structure`` is what kind of rows the storage keeps.
         """
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         """Return the rows of which :meth:`dump_given` made ``tensors``, as the load hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
@@ -164,7 +165,7 @@ class StorageCheckpointerBase(ABC):
         """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
         return open_folder(saved, options, ring, segment_rows)
 
-    def save(self, storage: Any, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
         """Return a save of the rows that ``ring`` counts."""
         segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
         writer = self.open(saved, options, ring, segment_rows)
@@ -172,14 +173,19 @@ class StorageCheckpointerBase(ABC):
         return RowCopy(saved, writer, dump, ring, segment_rows)
 
     def load_with(
-        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
     ) -> tuple[T, Folder | None]:
         """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
         that knows this version, if it is one."""
         return load_from(path, use, number, strict)
 
     def restore_version(
-        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
         """Return what :meth:`restore` gives of a version whose rows ``ring`` counts, and which the load hooks change
         back."""
@@ -223,7 +229,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     """
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         if not isinstance(storage, ColumnStorage):
             raise TypeError(
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
@@ -243,7 +249,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 )
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         dumped: dict[str, FileColumn] = {}
         for key, column in storage.columns.items():
             name = column_name(key)
@@ -254,8 +260,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
+        assert isinstance(storage, ColumnStorage)  # that is what `check` is for
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
@@ -312,7 +319,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return {**tables, "columns": restored}
 
     @override
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         if own := [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]:
             raise TypeError(
                 f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
@@ -323,14 +330,15 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         )
 
     @override
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
+        assert structure is not None  # rows of tensors have one
         columns = structure.columns(rows)
         if {len(values) for values in columns.values()} != {count}:
             raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
         return {column_name(key): values for key, values in columns.items()}
 
     @override
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
         structure = structure_from_plain(tables["structure"])
         if structure is None:
@@ -346,17 +354,17 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     """
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         if isinstance(storage, ColumnStorage):
             raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         return self.dump_given(None, storage.read_rows(slots), len(slots))
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
         for slots, read in spans:
@@ -376,17 +384,17 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return {"items": items}
 
     @override
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         return storage.read_rows(slots)
 
     @override
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         if len(rows) != count:
             raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
         return {"items": _end_to_end([_to_bytes(item, f"item {i}") for i, item in enumerate(rows)])}
 
     @override
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
         return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
@@ -426,7 +434,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         )
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         super().check(storage)
         for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
             for key in keys:
@@ -435,7 +443,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                     raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         dumped = super().dump(storage, slots)
         for key in storage.columns:
             name, later = column_name(key), column_name(next_key(key))
@@ -452,7 +460,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         return super().restore(
             storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
@@ -470,7 +478,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     """
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         names = BoundaryKeys()
         markers = [names.is_init, names.done, names.traj, "episode"]
         columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
@@ -486,7 +494,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         kept = (Span(slots, partial(_without_starts, read)) for slots, read in spans)
         return super().restore(storage, tables, kept, rows)
@@ -515,7 +523,7 @@ class DiskStorageCheckpointer:
     >>> folder.cleanup()
     """
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         """Raise TypeError if this is no checkpointer for ``storage``."""
         if not isinstance(storage, DiskStorage):
             raise TypeError(
@@ -690,7 +698,7 @@ def _converted(column: FileColumn) -> list[tuple[int, Any]]:
     ]
 
 
-def _to_bytes(item: Any, name: str) -> bytes:
+def _to_bytes(item: object, name: str) -> bytes:
     """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
         packer = Packer()
@@ -721,12 +729,12 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 
-def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
     """The columns of a span but for where runs begin."""
     return {name: values for name, values in read(targets).items() if name != _STARTS}
 
 
-def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+def _filled(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
     """The columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
