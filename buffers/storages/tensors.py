@@ -238,7 +238,9 @@ class TensorStorage(ColumnStorage):
         self.lanes = first.shape[1:ndim]
         # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        self._given: Any = pytree.tree_map(_with_own_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps]))
+        self._given: Any = pytree.tree_map(
+            _with_own_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+        )
         self._first_columns: dict[NestedKey, Tensor] = {}
 
     @override

@@ -114,7 +114,9 @@ def test_lanes_round_the_capacity_up_to_whole_steps() -> None:
         other.load_state_dict(buffer.state_dict())
         assert bool((other[:] == buffer[:]).all()) and other.storage.max_size == 102
     state = buffer.state_dict()
-    with pytest.raises(ValueError, match="room for 102 rows, this storage for 105: make it with max_size=102"):
+    with pytest.raises(
+        ValueError, match="room for 102 rows, this storage for 105: make it with max_size=102"
+    ):
         ReplayBuffer(storage=LazyTensorStorage(103, ndim=2)).load_state_dict(state)
 
 

@@ -385,7 +385,10 @@ def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFi
         pytest.importorskip("h5py" if form == "h5" else form)
         spaces = {
             "observation_space": gym.spaces.Dict(
-                {"observation": gym.spaces.Box(0, 99, (2,)), "pixels": gym.spaces.Box(0, 255, (4, 4), np.uint8)}
+                {
+                    "observation": gym.spaces.Box(0, 99, (2,)),
+                    "pixels": gym.spaces.Box(0, 255, (4, 4), np.uint8),
+                }
             ),
             "action_space": gym.spaces.Discrete(99),
         }

@@ -88,7 +88,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34)
 
 
 def to_plain(tree: Any) -> Any:
-    """Return a tree as plain Python values and tensors, which torch reads without unpickling objects; `from_plain` undoes it.
+    """Return a tree as plain Python values and tensors, which torch loads without unpickling; `from_plain` undoes it.
 
     What no `pack` takes, such as an object of the caller's own, stays as it is.
 

@@ -289,11 +289,6 @@ class Actors:
         """Number of windows of an actor that are under way or wait in the object store."""
         return len(link.under_way)
 
-    @staticmethod
-    def under_way(link: Any) -> int:
-        """Number of windows of an actor that are under way or wait in the object store."""
-        return len(link.under_way)
-
     def wait(self, links: "Sequence[Actor]", timeout: float | None, wake: Wake | None = None) -> None:
         # Those that waited longest come first: Ray returns the first ones that are ready.
         heads = {

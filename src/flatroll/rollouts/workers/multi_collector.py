@@ -456,12 +456,6 @@ class MultiCollector(Facts):
         if self._supply.closed:
             raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
 
-    def _check_open(self) -> None:
-        """Raise RuntimeError if the collector is closed."""
-        self._raise_error()
-        if self._supply.closed:
-            raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
-
     def _raise_error(self) -> None:
         """Raise what ended the thread of `start`, if nobody has been told yet; RuntimeError in another process."""
         if os.getpid() != self._supply.owner:

@@ -11,6 +11,7 @@ from flatroll.rollouts.policies import copy_weights, state_of
 from flatroll.rollouts.workers.actors import Actors
 from flatroll.rollouts.workers.arguments import one_for_each
 from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
+from flatroll.sharing.block import dtype_name
 from flatroll.sharing.ray_calls import Calls, RayCalls
 
 Device = torch.device | str | None
@@ -19,8 +20,8 @@ Device = torch.device | str | None
 class RayCollector(MultiCollector):
     """Collects in actors of a Ray cluster, on this machine or on many; yields batches as `Collector` does.
 
-    It is `MultiCollector` over actors: what that has (`start`, `pause`, preemption, stacks, timeouts) is here, too. Each
-    actor holds an ordinary `Collector`. Its windows come through the object store to this process, the *driver*,
+    It is `MultiCollector` over actors, with `start`, `pause`, preemption, stacks and timeouts.
+    Each actor holds an ordinary `Collector`. Its windows come through the object store to this process, the *driver*,
     which copies them out at once and yields them, or extends its own replay buffer with them. With ``sync`` each batch
     has rows of all actors, in their order, collected with the weights of the moment at which it was asked for; else a
     batch is one actor's window, first come, and actors go on meanwhile. Ray is needed: ``pip install 'flatroll[ray]'``.
@@ -50,8 +51,8 @@ class RayCollector(MultiCollector):
             CPUs, and gives their windows, or with ``sync`` one share of them all. Default 1.
         num_threads: threads of torch in each. Default 1.
         start_timeout: seconds that an actor may take to be placed on a node and to make its env. Default 300.
-        step_timeout, cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. The second and the
-            third need ``workers_per_actor=1``.
+        step_timeout, cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
+            preemption need ``workers_per_actor=1``.
         seed: actor i gets seeds of its own from it, for its env, torch, NumPy and random actions. With ``sync`` a run
             repeats itself bit by bit. Default None.
         writer: number of the first actor in trajectory ids. Each further one, replacements included, has the next free
@@ -113,11 +114,17 @@ class RayCollector(MultiCollector):
         calls: Calls | None = None,
         **arguments: Any,
     ) -> None:
-        functions, _ = one_for_each(create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors")
+        functions, _ = one_for_each(
+            create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors"
+        )
         count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
         whole_number("max_in_flight", max_in_flight)
-        check_parts(count * workers if sync else 1, frames_per_batch=frames_per_batch, trajs_per_batch=trajs_per_batch)
+        for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
+            if sync and workers > 1 and parts is not None and parts < count * workers:
+                raise ValueError(
+                    f"{name}={parts} is less than the {count * workers} workers: with sync=True each gives its part"
+                )
         if policy is not None and policy_factory is not None:
             raise ValueError("give a policy or a policy_factory, not both")
         if arguments.get("split_trajs"):
@@ -132,18 +139,22 @@ class RayCollector(MultiCollector):
         }
         if workers > 1 and (found := [name for name, is_given in one_each.items() if is_given]):
             raise ValueError(
-                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: the workers of other actors cannot take "
-                'over what a dropped one was to give, nor does an actor cut windows of its own. on_failure="replace" goes'
+                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: the workers of other actors cannot "
+                'take over what one was to give, nor can those of one actor be cut. on_failure="replace" goes'
             )
         self._made_there = policy_factory is not None
         own: dict[str, Any] = {"num_threads": num_threads}
         self._actors = transport = Actors(
-            RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1) if calls is None else calls,
+            RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
+            if calls is None
+            else calls,
             configs,
             in_flight=1 if sync else max_in_flight,
             workers=workers,
             own=own if workers == 1 or step_timeout is None else {**own, "step_timeout": step_timeout},
-            by_reference=not sync and hasattr(replay_buffer, "extend_reference") and storing_device is device is None,
+            by_reference=not sync
+            and hasattr(replay_buffer, "extend_reference")
+            and storing_device is device is None,
             with_signals=step_timeout is not None or preemptive_threshold is not None,
         )
         try:
@@ -187,7 +198,8 @@ class RayCollector(MultiCollector):
         Raises:
             TypeError: the policy is no ``nn.Module``, and weights are given, or it uses a module; or it is made in the
                 actors, and no weights are given.
-            ValueError: names or shapes of the weights have changed.
+            ValueError: shapes of the weights have changed; nothing is copied.
+            RuntimeError: their names have changed (see ``load_state_dict`` of ``nn.Module``).
         """
         self._check_open()
         if self._made_there:
@@ -196,6 +208,13 @@ class RayCollector(MultiCollector):
             self._publish(state_of(policy_or_weights))
             return
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
+            own = self.policy.state_dict()
+            for name, value in state_of(policy_or_weights).items():  # before any of them is copied
+                if name in own and own[name].shape != value.shape:
+                    raise ValueError(
+                        f"weight {name!r} was shared as {dtype_name(own[name])} {list(own[name].shape)}, got "
+                        f"{dtype_name(value)} {list(value.shape)}: a policy that changes its shape needs new actors"
+                    )
             copy_weights(self.policy, policy_or_weights)
             policy_or_weights = None
         super().update_policy_weights_(policy_or_weights)
@@ -266,12 +285,3 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
         {"num_cpus": cpus, **{name: value for name, value in options.items() if name not in own}}
         for options in given
     ]
-
-
-def check_parts(parts: int, **counts: int | None) -> None:
-    """Raise ValueError for counts of a batch of which not each of its ``parts`` would have one."""
-    for name, count in counts.items():
-        if count is not None and count < parts:
-            raise ValueError(
-                f"{name}={count} is less than the {parts} workers: with sync=True each gives its part of a batch"
-            )
