@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -40,7 +39,6 @@ from flatroll.buffers import (
 )
 from flatroll.disk import files
 from flatroll.layout import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
-from flatroll.rollouts import Collector
 
 CAPACITY = 48
 FRAMES = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (300, 6), dtype=np.uint8))
@@ -486,26 +484,6 @@ def test_conversions_to_the_flat_form_are_hooks(form: str, compact: bool, tmp_pa
     assert same(other[:], buffer[:])
     with pytest.raises(ValueError, match=r"in another form: buffer.register_load_hook .* Flat2TED\(\)"):
         made(LazyTensorStorage(CAPACITY, compact_obs=compact)).loads(tmp_path)
-
-
-def test_the_references_block_with_lanes_and_h5(tmp_path: Path) -> None:
-    """`max_size` is rounded up to whole steps of the three envs, and read as the document reads it."""
-    pytest.importorskip("h5py")
-    env = gym.make_vec(
-        "CartPole-v1", 3, "sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    )
-    collector = Collector(env, total_frames=240, frames_per_batch=24, seed=0)
-    rb = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2))
-    rb_test = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2))
-    rb.storage.checkpointer = H5StorageCheckpointer()
-    rb_test.storage.checkpointer = H5StorageCheckpointer()
-    for data in collector:
-        rb.extend(data.reshape(3, 8))
-        assert rb._storage.max_size == 102
-        rb.save(tmp_path)
-        rb_test.loads(tmp_path)
-        assert same(rb_test[:], rb[:]) and rb_test._storage.max_size == 102
-    assert len(rb) == 102
 
 
 def test_a_hook_may_return_a_tensordict_without_rows(tmp_path: Path) -> None:
