@@ -45,7 +45,7 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer, from_plain, to_plain
-from flatroll.layout.checks import cpu_generator, expect, whole_number
+from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, make_composite_from_td
@@ -255,6 +255,8 @@ class ReplayBuffer(Facts):
     def _first_ring(self, data: Any) -> Ring:
         """Make the ring: the first batch says whether trajectories are followed."""
         needs_index = self._needs_index()
+        if needs_index is not None and getattr(data, SCALED, False):
+            warn_of_scales(stacklevel=4)
         self.markers = None
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)

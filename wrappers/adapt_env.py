@@ -11,6 +11,7 @@ from gymnasium.vector import (
     SyncVectorEnv,
     VectorEnv,
     VectorObservationWrapper,
+    VectorWrapper,
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
@@ -95,6 +96,26 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
                 f"{asked} with {name} around an adapted env: the last observations of the ended episodes would pass "
                 f"{name} by. Put {name} directly around your env, and flatroll's wrappers outside"
             )
+
+
+def scales_by_running_statistics(env: object) -> bool:
+    """Whether Gymnasium's NormalizeObservation, in the wrappers of a vector env or of sub-envs, still learns.
+
+    The sub-envs of an AsyncVectorEnv are in other processes and are not looked at.
+    """
+    layer: Any = env
+    while layer is not None:
+        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
+        named = any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
+        if named and getattr(layer, "update_running_mean", True):
+            return True
+        if isinstance(layer, VectorStream):
+            layer = layer.source.env
+        elif isinstance(layer, SyncVectorEnv):
+            layer = layer.envs[0]  # sub-envs are wrapped alike
+        else:
+            layer = layer.env if isinstance(layer, gymnasium.Wrapper | VectorWrapper) else None
+    return False
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:

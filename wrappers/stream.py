@@ -419,21 +419,26 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
-def check_space(space: object, name: str) -> None:
+def check_space(space: object, name: str, hint: str = "") -> None:
     """Raise TypeError unless samples of ``space`` are arrays of fixed shape, or trees of them."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
-            check_space(child, f"{name}[{key!r}]")
+            if name == "observation_space":
+                others = [other for other in space.spaces if other != key]
+                hint = f", or leave it out: gymnasium.wrappers.FilterObservation(env, {others})"
+            check_space(child, f"{name}[{key!r}]", hint)
     elif isinstance(space, spaces.Tuple):
         for i, child in enumerate(space.spaces):
-            check_space(child, f"{name}[{i}]")
+            check_space(child, f"{name}[{i}]", hint)
     elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         shown = str(space)
         if isinstance(space, spaces.Text):
             shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
+        elif type(space).__name__ == "MissionSpace":
+            shown, hint = "MiniGrid's MissionSpace", ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
         raise TypeError(
             f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
-            f"got {shown}: convert it with an observation or action wrapper first"
+            f"got {shown}: convert it with an observation or action wrapper first{hint}"
         )
 
 

@@ -63,7 +63,7 @@ class ZstdColumn(Column):
         if threads is not None:
             whole_number("threads", threads)
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
-        self._codec = _Codec(level, threads)
+        self.codec = _Codec(level, threads)
         # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
         self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
@@ -82,9 +82,9 @@ class ZstdColumn(Column):
         # reshape gives a single row the strides of its shape, which contiguous() leaves as they are
         flat = values.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         rows = flat.as_strided(flat.shape, (1,)).view(torch.uint8).view(len(values), self.value_bytes)
-        if not self._codec.prefix:
-            self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
-        self._replace(slots.numpy(force=True), self._codec.encode(rows.numpy()))
+        if not self.codec.prefix:
+            self.codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
+        self._replace(slots.numpy(force=True), self.codec.encode(rows.numpy()))
 
     @override
     def take(self, slots: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class ZstdColumn(Column):
             unique, positions = np.unique(distinct, return_inverse=True)
             if 4 * len(unique) < 3 * len(slots):  # else copying what was decoded once costs more
                 distinct, inverse = unique, positions
-        values = self._codec.decode(self._rows[distinct], self.value_bytes)
+        values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
             values = values.take(inverse, 0)
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
@@ -103,7 +103,7 @@ class ZstdColumn(Column):
     @override
     def pool(self) -> "ZstdColumn":
         side = ZstdColumn(0, self.shape, self.dtype, self.device)
-        side._codec = self._codec  # one dictionary for both
+        side.codec = self.codec  # one dictionary for both
         return side
 
     @override
@@ -128,12 +128,12 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        return _join(self._rows[:rows].tolist(), self._codec.prefix)
+        return _join(self._rows[:rows].tolist(), self.codec.prefix)
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the compressed rows; the first row has the dictionary of all."""
-        state = _join(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        state = _join(self._rows[slots.numpy(force=True)].tolist(), self.codec.prefix)
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
@@ -145,7 +145,7 @@ class ZstdColumn(Column):
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
-        codec = _Codec(self._codec.level, self._codec.threads)
+        codec = _Codec(self.codec.level, self.codec.threads)
         compressed: Array = np.empty(rows, object)
         compressed.fill(self._blank)
         for slots, dumped in parts:
@@ -187,7 +187,7 @@ class ZstdColumn(Column):
         try:
             wrong = next((i for i, row in enumerate(rows) if size_of(row) != self.value_bytes), None)
             prefix = dictionary.numpy(force=True).tobytes()
-            if wrong is None and self._codec.prefix not in (b"", prefix):
+            if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
                     pass
         except _zstandard().ZstdError as error:
@@ -202,13 +202,13 @@ class ZstdColumn(Column):
         rows = self._cut(state)
         self.grow(len(rows))
         prefix = state["dictionary"].numpy(force=True).tobytes()
-        self._codec.begin(prefix)
-        if self._codec.prefix == prefix:
+        self.codec.begin(prefix)
+        if self.codec.prefix == prefix:
             self._replace(slice(0, len(rows)), rows)
             return
         first = 0
         for values in self._decoded(rows, prefix):
-            self._replace(slice(first, first + len(values)), self._codec.encode(values))
+            self._replace(slice(first, first + len(values)), self.codec.encode(values))
             first += len(values)
 
     def _cut(self, state: dict[str, Any]) -> Array:
@@ -221,7 +221,7 @@ class ZstdColumn(Column):
 
     def _decoded(self, rows: Array, prefix: bytes) -> Iterator[Array]:
         """The values of ``rows`` compressed with the dictionary ``prefix``, some at a time."""
-        other = _Codec(self._codec.level, self._codec.threads, prefix)
+        other = _Codec(self.codec.level, self.codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
         for first in range(0, len(rows), step):
             yield other.decode(rows[first : first + step], self.value_bytes)

@@ -31,7 +31,7 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
         if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
-                f"got {list(values.shape)}"
+                f"got {list(values.shape)}; for a collector's flat batches leave ndim out: ids keep envs apart"
             )
         sizes.add(values.shape[:ndim])
         values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))

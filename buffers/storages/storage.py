@@ -277,12 +277,9 @@ class Storage(Facts, ABC):
     @property
     def _owner(self) -> StorageOwner | None:
         """The replay buffer of this storage (of several, the one that has written), or None."""
-        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
-
-    def _buffers(self) -> list[StorageOwner]:
-        """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return [entity for entity in entities if isinstance(entity, StorageOwner)]
+        owners = (entity for entity in entities if isinstance(entity, StorageOwner))
+        return max(owners, key=lambda owner: owner.started, default=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
@@ -338,7 +335,8 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
+        owner = self._owner
+        if first and (self._alone or (owner is not None and owner.started)):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"

@@ -167,6 +167,22 @@ def test_unsupported_spaces(space, shown):
     assert shown in str(told.value) and "convert it with an observation or action wrapper" in str(told.value)
 
 
+class MissionSpace(spaces.Space):
+    """As MiniGrid's, which is known by its name."""
+
+
+@pytest.mark.parametrize(
+    ("space", "way_out"),
+    [
+        (MissionSpace(), "MiniGrid's MissionSpace: .* such as MiniGrid's ImgObsWrapper or FlatObsWrapper"),
+        (spaces.Text(5), r"or leave it out: gymnasium.wrappers.FilterObservation\(env, \['image'\]\)"),
+    ],
+)
+def test_an_entry_of_an_unsupported_space_names_a_wrapper(space, way_out):
+    with pytest.raises(TypeError, match=rf"observation_space\['mission'\] must be .*{way_out}"):
+        Collector(Odd(spaces.Dict({"image": spaces.Box(0, 1), "mission": space})), frames_per_batch=10)
+
+
 def test_an_unknown_kind_of_space():
     class Own(spaces.Space):
         pass

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
+from flatroll.layout.checks import SCALED, warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
@@ -23,6 +24,7 @@ from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.splits import SplitRunner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
+from flatroll.wrappers.adapt_env import scales_by_running_statistics
 from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
 
 Device = torch.device | str | None
@@ -195,6 +197,9 @@ class Collector(Facts):
         self._postproc, self._buffer, self._interruptor = postproc, replay_buffer, interruptor
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
+        self._scaled = any(map(scales_by_running_statistics, runner.envs))
+        if self._scaled and replay_buffer is not None:
+            warn_of_scales(stacklevel=2)
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
@@ -480,6 +485,8 @@ class Collector(Facts):
             batch = batch.to(storing, non_blocking=wait)
             final = None if final is None else final.to(storing, non_blocking=wait)
         self.final = final
+        if self._scaled:
+            setattr(batch, SCALED, self._buffer is None)  # else its buffer was warned of
         if self._split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
         if self._postproc is not None:
