@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
@@ -55,7 +56,16 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("lock", "write_lock", "_prefetcher", "_process", "_ready_in", "_failure", "step_writers")
+_PER_PROCESS = (
+    "lock",
+    "write_lock",
+    "_prefetcher",
+    "_process",
+    "_ready_in",
+    "_home",
+    "_failure",
+    "step_writers",
+)
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
@@ -145,6 +155,7 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
+        self._home = os.getpid()  # where rows are written
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
@@ -231,8 +242,7 @@ class ReplayBuffer(Facts):
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch of one batch dimension; return the positions of its rows."""
-        if self._ready_in != os.getpid():
-            self.enter_process()
+        self._enter_to_write()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
@@ -328,7 +338,7 @@ class ReplayBuffer(Facts):
         self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
     def overwrite(self, index: Any, data: Any) -> None:
-        self.enter_process()
+        self._enter_to_write()
         self.writer.check_change(data)
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
@@ -339,7 +349,7 @@ class ReplayBuffer(Facts):
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self.enter_process()
+        self._enter_to_write()
         if self._prefetcher is not None:
             self._prefetcher.wait()
         with self.write_lock:
@@ -364,12 +374,14 @@ class ReplayBuffer(Facts):
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside the storage.
         """
+        self._enter_to_write()
         slots = slots_of(index, self.storage.lanes)
         with self.lock:
             self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        self._enter_to_write()
         with self.lock:
             self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
 
@@ -1030,6 +1042,17 @@ class ReplayBuffer(Facts):
         if tell is not None:
             tell()
 
+    def _enter_to_write(self) -> None:
+        """`enter_process`, and raise RuntimeError where what is written would be lost with this process."""
+        process = os.getpid()
+        if self._ready_in != process:
+            self.enter_process()
+        if self._home != process and not self.storage.by_reference:
+            raise RuntimeError(
+                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: hand "
+                "over buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another buffer)"
+            )
+
     def _own_parts(self) -> None:
         """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
         for part in (self.sampler, self.writer):
@@ -1049,13 +1072,15 @@ class ReplayBuffer(Facts):
         self.enter_process()
         self._store_steps()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
+            state["_home"] = self._home
         if self.storage.by_reference:
             return state
         # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_home": os.getpid()} | state)
         self._make_locks()
         # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
         self._ready_in = 0
@@ -1070,6 +1095,7 @@ class ReplayBuffer(Facts):
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+        other._home = os.getpid()
         other._make_locks()
         other.storage.reattach(other.ring)
         return other

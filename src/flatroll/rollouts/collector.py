@@ -64,7 +64,8 @@ class Collector(Facts):
         frames_per_batch: rows of a batch.
         total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
         device: shorthand for ``policy_device`` and ``storing_device``.
-        env_device: where the env's arrays live, for checking. Default: the env knows.
+        env_device: where the env's arrays are to be. What a NumPy env returns is copied there in each step, and the
+            actions back; a torch env must be there already. Default: where the env has them.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         storing_device: where batches are put. Default: where the env's arrays are.
         no_cuda_sync: do not wait for copies between devices. Default False.
@@ -180,7 +181,7 @@ class Collector(Facts):
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
         with ExitStack() as undo:
             envs, moves, self._made_env = make_envs(
-                create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
+                create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
             )
             parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
             runner = lead_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
