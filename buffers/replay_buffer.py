@@ -49,7 +49,7 @@ from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
-from flatroll.specs import Composite, make_composite_from_td
+from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
@@ -580,6 +580,11 @@ class ReplayBuffer(Facts):
         """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
         and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
         self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+
+    def noted_space(self, key: NestedKey) -> Any:
+        """Return the Gymnasium space of an entry's values, one row's, as `note_spec` told; None if it did not."""
+        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
+        return None if spec is None else as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import gymnasium as gym
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
@@ -18,7 +17,6 @@ from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, RESERVED, as_tuple, observation_keys
-from flatroll.specs import Composite, as_space
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
@@ -70,9 +68,9 @@ def write_minari(
         )
     if observation_space is None:
         root = () if isinstance(observations, dict) else (OBSERVATION,)
-        observation_space = _space_of(observations, root, source.spec, "observation_space")
+        observation_space = _space_of(observations, root, source, "observation_space")
     if action_space is None:
-        action_space = _space_of(actions, (ACTION,), source.spec, "action_space")
+        action_space = _space_of(actions, (ACTION,), source, "action_space")
     path.mkdir()
     storage = storage_of.new(
         path,
@@ -153,22 +151,19 @@ def _nested(columns: Mapping[str, Array]) -> dict[str, Any]:
     return tree
 
 
-def _space_of(columns: Any, key: tuple[str, ...], spec: Composite | None, argument: str) -> gym.Space[Any]:
-    """The space of columns under ``key``, as ``spec`` knows it; ValueError that asks for the ``argument`` if not."""
+def _space_of(columns: Any, key: tuple[str, ...], source: Source, argument: str) -> gym.Space[Any]:
+    """The space of columns under ``key``, as the source knows it; ValueError that asks for the ``argument`` if not."""
     if isinstance(columns, dict):
-        parts = {name: _space_of(column, (*key, name), spec, argument) for name, column in columns.items()}
+        parts = {name: _space_of(column, (*key, name), source, argument) for name, column in columns.items()}
         return gym.spaces.Dict(parts)
-    known = None if spec is None else spec.get(key, None)
-    if known is None or (known.dtype, known.shape[1:]) != (
-        torch.from_numpy(columns).dtype,
-        columns.shape[1:],
-    ):
+    space: gym.Space[Any] | None = source.space_of(key)
+    if space is None or (space.dtype, space.shape) != (columns.dtype, columns.shape[1:]):
         raise ValueError(
             f"{argument} must be given: nothing tells the space of {'.'.join(key)!r}, {columns.dtype} "
             f"{list(columns.shape[1:])}. Pass {argument}=env.single_{argument}, or note the "
             "collector's first: buffer.note_spec(collector.spec)"
         )
-    return as_space(known[0])
+    return space
 
 
 def read_minari(

@@ -27,7 +27,6 @@ from flatroll.layout.keys import (
     optional_marker,
 )
 from flatroll.layout.ted import is_shift, rows_equal
-from flatroll.specs import Composite
 
 CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
@@ -40,14 +39,14 @@ class Source(NamedTuple):
         read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``.
         chunk_rows: how many to read at a time.
         advance: is called with the number of rows that a writer is done with.
-        spec: what the buffer knows of its collector's rows; None if nothing.
+        space_of: returns the Gymnasium space of an entry, or None: what the buffer knows of its collector's rows.
     """
 
     rows: int
     read: Callable[[Tensor], TensorDictBase]
     chunk_rows: int
     advance: Callable[[int], Any] = int
-    spec: Composite | None = None
+    space_of: Callable[[NestedKey], Any] = lambda key: None
 
     def chunks(self) -> Iterator[TensorDictBase]:
         """Yield all rows in order, at most ``chunk_rows`` at a time."""
@@ -77,11 +76,11 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
                 f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
                 "join() lays rows end to end"
             )
-        rows, lanes, slots, spec = len(source), torch.Size([]), None, None
+        rows, lanes, slots = len(source), torch.Size([]), None
     elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
         slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
-        rows, spec = len(slots), source.noted_spec
+        rows = len(slots)
     else:
         raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
     if not rows:
@@ -98,7 +97,8 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
 
     if chunk_rows is None:
         chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
-    return Source(rows, read, whole_number("chunk_rows", chunk_rows), spec=spec)
+    made = Source(rows, read, whole_number("chunk_rows", chunk_rows))
+    return made._replace(space_of=source.noted_space) if isinstance(source, ReplayBuffer) else made
 
 
 def first_rows(source: Source) -> Tensor | None:
