@@ -45,11 +45,11 @@ from flatroll.buffers.transforms.transform import (
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
-from flatroll.disk.state_tree import Packer
+from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
-from flatroll.specs import Composite, make_composite_from_td
+from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
@@ -109,6 +109,9 @@ class ReplayBuffer(Facts):
     >>> len(buffer), buffer[:]["observation"], buffer.sample().batch_size
     (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
     """
+
+    #: What `note_spec` was told.
+    noted_spec: Composite | None = None
 
     def __init__(
         self,
@@ -553,11 +556,35 @@ class ReplayBuffer(Facts):
 
     @property
     def spec(self) -> Composite:
-        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty.
+
+        Entries of the kind that :meth:`note_spec` told have the limits of that spec, too.
+        """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
-        return row.expand(-1)  # type: ignore[no-any-return]
+        spec: Composite = row.expand(-1)
+        leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+        for key, noted in leaves:
+            read = spec.get(key, None)
+            if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
+                spec[key] = noted
+        return spec
+
+    @property
+    def _storage(self) -> Storage:
+        """The storage, by the name that the references' programs read it by."""
+        return self.storage
+
+    def note_spec(self, spec: Composite) -> None:
+        """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
+        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
+        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+
+    def noted_space(self, key: NestedKey) -> Any:
+        """Return the Gymnasium space of an entry's values, one row's, as `note_spec` told; None if it did not."""
+        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
+        return None if spec is None else as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
@@ -574,16 +601,17 @@ class ReplayBuffer(Facts):
             slots = self.ring.stored()
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
         ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it.
+        ``codec`` save of it. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever
+        written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
             ring = self.ring
-            numbers = {
+            numbers: dict[str, int | float] = {
                 "rows": len(ring),
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
@@ -596,7 +624,7 @@ class ReplayBuffer(Facts):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
                 numbers["open_trajectories"] = ring.open_trajectories
-        return numbers
+        return numbers | torchrl_names(numbers)
 
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
@@ -608,6 +636,8 @@ class ReplayBuffer(Facts):
         transforms = ", ".join(map(repr, self.transforms)) or None
         facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        for name in ("size", "write_count", "utilization"):
+            facts.pop(name)
         unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
@@ -617,14 +647,15 @@ class ReplayBuffer(Facts):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
 
-        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
-        are not in it.
+        It owns its memory, and is plain Python and tensors, so that ``torch.load`` reads what ``torch.save`` wrote of
+        it; but for objects of your own in a `ListStorage`. Transforms are not in it.
         """
         self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
-            return {**self.tables(ahead), "storage": rows}
+            tables = self.tables(ahead)
+        return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
@@ -645,6 +676,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
@@ -661,6 +693,7 @@ class ReplayBuffer(Facts):
                 else:
                     if first:
                         self._own_parts()
+                        self.storage.max_size = ring.capacity  # with the saved lanes
                     elif not self.storage.loads_whole:
                         # Nobody reads a mixture of old and new rows, in other processes neither.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
@@ -750,15 +783,20 @@ class ReplayBuffer(Facts):
         """See :meth:`dumps`."""
         self.dumps(path, **options)
 
+    save = dump
+
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`loads`."""
         self.loads(path, **options)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
 
-        The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
-        items.
+        The rows, oldest first and some at a time, are a batch of the kind that is stored (a compact storage gives each
+        observation once), or a list of items. The hook returns as many, or a tensordict of batch size ``[]``. A hook
+        with the attributes ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path``
+        and may return any form. They are set before, to what the rows are that it gets: 0 and True if the buffer is
+        full, else their number and False. A buffer with the hooks that undo it (`Flat2TED`, `Nested2TED`) loads it.
         """
         hooked(self.storage).register_save_hook(hook)
 
@@ -862,6 +900,7 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
@@ -896,7 +935,8 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        if capacity > self.storage.max_size:  # before tables of that size are made
+        # Before tables of that size are made; lanes round it up, to less than twice as many.
+        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1083,6 +1123,17 @@ class ReplayBuffer(Facts):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         pickle_by_value(cls)
+
+
+def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
+    """What torchrl's ``stats`` calls the rows, the rows ever written and their share of the capacity."""
+    rows, capacity = numbers["rows"], numbers["capacity"]
+    return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
+
+
+def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with its tables as the parts of a buffer take them."""
+    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
 
 
 pickle_by_value(ReplayBuffer)

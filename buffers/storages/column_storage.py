@@ -515,8 +515,9 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
                 f"{'' if own is None else f' and lanes {list(own)}'}"
             )
-        room = self.max_size // lanes.numel() * lanes.numel()
-        if ring.capacity != room:
+        whole_steps = self.max_size // lanes.numel() * lanes.numel()  # what older states have
+        room = whole_steps if self.columns else self.room(lanes)
+        if ring.capacity not in (room, whole_steps):
             raise other_capacity(ring.capacity, room)
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
