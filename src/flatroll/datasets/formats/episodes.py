@@ -36,7 +36,7 @@ def episode_columns(
         states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` where the last next one is in no file: then it is the
             last state again, and ``("collector", "next_known")`` is False there.
         others: further columns ``[T, ...]`` by dotted name; a next state among them is taken as it is.
-        reward: ``[T]``; None if there is none.
+        reward: ``[T]``; floating dtypes stay, others become float32. None if there is none.
         terminated, truncated: ``[T]``.
     """
     length = len(terminated)
@@ -57,7 +57,9 @@ def episode_columns(
     is_init[:1] = True
     columns |= {"is_init": is_init, "collector.traj_ids": np.full(length, number)}
     if reward is not None:
-        columns["next.reward"] = np.asarray(reward, np.float32).reshape(length, 1)
+        given = np.asarray(reward)
+        floating = given if given.dtype.kind == "f" else given.astype(np.float32)
+        columns["next.reward"] = floating.reshape(length, 1)
     columns |= {f"next.{name}": flag for name, flag in flags.items()}
     columns["next.done"] = flags["terminated"] | flags["truncated"]
     return columns

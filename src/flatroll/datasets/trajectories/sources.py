@@ -26,6 +26,7 @@ from flatroll.datasets.trajectories.rows import (
     shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
+from flatroll.disk.folder import Listing
 from flatroll.layout.checks import whole_number
 
 NOTES = "trajectories"  # where the folder's notes have the state of the buffer
@@ -216,7 +217,7 @@ class SavedTrajectories:
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
-        if RlinfFolder.is_one(path):
+        if RlinfFolder.is_one(path) and not Listing.of(path).versions:  # our folders have such an index, too
             self.sources = [RlinfSource(path, pickled)]
         elif is_loading(path):  # a run that was ended while it loaded this
             self.sources = [OwnFolder(path / LOADING, None)]
