@@ -1,6 +1,5 @@
 """Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,11 +43,11 @@ class SliceSampler(Sampler):
         truncated_key: entry marked at the end of slices, default ``("next", "truncated")``; ``done`` and
             ``terminated`` are its neighbours. None leaves what the env said.
         strict_length: leave trajectories of fewer than ``slice_len`` rows out. Default False: they give shorter
-            slices, and the sample fewer rows.
-        fill: True draws on until the sample has exactly ``batch_size`` rows: more slices, and the last one is cut to
-            fit; ``num_slices`` then says how long slices are, not how many there will be. False: samples may be short.
-            Default None: the same, but a UserWarning says so once, if one has less than half of its rows. With
-            ``pad_output`` samples have ``batch_size`` rows anyway, padding counted, and nothing changes.
+            slices.
+        fill: where slices are short, draw further ones until the sample has exactly ``batch_size`` rows, and cut the
+            last one to fit; ``num_slices`` then says how long slices are, not how many there are. False: draw
+            ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows. Default True. With
+            ``pad_output`` samples have ``batch_size`` rows anyway, padding included, and ``fill`` has no effect.
         pad_output: repeat the last row of short slices up to ``slice_len`` and write a bool
             ``("collector", "mask")``, False at repeated rows. The mask is written even if nothing is short.
             Repeated rows have ``is_init`` False.
@@ -116,7 +115,7 @@ class SliceSampler(Sampler):
         end_keys: Sequence[NestedKey] | None = None,
         compile: bool | dict[str, Any] = False,
         use_gpu: bool | torch.device = False,
-        fill: bool | None = None,
+        fill: bool = True,
         max_policy_lag: int | None = None,
     ) -> None:
         self.freshness = freshness(max_policy_lag)
@@ -136,7 +135,6 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._warned = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -215,7 +213,7 @@ class SliceSampler(Sampler):
         return self.slice_len or batch_size // (self.num_slices or 1)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Draw slices with ``batch_size`` rows in all, fewer if slices are short and not padded."""
+        """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if slices are short and not padded."""
         index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
         marks = None
@@ -233,32 +231,11 @@ class SliceSampler(Sampler):
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
-        rows = len(draw.slots)
-        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._warned
-        if enough and not self.pad_output:
-            return draw
-        more = partial(draw_slices, length=length, follow=follow, **way)
-        return self._complete(draw, batch_size, length, ring, more)
-
-    def _complete(
-        self, draw: Draw, rows: int, length: int, ring: Ring, more: Callable[[int], Draw] | None = None
-    ) -> Draw:
-        """Pad the slices to ``length`` rows or let ``more`` draw on until there are ``rows``, if that was asked for;
-        else warn, once, if there are less than half of ``rows``."""
         if self.pad_output:
             return pad_slices(draw, length, ring)
-        if self.fill and more is not None:
-            return fill(draw, rows, more)
-        if 2 * len(draw.slots) < rows and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
-                f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
-                "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
-                "samples are wanted (this is said once)",
-                stacklevel=7,  # of buffer.sample()
-            )
-        return draw
+        if len(draw.slots) == batch_size or not self.fill:
+            return draw
+        return fill(draw, batch_size, partial(draw_slices, length=length, follow=follow, **way))
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Set ``is_init`` and done flags at the ends of each slice; missing columns are added.

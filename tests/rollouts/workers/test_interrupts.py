@@ -86,7 +86,11 @@ def test_in_each_step_of_a_batch_from_actors(sync: bool, place: str, monkeypatch
     ) as collector:
         if place in ("get", "wait"):
             monkeypatch.setattr(fake, place, pressed(getattr(fake, place)))
-        module = {"unpack": "actors.unpack_batches", "join": "delivery._joined", "batch": "delivery.nest"}.get(place)
+        module = {
+            "unpack": "actors.unpack_batches",
+            "join": "delivery._joined",
+            "batch": "delivery.nest",
+        }.get(place)
         if module is not None:
             name = f"flatroll.rollouts.workers.{module}"
             owner, _, attribute = name.rpartition(".")
