@@ -133,13 +133,13 @@ def test_a_snapshot_goes_on_when_rows_are_given_up() -> None:
     version, rows = ring.snapshot()
     ring.claim(3)  # another process begins to write
     newest = torch.tensor([rows - 1])
-    with pytest.raises(IndexError, match="no stored row has age 7: ages are 0 .the oldest. to 4"):
+    with pytest.raises(IndexError, match=r"no stored row has age 7: ages are 0 \(the oldest\) to 4"):
         ring.slots_by_age(newest)
     slots = ring.slots_by_age(newest, version)
     assert slots.tolist() == [7] and ring.unchanged_since(Draw(slots, version=version))
     oldest = ring.slots_by_age(torch.tensor([2]), version)
     assert oldest.tolist() == [2] and not ring.unchanged_since(Draw(oldest, version=version))
-    with pytest.raises(IndexError, match="no stored row has age 8: ages are 0 .the oldest. to 7"):
+    with pytest.raises(IndexError, match=r"no stored row has age 8: ages are 0 \(the oldest\) to 7"):
         ring.slots_by_age(torch.tensor([rows]), version)
     with pytest.raises(IndexError, match="no stored row has age -1"):
         ring.slots_by_age(torch.tensor([-1]), version)
