@@ -396,7 +396,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         init_key: NestedKey | None = IS_INIT,

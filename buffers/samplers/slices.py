@@ -36,8 +36,9 @@ class SliceSampler(Sampler):
         num_slices: slices per sample; ``slice_len`` is then ``batch_size // num_slices``.
         slice_len: rows per slice; ``num_slices`` is then ``batch_size // slice_len``. Both may be given if their
             product is the batch size.
-        end_key: bool entry that marks the last row of an episode, default ``("next", "done")``.
-        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some.
+        end_key: bool entry that marks the last row of an episode, default ``("next", "done")``. A list is ``end_keys``.
+        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some, or all
+            where they have trajectory ids.
         traj_key: integer entry, constant within a trajectory. Default: ``("collector", "traj_ids")`` or else
             ``"episode"`` if the first batch has one of them; without any, ``end_key`` and ``init_key`` decide.
         truncated_key: entry marked at the end of slices, default ``("next", "truncated")``; ``done`` and
@@ -102,7 +103,7 @@ class SliceSampler(Sampler):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         strict_length: bool = False,
@@ -127,6 +128,8 @@ class SliceSampler(Sampler):
         one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
+        if isinstance(end_key, list) and end_keys is None:
+            end_key, end_keys = None, end_key
         if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
@@ -162,7 +165,7 @@ class SliceSampler(Sampler):
 
         Raises:
             KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for, or all
-                ``end_keys``.
+                ``end_keys`` and ids.
             TypeError: done, terminated, truncated or the ``start_key`` is not bool.
             ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
         """
@@ -171,8 +174,6 @@ class SliceSampler(Sampler):
             if key is not None:
                 require(batch, key)
         ends = [key for key in self.end_keys or [] if batch.get(key, None) is not None]
-        if self.end_keys and not ends:
-            require(batch, self.end_keys[0])
         if self.start_key is not None:
             if self.start_key != HAS_STATE:
                 require(batch, self.start_key)
@@ -190,6 +191,8 @@ class SliceSampler(Sampler):
         init_key = IS_INIT if self.init_key is None else self.init_key
         end_key = ends[0] if ends else self.end_key
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
+        if self.end_keys and not ends and batch.get(keys.traj, None) is None:
+            require(batch, self.end_keys[0])
         return replace(keys, more_done=tuple(ends[1:])) if ends else keys
 
     def check(self, batch_size: int | None) -> int:

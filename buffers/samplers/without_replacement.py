@@ -210,7 +210,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         num_slices: int | None = None,
         slice_len: int | None = None,
         drop_last: bool = False,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         strict_length: bool = False,

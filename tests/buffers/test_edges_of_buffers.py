@@ -102,7 +102,8 @@ def test_positions_are_not_stored(world: Any) -> None:
 def test_there_are_never_more_rows_than_asked_for(world: Any) -> None:
     """With 3 lanes, a capacity of 100 is 99."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
-    buffer.extend(TensorDict({"x": torch.zeros(3, 50)}, [3, 50]))
+    with pytest.warns(UserWarning, match="the batch has 150 rows, the storage holds 99"):
+        buffer.extend(TensorDict({"x": torch.zeros(3, 50)}, [3, 50]))
     assert len(buffer) == buffer.stats()["capacity"] == 99
 
 

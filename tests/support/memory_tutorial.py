@@ -33,7 +33,7 @@ def sample_of(compact_data: TensorDict) -> TensorDict:
         batch_size=40,
     )
     rb.extend(compact_data)
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     drawn = rb.sample()
     assert isinstance(drawn, TensorDict)
     return drawn
