@@ -392,7 +392,12 @@ class Owner:
     def _answer(self, post: Post, kind: str, content: Any) -> None:
         """Do what a message asks for. Whatever the buffer raises goes back to the client."""
         buffer = self._buffer()
-        opened = post.open(kind, content, keep=buffer is not None and _keeps_rows(buffer))
+        # A list storage and the `inv` of a transform may keep the very tensors that they are given: these must not be
+        # in memory that the client writes to again.
+        keep = buffer is not None and (
+            any(map(changes_stored, buffer.transforms)) or not isinstance(buffer.storage, ColumnStorage)
+        )
+        opened = post.open(kind, content, keep=keep)
         if opened is None or buffer is None:  # the door is shut by now
             return
         try:
@@ -406,12 +411,6 @@ class Owner:
             send_quietly(post, *answer)
         except BaseException as error:  # the result cannot be sent
             send_quietly(post, FAILED, portable(error), traceback.format_exc())
-
-
-def _keeps_rows(buffer: Served) -> bool:
-    """Whether the buffer may keep the very tensors that it is given, as a list storage or an ``inv`` of a transform
-    does: then they must not be in memory that the client writes to again."""
-    return any(map(changes_stored, buffer.transforms)) or not isinstance(buffer.storage, ColumnStorage)
 
 
 class Service:

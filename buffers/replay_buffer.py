@@ -209,7 +209,7 @@ class ReplayBuffer(Facts):
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
         if self.transforms:
-            data = before_storing(data, self.transforms, self.storage.loose, final)
+            data = before_storing(data, self.transforms, self.storage.not_compared, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
@@ -325,7 +325,7 @@ class ReplayBuffer(Facts):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        self.overwrite(index, before_storing(data, self.transforms, self.storage.loose))
+        self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
     def overwrite(self, index: Any, data: Any) -> None:
         self.enter_process()

@@ -251,20 +251,20 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
 def before_storing(
     data: object,
     transforms: Sequence[TransformLike],
-    loose: set[NestedKey],
+    not_compared: set[NestedKey],
     final: TensorDictBase | None = None,
 ) -> Any:
     """Apply the ``inv`` of ``transforms``, last one first, to a batch to store.
 
-    The root keys of entries that it changes are added to ``loose``: what two batches say of one observation may be
-    changed in two ways, by a normalisation that moves on.
+    The root keys of entries that it changes are added to ``not_compared``: what two batches say of one observation
+    may be changed in two ways, by a normalisation that moves on.
     """
     given = _versions(data)  # holds the tensors, so that no other one gets the id of one of them
     data = apply_inverses(transforms, data, final)
     kept = {(id(value), version) for value, version in given.values()}
     for key, (value, version) in _versions(data).items():
         if (id(value), version) not in kept:
-            loose.add(without_next(key))
+            not_compared.add(without_next(key))
     return data
 
 

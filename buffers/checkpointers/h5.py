@@ -15,6 +15,7 @@ from typing_extensions import override
 from flatroll.buffers.checkpointers.rows import FlatStorageCheckpointer
 from flatroll.buffers.checkpointers.saving import RowWriter, SavedFolder
 from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.storages.storage import Storage
 from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column, Ragged
@@ -74,7 +75,12 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def load_with(
-        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
     ) -> tuple[T, None]:
         file = path / self.checkpoint_file
         if not file.is_file():

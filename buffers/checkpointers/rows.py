@@ -35,7 +35,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
-from flatroll.buffers.storages.item_kinds import structure_from_plain
+from flatroll.buffers.storages.item_kinds import Structure, structure_from_plain
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Storage
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
@@ -53,6 +53,7 @@ _STARTS = "#starts"  # bool per row: a run begins here
 _AFTER = "#after"  # next values that are not those of the row after
 #: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
 Hook: TypeAlias = Callable[..., Any]
+Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
 
 
 class Span(NamedTuple):
@@ -65,7 +66,7 @@ class Span(NamedTuple):
     """
 
     slots: Tensor
-    read: Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
+    read: Reader
 
 
 class StorageCheckpointerBase(ABC):
@@ -92,7 +93,7 @@ class StorageCheckpointerBase(ABC):
         self._load_hooks.append(hook)
 
     @abstractmethod
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
 
         The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
@@ -100,7 +101,7 @@ class StorageCheckpointerBase(ABC):
 
     @abstractmethod
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
 
@@ -114,11 +115,11 @@ class StorageCheckpointerBase(ABC):
             ValueError: they do not fit together.
         """
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         """Raise an error if this is no checkpointer for ``storage``."""
         return
 
-    def dump_rows(self, storage: Any, slots: Tensor, path: Path) -> dict[str, FileColumn]:
+    def dump_rows(self, storage: Storage, slots: Tensor, path: Path) -> dict[str, FileColumn]:
         """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
@@ -127,18 +128,18 @@ class StorageCheckpointerBase(ABC):
             rows = hook(rows, path=path)
         return self.dump_given(storage.structure, rows, len(slots))
 
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         """Return the rows in ``slots`` as hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
 
         ``structure`` is what kind of rows the storage keeps.
         """
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         """Return the rows of which :meth:`dump_given` made ``tensors``."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
@@ -146,7 +147,7 @@ class StorageCheckpointerBase(ABC):
         """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
         return open_folder(saved, options, ring, segment_rows)
 
-    def save(self, storage: Any, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
         """Return a save of the rows that ``ring`` counts."""
         segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
         writer = self.open(saved, options, ring, segment_rows)
@@ -154,14 +155,19 @@ class StorageCheckpointerBase(ABC):
         return RowCopy(saved, writer, dump, ring, segment_rows)
 
     def load_with(
-        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
     ) -> tuple[T, Folder | None]:
         """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
         that knows this version, if it is one."""
         return load_from(path, use, number, strict)
 
     def restore_version(
-        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
         """Return what :meth:`restore` gives of a version whose rows ``ring`` counts, and which the load hooks change
         back."""
@@ -197,7 +203,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     """
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         if not isinstance(storage, ColumnStorage):
             raise TypeError(
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
@@ -217,7 +223,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 )
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         dumped: dict[str, FileColumn] = {}
         for key, column in storage.columns.items():
             name = column_name(key)
@@ -228,8 +234,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
+        assert isinstance(storage, ColumnStorage)  # that is what `check` is for
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
@@ -281,7 +288,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return {**tables, "columns": restored}
 
     @override
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         if own := [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]:
             raise TypeError(
                 f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
@@ -292,14 +299,15 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         )
 
     @override
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
+        assert structure is not None  # rows of tensors have one
         columns = structure.columns(rows)
         if {len(values) for values in columns.values()} != {count}:
             raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
         return {column_name(key): values for key, values in columns.items()}
 
     @override
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
         structure = structure_from_plain(tables["structure"])
         if structure is None:
@@ -315,17 +323,17 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     """
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         if isinstance(storage, ColumnStorage):
             raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         return self.dump_given(None, storage.read_rows(slots), len(slots))
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
         for slots, read in spans:
@@ -345,17 +353,17 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return {"items": items}
 
     @override
-    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         return storage.read_rows(slots)
 
     @override
-    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         if len(rows) != count:
             raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
         return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(rows)])}
 
     @override
-    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
         return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
@@ -395,7 +403,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         )
 
     @override
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         super().check(storage)
         for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
             for key in keys:
@@ -404,7 +412,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                     raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         dumped = super().dump(storage, slots)
         for key in storage.columns:
             name, later = column_name(key), column_name(next_key(key))
@@ -421,7 +429,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         return super().restore(
             storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
@@ -439,7 +447,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     """
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+    def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         names = BoundaryKeys()
         markers = [names.is_init, names.done, names.traj, "episode"]
         columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
@@ -455,7 +463,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         kept = (Span(slots, partial(_without_starts, read)) for slots, read in spans)
         return super().restore(storage, tables, kept, rows)
@@ -484,7 +492,7 @@ class DiskStorageCheckpointer:
     >>> folder.cleanup()
     """
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: Storage) -> None:
         """Raise TypeError if this is no checkpointer for ``storage``."""
         if not isinstance(storage, DiskStorage):
             raise TypeError(
@@ -641,7 +649,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
         yield Span(slots, segment.read)
 
 
-def _to_bytes(item: Any, number: int) -> bytes:
+def _to_bytes(item: object, number: int) -> bytes:
     """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
         packer = Packer()
@@ -672,12 +680,12 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 
-def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
     """The columns of a span but for where runs begin."""
     return {name: values for name, values in read(targets).items() if name != _STARTS}
 
 
-def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
+def _filled(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
     """The columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}

@@ -336,7 +336,7 @@ def _mark(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None
     if any(flag is not None and not flag.is_cpu for flag in flags):
         _mark_on_device(flags, firsts, lasts)
         return
-    from flatroll.kernels.rows.run_marks import mark  # numba; a fifth of the time of the torch form
+    from flatroll.kernels.slices.drawing import mark  # numba; a fifth of the time of the torch form
 
     mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
 

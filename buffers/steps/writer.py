@@ -293,7 +293,7 @@ class StepWriter:
         if names is None:
             return columns
         if missing := [name for name in names if name not in columns]:
-            raise KeyError(f"there is no entry {missing[0]!r} to read")
+            raise KeyError(f"there is no entry {missing[0]!r} to read, only {sorted(map(str, columns))}")
         return {name: columns[name] for name in names}
 
     def _places(self, steps: Any, envs: Any) -> Tensor:

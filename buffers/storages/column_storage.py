@@ -138,7 +138,7 @@ class ColumnStorage(Storage):
                     )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
             self._own_keys = frozenset(made)
-            self.loose.update(map(without_next, made))  # they need not give back what they were given
+            self.not_compared.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
 
@@ -253,7 +253,9 @@ class ColumnStorage(Storage):
             if key in from_final:
                 continue
             if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
-                raise ValueError(f"the batch and final lack {next_name!r}, which the first extend had")
+                raise ValueError(
+                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
+                )
         twice = set(pool.next_keys.values())
         stored = {key: column for key, column in columns.items() if key not in twice}
         if self.pool is not None and stored.keys() != self.columns.keys():
@@ -331,7 +333,7 @@ class ColumnStorage(Storage):
         assert rows.fragments is not None
         known, source, pool = self.known or self._know(), rows.source, self.pool
         compared = known.compared
-        if compared is None or compared.loose != len(self.loose):
+        if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
         compare = NOTHING
         if source is not None and compared.pairs is not None:
@@ -393,7 +395,7 @@ class ColumnStorage(Storage):
         for key, values in columns.items():
             if key not in fixed:
                 self.columns[key].put(draw.slots, values)
-                self.loose.add(without_next(key))
+                self.not_compared.add(without_next(key))
 
     @override
     def read_rows(

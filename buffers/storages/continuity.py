@@ -71,13 +71,15 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     return shared or pairs
 
 
-def compared_keys(columns: Mapping[NestedKey, Column], loose: Collection[NestedKey]) -> tuple[NestedKey, ...]:
-    """List the root keys, without ``loose``, by which a row is known to follow another: its observations.
+def compared_keys(
+    columns: Mapping[NestedKey, Column], not_compared: Collection[NestedKey]
+) -> tuple[NestedKey, ...]:
+    """List the root keys, without ``not_compared``, by which a row is known to follow another: its observations.
 
     They are those under ``"observation"``; where there are none, the entries of more than one number that ``"next"``
     has too, and else all that it has. (Counters of two trajectories may agree, values of a network need not.)
     """
-    pairs = [key for key in state_pairs(columns) if key not in loose and key != STEP_COUNT]
+    pairs = [key for key in state_pairs(columns) if key not in not_compared and key != STEP_COUNT]
     named = [key for key in pairs if as_tuple(key)[0] == OBSERVATION]
     wide = [key for key in pairs if columns[key].shape.numel() > 1]
     return tuple(named or wide or pairs)
@@ -87,14 +89,14 @@ class Compared(NamedTuple):
     """The columns by which a storage knows whether a row follows another, found once.
 
     Attributes:
-        loose: number of `Storage.loose` keys that were left out.
+        not_compared: number of `Storage.not_compared` keys that were left out.
         keys: root keys of the entries that must agree.
         pairs: these, then the others that a compact storage keeps once, for `TrajectoryIndex.link`; None if one of
             them is not plain numbers in host memory.
         order: compact storage: the root keys of ``pairs``.
     """
 
-    loose: int
+    not_compared: int
     keys: tuple[NestedKey, ...]
     pairs: Array | None
     order: tuple[NestedKey, ...]
@@ -107,20 +109,20 @@ class Compared(NamedTuple):
         columns = storage.columns
         if pool is not None:  # the pairs that are kept once
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
-        keys = compared_keys(columns, storage.loose)
+        keys = compared_keys(columns, storage.not_compared)
         there = [] if plain is None else list(plain.columns)
         if pool is None:
             order = keys
             if not all(key in there and next_key(key) in there for key in keys):
-                return cls(len(storage.loose), keys, None, order)
+                return cls(len(storage.not_compared), keys, None, order)
             rows = [plain.pair(key, next_key(key)) for key in keys] if plain else []
         else:
             order = (*keys, *(key for key in pool.pairs if key not in keys))
             if not pool.plain or not all(key in there for key in order):
-                return cls(len(storage.loose), keys, None, order)
+                return cls(len(storage.not_compared), keys, None, order)
             sizes = [columns[key].value_bytes for key in order]
             rows = [(0, size, k, len(order) + k) for k, size in enumerate(sizes)]
-        return cls(len(storage.loose), keys, np.array(rows, np.int64).reshape(-1, 4), order)
+        return cls(len(storage.not_compared), keys, np.array(rows, np.int64).reshape(-1, 4), order)
 
 
 class LinkCheck:
@@ -165,7 +167,7 @@ class LinkCheck:
         """Refuse the batch, or cut it, at the fragments ``unlike``.
 
         A key is trusted if all rows inside trajectories say the next row's value. One that is not trusted becomes
-        ``loose``; where no row tells, trajectories are cut.
+        ``not_compared``; where no row tells, trajectories are cut.
 
         Args:
             keys: those that may be compared.
@@ -181,7 +183,7 @@ class LinkCheck:
                 continue
             trusted = self._trusted(key)
             if trusted is False:
-                self.storage.loose.add(key)
+                self.storage.not_compared.add(key)
                 continue
             if trusted and named:
                 row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])

@@ -125,7 +125,7 @@ class Storage(Facts, ABC):
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
-        loose: root keys whose next values need not be those of the following rows: they are not compared.
+        not_compared: root keys whose next values need not be those of the following rows: they are not compared.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
         loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
@@ -150,7 +150,7 @@ class Storage(Facts, ABC):
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
-        self.loose: set[NestedKey] = set()
+        self.not_compared: set[NestedKey] = set()
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
-from flatroll.buffers.transforms.transform import Get, Transform, batch_of, key_list
+from flatroll.buffers.transforms.transform import Get, Transform, batch_of, keys_argument
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
 from flatroll.layout.checks import cpu_generator, function, number, one_of
 from flatroll.layout.keys import (
@@ -106,7 +106,7 @@ class HindsightTransform(Transform):
                 function(name, given, "a function of (achieved_goal, desired_goal, info)")
         self.reward_fn, self.terminated_fn, self.as_numpy = reward_fn, terminated_fn, as_numpy
         self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
-        self.info_keys = key_list("info_keys", info_keys)
+        self.info_keys = keys_argument("info_keys", info_keys)
         self.goal_key, self.achieved_goal_key = goal_key, achieved_goal_key
         self.reward_key, self.generator = under_next(reward_key), cpu_generator(generator)
 
@@ -211,7 +211,9 @@ class HindsightTransform(Transform):
                 "ReplayBuffer(transform=...), in an ensemble to each member"
             )
         if td.batch_dims != 1:
-            raise ValueError(f"HindsightTransform takes flat batches [N], got {list(td.batch_size)}")
+            raise ValueError(
+                f"HindsightTransform takes flat batches [N], got {list(td.batch_size)}: flatten it first"
+            )
         ends = run_ends(td).cpu()
         at, lasts = steps_into_run(starts_from(ends)), ends.nonzero().squeeze(1)
         rows = torch.arange(len(td))

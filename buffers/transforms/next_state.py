@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.transforms.transform import Transform, key_list
+from flatroll.buffers.transforms.transform import Transform, keys_argument
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, next_key, require
@@ -56,7 +56,7 @@ class NextStateReconstructor(Transform):
         fill_value: float = float("nan"),
         strict: bool = True,
     ) -> None:
-        roots = key_list("keys", keys)
+        roots = keys_argument("keys", keys)
         super().__init__(roots, [next_key(key) for key in roots])
         self.keys = self.in_keys
         self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
@@ -65,7 +65,9 @@ class NextStateReconstructor(Transform):
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""
         if td.batch_dims != 1:
-            raise ValueError(f"NextStateReconstructor takes flat batches [N], got {list(td.batch_size)}")
+            raise ValueError(
+                f"NextStateReconstructor takes flat batches [N], got {list(td.batch_size)}: flatten it first"
+            )
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
         for key in self.in_keys:

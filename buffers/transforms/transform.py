@@ -55,13 +55,13 @@ class RowChooser(Protocol):
         ...
 
 
-def key_list(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
+def keys_argument(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
     """Return an argument that names entries as a list; one string is one key, None is no key.
 
     Raises:
         ValueError: a tuple of several strings, which may mean one nested key or several keys.
 
-    >>> key_list("in_keys", "pixels"), key_list("in_keys", ["pixels", ("next", "pixels")])
+    >>> keys_argument("in_keys", "pixels"), keys_argument("in_keys", ["pixels", ("next", "pixels")])
     (['pixels'], ['pixels', ('next', 'pixels')])
     """
     if keys is None:
@@ -116,11 +116,11 @@ class Transform(nn.Module):
         out_keys_inv: NestedKey | Sequence[NestedKey] | None = None,
     ) -> None:
         super().__init__()
-        self.in_keys = key_list("in_keys", in_keys)
-        self.out_keys = list(self.in_keys) if out_keys is None else key_list("out_keys", out_keys)
-        self.in_keys_inv = key_list("in_keys_inv", in_keys_inv)
+        self.in_keys = keys_argument("in_keys", in_keys)
+        self.out_keys = list(self.in_keys) if out_keys is None else keys_argument("out_keys", out_keys)
+        self.in_keys_inv = keys_argument("in_keys_inv", in_keys_inv)
         self.out_keys_inv = (
-            list(self.in_keys_inv) if out_keys_inv is None else key_list("out_keys_inv", out_keys_inv)
+            list(self.in_keys_inv) if out_keys_inv is None else keys_argument("out_keys_inv", out_keys_inv)
         )
 
     @property

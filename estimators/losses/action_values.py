@@ -42,7 +42,7 @@ from flatroll.layout.keys import (
     next_key,
     require,
 )
-from flatroll.layout.tensordict_seam import call_for, get_entry, nest
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry
 
 ActionSpace = Literal["categorical", "one-hot"]
 
@@ -368,7 +368,7 @@ class OffPolicyLoss(LossModule):
         # rows without an error get the least priority: drawn again, they would count nowhere again
         if inputs.unknown is not None:
             error = zero_masked(error, ~inputs.unknown)
-        inputs.batch.set(self.key("priority"), zero_masked(error, inputs.real))
+        set_entry(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
 
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""

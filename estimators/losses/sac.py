@@ -33,7 +33,7 @@ from flatroll.estimators.losses.base import (
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
-from flatroll.layout.tensordict_seam import call_for, nest, shallow_copy
+from flatroll.layout.tensordict_seam import call_for, nest, set_entry, shallow_copy
 
 
 class SACOptions(TypedDict, total=False):
@@ -345,7 +345,7 @@ class SACLoss(SoftActorCritic):
     def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
         """A shallow copy of the batch with another action."""
         copy = shallow_copy(work)
-        copy.set(self.key("action"), action)
+        set_entry(copy, self.key("action"), action)
         return copy
 
     @override

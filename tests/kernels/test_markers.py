@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.kernels.rows.run_marks import fragments, mark
+from flatroll.kernels.rows.run_marks import fragments
+from flatroll.kernels.slices.drawing import mark
 from flatroll.layout import run_ends
 
 

@@ -7,7 +7,7 @@
 | `one_of` | one of some choices |
 | `expect` | an instance of a type |
 | `function` | something that can be called |
-| `key_list` | a list of keys, not one string |
+| `not_a_string` | a list of keys, not one string |
 | `floating_dtype` | a floating dtype |
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
@@ -17,7 +17,7 @@ Each returns the checked value, so that it can stand in an assignment: ``self.sl
 ``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from operator import index
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
@@ -99,7 +99,8 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+    # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
+    if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", repr(value), hint))
     real = float(value)
     low = least if above is None else above
@@ -179,13 +180,13 @@ def function(name: str, value: T, wanted: str = "a function", *, hint: str = "")
     return value
 
 
-def key_list(name: str, keys: Sequence[T]) -> Sequence[T]:
+def not_a_string(name: str, keys: T) -> T:
     """Return keys after checking that they are a list of them, not one string, whose letters would be taken for keys.
 
     Raises:
         TypeError: it is a string.
 
-    >>> key_list("in_keys", "observation")
+    >>> not_a_string("in_keys", "observation")
     Traceback (most recent call last):
     ...
     TypeError: in_keys must be a list of keys, got the string 'observation': write ['observation']

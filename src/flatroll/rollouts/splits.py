@@ -1,6 +1,6 @@
 """Envs in several parts that step in turn: while the policy acts for one part, the others' steps are under way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -173,19 +173,16 @@ def _check_alike(parts: Sequence[Runner]) -> None:
     ):
         if any(fact != facts[0] for fact in facts):
             raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
-    seeds = [seed for part in parts for seed in _seeds_of_pool(part.stream.source.env)]
+    seeds: list[int] = []  # of all envs of envpools
+    for part in parts:
+        config = getattr(part.stream.source.env, "config", None)
+        if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
+            seeds += config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
     if len(set(seeds)) < len(seeds):
         raise ValueError(
             "two envpools of splits= have envs with the same seed, which would make the same rows: env i of a pool has "
             "the pool's seed + i (42 + i by default). Give each pool its seed: seed=0 and, after 4 envs, seed=4"
         )
-
-
-def _seeds_of_pool(env: object) -> Iterator[int]:
-    """The seeds of an envpool's envs; nothing for any other env."""
-    config = getattr(env, "config", None)
-    if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
-        yield from config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
 
 
 def _concatenate(batches: list[TensorDict]) -> TensorDict:

@@ -1,6 +1,6 @@
 """Memory, messages and processes for workers: nothing has a name, nothing listens, nothing is polled."""
 
-from flatroll.sharing.block import Block, Column, Memory, Table
+from flatroll.sharing.block import Block, BlockColumn, Memory, Table
 from flatroll.sharing.channel import Channel, Closed, Door
 from flatroll.sharing.mailbox import Inbox, Outbox, Window, pack, unpack
 from flatroll.sharing.nursery import Nursery, Worker
@@ -9,9 +9,9 @@ from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 __all__ = [
     "Block",
+    "BlockColumn",
     "Channel",
     "Closed",
-    "Column",
     "Door",
     "Inbox",
     "Memory",

@@ -102,7 +102,7 @@ _ALIGNMENT = 64  # bytes: a cache line, so that no two columns share one
 
 
 @dataclass(frozen=True)
-class Column:
+class BlockColumn:
     """Data type, as torch and NumPy both name it ("float32"), and shape ``[*S]`` of a row of a column."""
 
     dtype: str
@@ -115,11 +115,11 @@ class Table:
 
     Args:
         rows: number of rows that there is room for.
-        columns: each key's `Column`.
+        columns: each key's `BlockColumn`.
     """
 
     rows: int
-    columns: Mapping[Key, Column]
+    columns: Mapping[Key, BlockColumn]
 
     @staticmethod
     def like(columns: Mapping[Key, Any], rows: int | None = None) -> "Table":
@@ -133,7 +133,7 @@ class Table:
             ValueError: the columns have different numbers of rows, or a data type that no memory is laid out for.
 
         >>> Table.like({"reward": np.zeros((3, 1), np.float32)}).columns
-        {'reward': Column(dtype='float32', shape=(1,))}
+        {'reward': BlockColumn(dtype='float32', shape=(1,))}
         """
         count = row_count(columns)
         made = {}
@@ -143,7 +143,7 @@ class Table:
                 _numpy_dtype(name)
             except TypeError:
                 raise ValueError(f"column {key!r} has data type {name}, which cannot be shared") from None
-            made[key] = Column(name, tuple(values.shape[1:]))
+            made[key] = BlockColumn(name, tuple(values.shape[1:]))
         return Table(count if rows is None else rows, made)
 
 
@@ -237,10 +237,10 @@ class Block:
             )
         return made
 
-    def _size(self, table: int, column: Column) -> int:
+    def _size(self, table: int, column: BlockColumn) -> int:
         return self.tables[table].rows * prod(column.shape)
 
-    def _places(self, slot: int, table: int) -> list[tuple[Key, Column, int]]:
+    def _places(self, slot: int, table: int) -> list[tuple[Key, BlockColumn, int]]:
         """Key, column and first byte of each column of a table."""
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")

@@ -199,9 +199,12 @@ class Bounded(NumberSpec, Ranged):
 
     @override
     def _repr_parts(self) -> list[str]:
-        return [
-            f"{name}={_extent(bound)}" for name, bound in zip(("low", "high"), self._limits(), strict=True)
-        ]
+        parts = []
+        for name, bound in zip(("low", "high"), self._limits(), strict=True):
+            numbers = bound.reshape(-1).tolist()
+            least, most = min(numbers, default="[]"), max(numbers, default="[]")
+            parts.append(f"{name}={least}" if least == most else f"{name}={least}..{most}")
+        return parts
 
 
 class BoundedContinuous(Bounded):
@@ -337,12 +340,3 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: Device)
     if changed or bool((bound.isinf() & ~given.isinf()).any()):
         raise ValueError(f"{dtype} cannot hold {name}={value!r}: choose another dtype or bound")
     return bound
-
-
-def _extent(bound: Tensor) -> str:
-    """One number, or the least and the largest of a tensor of bounds."""
-    if bound.numel() == 0:
-        return "[]"
-    numbers = bound.reshape(-1).tolist()
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least}..{most}"

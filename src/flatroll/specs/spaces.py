@@ -124,7 +124,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 
-def _as_bound(bound: Any, dtype: torch.dtype, device: Device) -> Any:
+def _as_bound(bound: np.ndarray[Any, Any], dtype: torch.dtype, device: Device) -> Any:
     """A bound as a tensor; one number where all are the same, to be repeated without memory."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)

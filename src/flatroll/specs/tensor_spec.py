@@ -596,11 +596,6 @@ class Ranged(TensorSpec):
             inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
         )
 
-    def _clamp(self, value: Tensor) -> Tensor:
-        """The closest values inside to values of this dtype."""
-        assert self.dtype is not None
-        return from_ordered(to_ordered(value).clamp(*self._get_limits()), self.dtype)
-
     @override
     def closest(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
@@ -613,7 +608,7 @@ class Ranged(TensorSpec):
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
             numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
             numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
-        return self._clamp(numbers.to(self.dtype))
+        return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:

@@ -49,7 +49,7 @@ def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tens
 
 
 def sample_tokens(
-    model: Any,
+    model: nn.Module,
     prompts: Tensor,
     mask: Tensor,
     max_new_tokens: int,
@@ -172,7 +172,7 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
         )
 
 
-def token_log_probs(model: Any, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
+def token_log_probs(model: nn.Module, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
     """Log-probabilities ``[B, count]`` of the last ``count`` tokens, from one pass and the whole distribution.
 
     Args:

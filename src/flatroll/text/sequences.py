@@ -170,7 +170,7 @@ class TextModule(TensorDictModuleBase):
         return batch
 
 
-def last_logits(model: Any, count: int, **inputs: Tensor) -> Tensor:
+def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
     """Outputs ``[B, count, F]`` of a model at the last ``count`` tokens of each row."""
     options: dict[str, Any] = {"use_cache": False}
     accepted = inspect.signature(model.forward).parameters

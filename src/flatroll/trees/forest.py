@@ -395,18 +395,21 @@ class MCTSForest:
 
     def _get_graph(self) -> Graph:
         if self._graph is None:
-            source, target, _, count, reward = self.edges
+            source, target, pair, count, reward = self.edges
             order = source.argsort(stable=True)
             # Transitions that leave state s are order[offsets[s]:offsets[s + 1]].
             offsets = torch.zeros(self.num_states + 1, dtype=torch.int64)
             offsets[1:] = torch.bincount(source, minlength=self.num_states).cumsum(0)
+            assert self._states.index is not None and self._pairs.index is not None
+            states = hash_words(self._states.index.words)
+            actions = self._pairs.index.words[:, 1:]  # behind the number of the state
             self._graph = Graph(
                 offsets.tolist(),
                 order.tolist(),
                 target.tolist(),
                 count.clone(),
                 reward.clone(),
-                self._hash_edges(),
+                hash_words(torch.cat([states[source, None], actions[pair], states[target, None]], -1)),
                 self._rows,
                 self.observation_keys,
                 self.action_keys,
@@ -418,12 +421,6 @@ class MCTSForest:
     def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
         return self._get_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
-
-    def _hash_edges(self) -> Tensor:
-        assert self._states.index is not None and self._pairs.index is not None
-        states, (source, target, pair, _, _) = hash_words(self._states.index.words), self.edges
-        actions = self._pairs.index.words[:, 1:]  # behind the number of the state
-        return hash_words(torch.cat([states[source, None], actions[pair], states[target, None]], -1))
 
 
 class NodeMap:

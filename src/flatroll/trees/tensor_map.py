@@ -222,7 +222,10 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                 f"keys and values must be of one batch size, got {list(item.batch_size)} and {list(value.batch_size)}"
             )
         query, count = self.query_module, self._count
-        new = flat_columns(value, self._keys_to_write(value))
+        keys = self.out_keys or list(value.keys(True, True))
+        for key in keys:
+            require(value, key)
+        new = flat_columns(value, keys)
         columns = query.columns(item)
         at, hashes = query.number(columns)
         done = False
@@ -292,13 +295,6 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             if key not in made:
                 raise KeyError(f"write_fn must return the entry {key!r}, got {sorted(map(str, made))}")
             new[key][rows] = made[key]
-
-    def _keys_to_write(self, value: TensorDictBase) -> list[NestedKey]:
-        """The entries to store, each of which must be there."""
-        keys = self.out_keys or list(value.keys(True, True))
-        for key in keys:
-            require(value, key)
-        return keys
 
     def _find(self, item: TensorDictBase) -> Tensor:
         query = self.query_module

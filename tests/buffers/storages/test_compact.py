@@ -215,7 +215,8 @@ def test_errors_of_final(world: Any) -> None:
     other = ReplayBuffer(storage=LazyTensorStorage(50, compact_obs=True))
     other.extend(batch)
     with pytest.raises(
-        ValueError, match=r"the batch and final lack \('next', 'step_count'\), which the first extend had"
+        ValueError,
+        match=r"the batch lacks \('next', 'step_count'\), which the first extend had: pass it in the batch or in final",
     ):
         other.extend(compact, final=final)
 

@@ -26,7 +26,8 @@ from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
-from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
+from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
+from flatroll.layout.tensordict_seam import nest
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -132,7 +133,8 @@ def write_lerobot(
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
             data.write_table(table)
-            finals.append(to_arrow(_last_observations(rows)))
+            last_row = {key: rows.get(next_key(key))[-1:] for key in observation_keys(rows)}
+            finals.append(to_arrow(nest(last_row, 1)))
             if len(finals) == _FINALS_AT_ONCE:
                 last = _write_finals(pyarrow, parquet, finals, path, last)
             episodes.append(_episode_row(number, frames, len(rows), task, place))
@@ -178,7 +180,9 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
             raise TypeError(
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not have: leave it out"
             )
-        image = _image_kind(array) if key in observed or key[1:] in observed else None
+        image = None
+        if (key in observed or key[1:] in observed) and array.dtype == np.uint8 and array.ndim == 4:
+            image = "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
         column = name
         if key == (OBSERVATION,):
             column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
@@ -206,13 +210,6 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
             "compact_obs=True, with its final=, and export that"
         )
     return fields
-
-
-def _image_kind(array: Array) -> str | None:
-    """``"HWC"`` or ``"CHW"`` for images, else None."""
-    if array.dtype != np.uint8 or array.ndim != 4:
-        return None
-    return "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
 
 
 def _table(
@@ -267,13 +264,6 @@ def _png(image: Array) -> bytes:
     file = io.BytesIO()
     pillow.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
     return file.getvalue()
-
-
-def _last_observations(rows: TensorDictBase) -> TensorDict:
-    last = TensorDict({}, [1])
-    for key in observation_keys(rows):
-        last.set(key, rows.get((NEXT, *as_tuple(key)))[-1:])
-    return last
 
 
 def _episode_row(number: int, first: int, length: int, task: str, place: dict[str, int]) -> dict[str, Any]:
@@ -371,11 +361,14 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
-    # Of images, their files are bounded; what is in them can be 1032 times as much, as DEFLATE has it.
-    columns = [
-        about for about in fields or features.values() if not about.get("image") and about["dtype"] != "image"
-    ]
-    row_bytes = 8 + sum(map(_bytes_of, columns))
+    row_bytes = 8
+    for about in fields or features.values():
+        # Of images, their files are bounded; what is in them can be 1032 times as much, as DEFLATE has it.
+        if not about.get("image") and about["dtype"] != "image":
+            known = re.fullmatch(
+                _NUMBERS, about["dtype"]
+            )  # of dtypes that NumPy does not have a byte a number
+            row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
     for number, table in _frames(root, files, row_bytes, max_bytes):
         yield (
             _read_foreign(table, features, number)
@@ -446,12 +439,6 @@ def _root_of(field: dict[str, Any]) -> str:
 
 def _is_shape(shape: Iterable[object]) -> bool:
     return all(type(size) is int and 0 <= size < 1 << 31 for size in shape)
-
-
-def _bytes_of(about: dict[str, Any]) -> int:
-    """Bytes of a row's value; of dtypes that NumPy does not have a byte a number."""
-    known = re.fullmatch(_NUMBERS, about["dtype"])
-    return int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
 
 
 def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:

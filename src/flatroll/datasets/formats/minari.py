@@ -89,7 +89,13 @@ def write_minari(
                 for name, array in columns.items()
                 if name not in kept and name.partition(".")[0] != ACTION
             }
-            single = {place: _one_a_row(columns, name) for name, place in _SINGLE.items()}
+            single: dict[str, Array] = {}
+            for name, place in _SINGLE.items():
+                if name not in columns:
+                    raise ValueError(f"a Minari episode needs {name}: it is not in the batch")
+                if columns[name].size != len(columns[name]):
+                    raise ValueError(f"{name} must be one number a row, got {list(columns[name].shape[1:])}")
+                single[place] = columns[name].reshape(-1)
             yield buffer_of(
                 id=number, observations=_observations(rows), actions=_actions(rows), infos=infos, **single
             )
@@ -99,14 +105,6 @@ def write_minari(
 
 def _observation_names(rows: TensorDictBase) -> list[str]:
     return [".".join(as_tuple(key)) for key in observation_keys(rows)]
-
-
-def _one_a_row(columns: Mapping[str, Array], name: str) -> Array:
-    if name not in columns:
-        raise ValueError(f"a Minari episode needs {name}: it is not in the batch")
-    if columns[name].size != len(columns[name]):
-        raise ValueError(f"{name} must be one number a row, got {list(columns[name].shape[1:])}")
-    return columns[name].reshape(-1)
 
 
 def _observations(rows: TensorDictBase) -> Any:

@@ -1,11 +1,9 @@
-"""Compiled kernels that split a batch by its markers and mark the slices of a sample.
+"""Compiled kernel that splits a batch by its markers.
 
 An address is that of a contiguous column in host memory, 0 for a column that is not there.
 
 This module imports numba: import it inside the function that needs it.
 """
-
-import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import flags, numbers
@@ -64,20 +62,3 @@ def fragments(
         count += 1
         first, joined = i + 1, not end
     return count
-
-
-@compiled()
-def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
-    """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
-    ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
-    begin, end = numbers(firsts, count), numbers(lasts, count)
-    far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
-    starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)
-    cut = flags(truncated, far)
-    for j in range(count):
-        if init:
-            starts[begin[j]] = True
-        if done:
-            stops[end[j]] = True
-            if not final[end[j]]:
-                cut[end[j]] = True

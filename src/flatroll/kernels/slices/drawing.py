@@ -1,4 +1,5 @@
-"""Compiled kernels that draw slices of trajectories and walk along them: the slots of their rows, in time order.
+"""Compiled kernels that draw slices of trajectories, walk along them (the slots of their rows, in time order) and mark
+their ends.
 
 The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
 Where a kernel takes ``follow`` and ``patch``, it also says where the next observation of each row stands:
@@ -12,7 +13,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.rows.raw_memory import ask
+from flatroll.kernels.rows.raw_memory import ask, flags, numbers
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
@@ -199,6 +200,23 @@ def draw(
         lasts[j] = at - 1
     patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
     return at, patched
+
+
+@compiled()
+def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
+    """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
+    ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
+    begin, end = numbers(firsts, count), numbers(lasts, count)
+    far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
+    starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)
+    cut = flags(truncated, far)
+    for j in range(count):
+        if init:
+            starts[begin[j]] = True
+        if done:
+            stops[end[j]] = True
+            if not final[end[j]]:
+                cut[end[j]] = True
 
 
 @compiled()

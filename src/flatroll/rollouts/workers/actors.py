@@ -28,7 +28,7 @@ from flatroll.rollouts.workers.transport import (
     Wake,
 )
 from flatroll.rollouts.workers.worker import Signals, WindowMaker, columns_of
-from flatroll.sharing.block import Column, dtype_name
+from flatroll.sharing.block import BlockColumn, dtype_name
 from flatroll.sharing.ray_calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
@@ -454,22 +454,22 @@ def _on_cpu(policy: Any) -> Any:
     return policy
 
 
-def weight_layout(state: Mapping[str, Tensor]) -> dict[str, Column]:
+def weight_layout(state: Mapping[str, Tensor]) -> dict[str, BlockColumn]:
     """Data type and shape of each weight, by name.
 
     Raises:
         TypeError: an entry is no tensor.
 
     >>> weight_layout(torch.nn.Linear(2, 1).state_dict())["weight"]
-    Column(dtype='float32', shape=(1, 2))
+    BlockColumn(dtype='float32', shape=(1, 2))
     """
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"weight {name!r} is of type {type(value).__name__}: only tensors can be sent")
-    return {name: Column(dtype_name(value), tuple(value.shape)) for name, value in state.items()}
+    return {name: BlockColumn(dtype_name(value), tuple(value.shape)) for name, value in state.items()}
 
 
-def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, Column]) -> np.ndarray[Any, Any]:
+def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColumn]) -> np.ndarray[Any, Any]:
     """Return the bytes of all weights one behind the other, uint8 ``[bytes]``.
 
     Raises:
@@ -487,7 +487,7 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, Column]) -
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
-def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, Column]) -> dict[str, Tensor]:
+def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColumn]) -> dict[str, Tensor]:
     """Return the weights in memory of their own; the reverse of `flatten_weights`.
 
     >>> state = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}

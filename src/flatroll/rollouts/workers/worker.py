@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatroll.layout.keys import next_key
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.workers.transport import Job, Note, Ready
-from flatroll.sharing.block import Block, Column, Table
+from flatroll.sharing.block import Block, BlockColumn, Table
 from flatroll.sharing.channel import Closed
 from flatroll.wrappers.markers import RewardSum, find_wrapper
 
@@ -103,7 +103,7 @@ class Signals:
     def __init__(self, block: Block | None = None) -> None:
         made = block is None
         self._block = (
-            Block([Table(1, {"numbers": Column("int64", (2,)), "beat": Column("float64", ())})])
+            Block([Table(1, {"numbers": BlockColumn("int64", (2,)), "beat": BlockColumn("float64", ())})])
             if block is None
             else block
         )
