@@ -29,6 +29,10 @@ class _Once(Generic[R]):
                 self._function = None
         return self._outcome
 
+    def then(self, finish: Callable[[R], T]) -> T:
+        """Return ``finish`` of the result, or raise the error."""
+        return finish(self.run().result())
+
 
 class Prefetcher(Generic[T]):
     """Computes the next ``count`` results in background threads. All methods are thread-safe.
@@ -63,8 +67,7 @@ class Prefetcher(Generic[T]):
                 if cleared == self._cleared:  # else what was begun is to be forgotten, too
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
-                    made = self._pool.submit(lambda rows=rows, finish=finish: finish(rows.run().result()))
-                    self._queue.append((made, rows))
+                    self._queue.append((self._pool.submit(rows.then, finish), rows))
         return future.result()
 
     def read_all(self) -> None:

@@ -96,10 +96,10 @@ class ReplayBuffer(Facts):
     >>> from tensordict import TensorDict
     >>> from flatroll.buffers import LazyTensorStorage
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    >>> buffer.extend(TensorDict({"observation": torch.arange(6.0)}, [6]))
-    tensor([0, 1, 2, 3])
+    >>> buffer.extend(TensorDict({"observation": torch.arange(3.0)}, [3]))
+    tensor([0, 1, 2])
     >>> len(buffer), buffer[:]["observation"], buffer.sample().batch_size
-    (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
+    (3, tensor([0., 1., 2.]), torch.Size([2]))
     """
 
     def __init__(
@@ -708,12 +708,12 @@ class ReplayBuffer(Facts):
         >>> import tempfile, torch
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
         >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
-        >>> rows = buffer.extend(torch.arange(6))
+        >>> rows = buffer.extend(torch.arange(3))
         >>> with tempfile.TemporaryDirectory() as path:
         ...     buffer.dumps(path)
         ...     other.loads(path)
         >>> other[:]
-        tensor([2, 3, 4, 5])
+        tensor([0, 1, 2])
         """
         options = SaveOptions(sync, keep, overwrite)
         self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)

@@ -128,9 +128,10 @@ class SliceSampler(Sampler):
         one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
-        if isinstance(end_key, list) and end_keys is None:
+        both = end_key is not None and end_keys is not None
+        if isinstance(end_key, list):
             end_key, end_keys = None, end_key
-        if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
+        if both or (end_keys is not None and (isinstance(end_keys, str) or not len(end_keys))):
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
             )

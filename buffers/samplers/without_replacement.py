@@ -111,7 +111,7 @@ class SamplerWithoutReplacement(PassSampler):
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
-    >>> rows = buffer.extend(torch.arange(7))
+    >>> rows = buffer.extend(torch.arange(2)), buffer.extend(torch.arange(2, 7))
     >>> [sample.tolist() for sample in buffer]
     [[2, 3], [4, 5], [6]]
     """

@@ -79,8 +79,10 @@ def check_observations(
         ValueError: the next observation of a row is that of another row than the one behind.
     """
     count, size = at.ends.numel(), batch.batch_size
+    if count < 2:
+        return
     every = max((count - 1) // _PAIRS, 1)
-    here: Any = slice(0, max(count - 1, 0), every)
+    here: Any = slice(0, count - 1, every)
     behind: Any = slice(1, None, every)
     if len(size) > 1:
         numbers = np.arange(count)
@@ -96,7 +98,7 @@ def check_observations(
         return
     # Rarely from here on: deltas of low precision, NaN, and the errors.
     follows = follows | at.terminated.numpy()[here]
-    rows = torch.arange(count)[slice(0, count - 1, every)]
+    rows = torch.arange(count)[: count - 1 : every]
     flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
     followed = torch.stack([_follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
     wrong = rows[~(followed | torch.from_numpy(follows))].tolist()
