@@ -1,7 +1,7 @@
 """Notices rows that do not follow one another: of a batch that was shuffled, or drawn row by row.
 
-What is read is on the host; on a device, in ``torch.compile`` and in ``torch.func`` transforms nothing is checked, as
-values cannot be read there without waiting.
+What is read is on the host: on a device, in ``torch.compile`` and in ``torch.func`` transforms values cannot be read
+without waiting, so nothing is checked there.
 """
 
 from collections.abc import Callable, Sequence
