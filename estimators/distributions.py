@@ -1,16 +1,18 @@
 """Computes an actor's distributions and their log-probabilities, entropies and KL divergences."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, TensorDictModuleBase
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
-from flatroll.layout.keys import NestedKey
+from flatroll.estimators.masked import WarnOnce, on_host
+from flatroll.layout.keys import NestedKey, as_tuple
+from flatroll.layout.sampling import draw, saturated, score
 from flatroll.layout.tensordict_seam import get_entry, prepare_sampling, shallow_copy
 
 
@@ -30,6 +32,22 @@ def require_critic(name: str, network: TensorDictModuleBase | None) -> None:
             f"{name} must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
             f"out_keys=['state_value']), got {type(network).__name__}"
         )
+
+
+def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
+    """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it says."""
+    heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
+    if not heads:
+        return {}
+    # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
+    sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
+    keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
+    # it refuses to say where it was built under another set_composite_lp_aggregate
+    with suppress(RuntimeError):
+        log_prob_keys = list(sampler.log_prob_keys)
+        # the log-probability of several parts may stand in one entry, too: the loss looks where it is
+        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
+    return keys
 
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
@@ -68,20 +86,49 @@ def distribution_for(
     return head.get_dist(read), work
 
 
-def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
-    """Return a composite distribution's parts by action key; any other distribution under the key None."""
-    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {None: dist}
+def part_key(
+    part: NestedKey | None, actions: Sequence[NestedKey], actor_network: TensorDictModuleBase
+) -> NestedKey:
+    """Return the key of a part of the action, of the name that it has in :func:`~flatroll.layout.sampling.components`.
+
+    Args:
+        part: the name; None, the action has no parts.
+        actions: the keys of the action.
+        actor_network: an actor that declares other keys than its parts' has them under the one it declares.
+    """
+    if part is None:
+        return actions[0]
+    declared: list[NestedKey] | None = getattr(actor_network, "dist_sample_keys", None)
+    if declared and as_tuple(part) not in map(as_tuple, declared):
+        return (*as_tuple(actions[0]), *as_tuple(part))
+    return part
 
 
-def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
+def log_prob_of(
+    dist: Distribution, action: Tensor, base: Tensor | None = None, warn: WarnOnce | None = None
+) -> Tensor:
     """Return the log-probability of each row's action; ValueError if the action's shape differs.
+
+    Args:
+        dist: of each row.
+        action: of each row.
+        base: its base sample, where the batch has it (:func:`~flatroll.layout.sampling.base_sample_key`).
+        warn: where there is none, says that a tanh-Normal cannot score its actions near -1 and 1.
 
     Raises:
         ValueError: the action does not have the distribution's shape, which would broadcast.
     """
     shape = dist.batch_shape
     # log_prob() would broadcast [N, 1] against [N] to [N, N] without a word
-    log_prob: Tensor | None = dist.log_prob(action) if action.shape[: len(shape)] == shape else None
+    log_prob = score(dist, action, base) if action.shape[: len(shape)] == shape else None
+    if base is None and warn is not None and not warn.warned and on_host(action):
+        lost = saturated(dist, action)
+        if lost is not None and (count := int(lost.sum())):
+            warn(
+                f"{count} of {lost.numel()} numbers of the batch's actions are so close to an end of tanh that their "
+                "log-probability is wrong or NaN: collect with a policy of return_log_prob=True, for which a "
+                "Collector keeps the value before tanh ('base_sample')"
+            )
     if log_prob is None or log_prob.shape != shape:
         raise ValueError(
             f"the action must have the shape {tuple(shape + dist.event_shape)} of the actor's "
@@ -111,8 +158,7 @@ def entropy_of(dist: Distribution, samples: int) -> Tensor:
     try:
         return dist.entropy()
     except NotImplementedError:  # e.g. a tanh-Normal: H = -E[log p(x)] over its own samples x
-        x = dist.rsample((samples,)) if dist.has_rsample else dist.sample((samples,))
-        return -dist.log_prob(x).mean(0)
+        return -draw(dist, (samples,), reparametrize=dist.has_rsample)[1].mean(0)
 
 
 def divergence_of(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
@@ -121,6 +167,5 @@ def divergence_of(sampled: Distribution, current: Distribution, samples: int) ->
         return kl_divergence(sampled, current)
     except NotImplementedError:  # KL = E[log p(x) - log q(x)] over x of p; gradients flow into q alone
         with torch.no_grad():
-            x = sampled.sample((samples,))
-            log_prob = sampled.log_prob(x)
+            x, log_prob, _ = draw(sampled, (samples,), reparametrize=False)
         return (log_prob - current.log_prob(x)).mean(0)

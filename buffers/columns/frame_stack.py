@@ -61,6 +61,7 @@ class FrameColumn(Column):
     Attributes:
         frames: the `FramePool`, which :meth:`pool` columns share.
         refs: the numbers of each row's frames in it, oldest first, int32 ``[rows, stack]``.
+        main: the column whose slots an `After` names: this one, or the one that :meth:`pool` was called of.
 
     Raises:
         ValueError: a stack of less than 2, or values whose first axis is not the stack.
@@ -89,13 +90,13 @@ class FrameColumn(Column):
         make = partial(_in_memory, device=device) if make is None else make
         # One frame per row, and 2 % more for the first frames of episodes; the pool grows when that is too little.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
-        self._main = self
+        self.main = self
         self.refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate without a hint, too.
-        slot_before = (slot - 1) % len(self.refs) if self._main is self else None
+        slot_before = (slot - 1) % len(self.refs) if self.main is self else None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
@@ -117,7 +118,7 @@ class FrameColumn(Column):
             candidates = after.slots.numpy(force=True)
         if slot_before is not None and hint[0] < 0:
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
-        held = self._main.refs.take(candidates, 0)
+        held = self.main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
         # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
@@ -137,7 +138,7 @@ class FrameColumn(Column):
         # A side column names frames of the same pool; its `After` still names slots of the main column.
         side = object.__new__(FrameColumn)
         side.dtype, side.shape = self.dtype, self.shape
-        side.frames, side._main = self.frames, self._main
+        side.frames, side.main = self.frames, self.main
         side.refs = np.zeros((0, self.refs.shape[1]), np.int32)
         return side
 
@@ -153,7 +154,7 @@ class FrameColumn(Column):
     def nbytes(self) -> int:
         """Bytes of the frame indices and, unless this is a :meth:`pool` column, of all frames."""
         pool, own = self.frames, int(self.refs.nbytes)
-        if self._main is not self:
+        if self.main is not self:
             return own
         return own + sum(column.nbytes for _, column in pool.columns) + int(pool.counts.nbytes)
 
@@ -207,13 +208,13 @@ class FrameColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        if self._main is not self:  # a side column gives values, so that each state stands alone
+        if self.main is not self:  # a side column gives values, so that each state stands alone
             return super().state_dict(rows)
         return {"refs": torch.from_numpy(self.refs[:rows].copy()), "frames": self.frames.state_dict()}
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
-        if self._main is not self:
+        if self.main is not self:
             return check_values("values", state["values"], self.dtype, self.shape)
         refs = state["refs"]
         rows = check_values("frame numbers", refs, torch.int32, self.shape[:1])
@@ -225,7 +226,7 @@ class FrameColumn(Column):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values from a state; :meth:`pool` columns made before become invalid."""
-        if self._main is not self:
+        if self.main is not self:
             return super().load_state_dict(state)
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))

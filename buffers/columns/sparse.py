@@ -152,5 +152,4 @@ class SparseColumn(Column):
         rows, filled = int(state["rows"]), state["filled"].to(self.device)
         fresh = SparseColumn(max(rows, len(self._place)), self.shape, self.dtype, self.device)
         fresh.put(filled, state["values"])
-        self._place, self._entries, self._spare = fresh._place, fresh._entries, fresh._spare
-        self._written = rows
+        vars(self).update(vars(fresh) | {"_written": rows})

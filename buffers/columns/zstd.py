@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from flatroll.layout.checks import whole_number
 _THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
 _DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
 _FEW_ROWS = 16  # up to here, decoding a repeated row again is faster than looking for repeated rows
+_MOST_PER_BYTE = 2**15  # a block of zstd has 4 bytes at least and holds 128 KiB at most
 _POINTER, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object besides its contents
 
 
@@ -63,13 +65,18 @@ class ZstdColumn(Column):
         if threads is not None:
             whole_number("threads", threads)
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
-        self._codec = _Codec(level, threads)
-        # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
-        self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
+        self.codec = _Codec(level, threads)
         # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
         self._rows: Array = np.empty(0, object)
         self._filled, self._bytes = 0, 0
         self.grow(rows)
+
+    @cached_property
+    def _blank(self) -> bytes:
+        """Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later."""
+        # Only for rows that are there: of a state that claims a huge shape nothing is compressed before it is checked.
+        blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
+        return blank
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -82,9 +89,9 @@ class ZstdColumn(Column):
         # reshape gives a single row the strides of its shape, which contiguous() leaves as they are
         flat = values.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         rows = flat.as_strided(flat.shape, (1,)).view(torch.uint8).view(len(values), self.value_bytes)
-        if not self._codec.prefix:
-            self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
-        self._replace(slots.numpy(force=True), self._codec.encode(rows.numpy()))
+        if not self.codec.prefix:
+            self.codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
+        self._replace(slots.numpy(force=True), self.codec.encode(rows.numpy()))
 
     @override
     def take(self, slots: Tensor) -> Tensor:
@@ -94,7 +101,7 @@ class ZstdColumn(Column):
             unique, positions = np.unique(distinct, return_inverse=True)
             if 4 * len(unique) < 3 * len(slots):  # else copying what was decoded once costs more
                 distinct, inverse = unique, positions
-        values = self._codec.decode(self._rows[distinct], self.value_bytes)
+        values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
             values = values.take(inverse, 0)
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
@@ -103,7 +110,7 @@ class ZstdColumn(Column):
     @override
     def pool(self) -> "ZstdColumn":
         side = ZstdColumn(0, self.shape, self.dtype, self.device)
-        side._codec = self._codec  # one dictionary for both
+        side.codec = self.codec  # one dictionary for both
         return side
 
     @override
@@ -128,12 +135,12 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        return _join(self._rows[:rows].tolist(), self._codec.prefix)
+        return _join(self._rows[:rows].tolist(), self.codec.prefix)
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the compressed rows; the first row has the dictionary of all."""
-        state = _join(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        state = _join(self._rows[slots.numpy(force=True)].tolist(), self.codec.prefix)
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
@@ -145,9 +152,8 @@ class ZstdColumn(Column):
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
-        codec = _Codec(self._codec.level, self._codec.threads)
-        compressed: Array = np.empty(rows, object)
-        compressed.fill(self._blank)
+        codec = _Codec(self.codec.level, self.codec.threads)
+        compressed: Array = np.empty(rows, object)  # None where no part has a row
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
             (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
@@ -171,7 +177,7 @@ class ZstdColumn(Column):
                     values = self._decoded(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
                 compressed[at[at >= 0]] = recoded[at >= 0]
-        return _join(compressed.tolist(), codec.prefix)
+        return _join([row or self._blank for row in compressed], codec.prefix)
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
@@ -183,11 +189,11 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
-        rows, size_of = self._cut(state), _zstandard().frame_content_size
+        rows = self._cut(state)
         try:
-            wrong = next((i for i, row in enumerate(rows) if size_of(row) != self.value_bytes), None)
+            wrong = next((i for i, row in enumerate(rows) if frame_size(row) != self.value_bytes), None)
             prefix = dictionary.numpy(force=True).tobytes()
-            if wrong is None and self._codec.prefix not in (b"", prefix):
+            if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
                     pass
         except _zstandard().ZstdError as error:
@@ -202,13 +208,13 @@ class ZstdColumn(Column):
         rows = self._cut(state)
         self.grow(len(rows))
         prefix = state["dictionary"].numpy(force=True).tobytes()
-        self._codec.begin(prefix)
-        if self._codec.prefix == prefix:
+        self.codec.begin(prefix)
+        if self.codec.prefix == prefix:
             self._replace(slice(0, len(rows)), rows)
             return
         first = 0
         for values in self._decoded(rows, prefix):
-            self._replace(slice(first, first + len(values)), self._codec.encode(values))
+            self._replace(slice(first, first + len(values)), self.codec.encode(values))
             first += len(values)
 
     def _cut(self, state: dict[str, Any]) -> Array:
@@ -221,7 +227,7 @@ class ZstdColumn(Column):
 
     def _decoded(self, rows: Array, prefix: bytes) -> Iterator[Array]:
         """The values of ``rows`` compressed with the dictionary ``prefix``, some at a time."""
-        other = _Codec(self._codec.level, self._codec.threads, prefix)
+        other = _Codec(self.codec.level, self.codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
         for first in range(0, len(rows), step):
             yield other.decode(rows[first : first + step], self.value_bytes)
@@ -232,6 +238,18 @@ class ZstdColumn(Column):
         self._filled += len(rows) - len(replaced)
         self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
         self._rows[slots] = rows
+
+
+def frame_size(frame: bytes) -> int:
+    """Bytes that a zstd frame holds, as it says; ValueError if it cannot be read, or is too short to hold so many."""
+    zstandard = _zstandard()
+    try:
+        size: int = zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as error:
+        raise damaged(f"a compressed frame cannot be read ({error})") from None
+    if size > len(frame) * _MOST_PER_BYTE:
+        raise damaged(f"a compressed frame of {len(frame)} bytes claims {size}")
+    return size
 
 
 def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:

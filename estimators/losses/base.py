@@ -102,12 +102,12 @@ class NetworkParameters:
     def __get__(self, loss: "LossModule | None", owner: type | None = None) -> Any:
         if loss is None:
             return self
-        network = loss._modules.get(self.network_name)
+        network = getattr(loss, self.network_name, None)
         if network is None:  # not delayed: the network itself is its own target
-            of = loss._modules.get(self.network_name.removeprefix("target_"))
+            of = getattr(loss, self.network_name.removeprefix("target_"), None)
             return None if of is None else cast(Any, TensorDict.from_module(of)).data
         params: Any = TensorDict.from_module(network, as_module=True)
-        actor = loss._modules.get("actor_network")
+        actor = getattr(loss, "actor_network", None)
         if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
             return params
         shared = set(actor.parameters())
@@ -122,8 +122,9 @@ class LossModule(TensorDictModuleBase):
     A subclass defines ``forward(batch)``, which returns a tensordict of losses, and calls :meth:`inputs_of` in it.
 
     A call takes a tensordict ``[*B]`` and returns a tensordict. Or it takes tensors by the names of their keys, joined
-    by ``"_"`` (``next_reward=`` for ``("next", "reward")``), and returns a tuple in the order of ``out_keys``, or the
-    one tensor of a single :meth:`select_out_keys`. ``*B`` are then the leading dims that all tensors share.
+    by ``"_"`` (``next_reward=`` for ``("next", "reward")``), and returns a tuple of the first ``tuple_length`` of
+    its ``out_keys``, those that TorchRL's loss returns; or of what :meth:`select_out_keys` chose; or one tensor, if
+    that is one key. ``*B`` are then the leading dims that all tensors share.
 
     Args:
         reduction: ``"mean"`` over the rows that count, ``"sum"`` of them, or ``"none"``: one number per row ``[*B]``,
@@ -181,6 +182,8 @@ class LossModule(TensorDictModuleBase):
         self.tensor_keys = KeyNames(self.default_keys)
         self.in_keys = []  # a subclass may name what it reads and writes
         self.out_keys: list[Any] = []
+        #: How many of the out_keys a call by keyword returns; None, all.
+        self.tuple_length: int | None = None
 
     # overridden for the setter: what a call by keyword accepts follows the entries that are read
     @property
@@ -204,7 +207,14 @@ class LossModule(TensorDictModuleBase):
         selected = self._out_keys_apparent
         return losses if selected is self._out_keys else losses.select(*selected)
 
-    @dispatch(source="_keyword_keys")  # type: ignore[untyped-decorator]  # builds the tensordict, and the tuple
+    @property
+    def _tuple_keys(self) -> list[Any]:
+        """What a call by keyword returns."""
+        chosen: list[Any] = self._out_keys_apparent
+        return chosen[: self.tuple_length] if chosen is self._out_keys else chosen
+
+    # builds the tensordict, and the tuple
+    @dispatch(source="_keyword_keys", dest="_tuple_keys")  # type: ignore[untyped-decorator]
     def _of_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
         """Compute the losses of tensors by keyword."""
         if unknown:

@@ -105,7 +105,7 @@ class DQNLoss(OffPolicyLoss):
             value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
         self.value_network: TensorDictModuleBase = value_network
         self.target_value_network = target_copy(self.value_network) if delay_value else None
-        self.double_dqn = double_dqn
+        self.delay_value, self.double_dqn = delay_value, double_dqn
         self.action_space: ActionSpace | None = action_space_of(action_space)
         self.set_keys()
 
@@ -118,6 +118,7 @@ class DQNLoss(OffPolicyLoss):
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
         self.out_keys = ["loss", *(("pred_value", "target_value") if self.with_diagnostics else ())]
+        self.tuple_length = 1
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:

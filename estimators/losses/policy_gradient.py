@@ -3,25 +3,26 @@
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import reduce
 from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import override
 
 from flatroll.estimators.distributions import (
-    components,
     distribution_for,
     divergence_of,
     entropy_of,
     joint,
+    keys_written_by,
     log_prob_of,
+    part_key,
     require_actor,
     require_critic,
 )
@@ -49,6 +50,7 @@ from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
 from flatroll.layout import checks
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column
+from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 from flatroll.modules import set_recurrent_mode
 
@@ -137,22 +139,6 @@ def check_networks(
     require_actor(actor_network)
     require_critic("critic_network", critic_network)
     return actor_network, critic_network
-
-
-def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
-    """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it says."""
-    heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
-    if not heads:
-        return {}
-    # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
-    sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
-    keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
-    # it refuses to say where it was built under another set_composite_lp_aggregate
-    with suppress(RuntimeError):
-        log_prob_keys = list(sampler.log_prob_keys)
-        # the log-probability of several parts may stand in one entry, too: the loss looks where it is
-        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
-    return keys
 
 
 def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
@@ -306,6 +292,8 @@ class PolicyGradientLoss(LossModule):
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
     #: The diagnostics that :meth:`objective` reports.
     diagnostics: ClassVar[tuple[str, ...]] = ()
+    #: What a call by keyword returns, in this order, as far as the loss writes it; None: all that it writes.
+    tuple_order: ClassVar[tuple[str, ...] | None] = None
     #: What the losses of policy and critic are called.
     loss_names: ClassVar[tuple[str, str]] = ("loss_objective", "loss_critic")
 
@@ -369,9 +357,11 @@ class PolicyGradientLoss(LossModule):
         if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
             written += [] if self.clip_value is None else ["value_clip_fraction"]
-        self.out_keys = [
-            x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")
-        ]
+        written = [x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")]
+        order = written if self.tuple_order is None else self.tuple_order
+        returned = [key for key in order if key in written]
+        self.out_keys = [*returned, *(key for key in written if key not in returned)]
+        self.tuple_length = len(returned)
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
@@ -467,10 +457,12 @@ class PolicyGradientLoss(LossModule):
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
-                action = self.entry(inputs, "action") if key is None else get_entry(inputs.batch, key)
+                key = part_key(key, self.keys_of("action"), self.actor_network)
+                action = get_entry(inputs.batch, key)
                 if action is None:
-                    raise self.missing(inputs, cast(NestedKey, key), ACTION)
-                log_probs.append(joint(log_prob_of(part, action), inputs.batch))
+                    raise self.missing(inputs, key, ACTION)
+                base = get_entry(inputs.batch, base_sample_key(key))
+                log_probs.append(joint(log_prob_of(part, action, base, self._warn_once), inputs.batch))
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
             loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
@@ -572,6 +564,8 @@ class PPOLoss(PolicyGradientLoss):
 
     reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
     diagnostics: ClassVar[tuple[str, ...]] = ("kl_approx", "ESS", "max_ratio", "mean_ratio")
+    _of_all = ("entropy", "loss_entropy", "loss_critic", "value_clip_fraction")
+    tuple_order: ClassVar[tuple[str, ...] | None] = ("loss_objective", *_of_all)
 
     @override
     def objective(
@@ -635,6 +629,10 @@ class ClipPPOLoss(PPOLoss):
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "clip_fraction")
+    tuple_order: ClassVar[tuple[str, ...] | None] = (
+        *("loss_objective", "clip_fraction", *PPOLoss._of_all),
+        *("ESS", "kl_approx", "max_ratio", "mean_ratio"),
+    )
     clip_epsilon: Any
     clip_epsilon_low: Any
     clip_epsilon_high: Any
@@ -730,6 +728,7 @@ class KLPENPPOLoss(PPOLoss):
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "kl")
+    tuple_order: ClassVar[tuple[str, ...] | None] = ("loss_objective", "kl", *PPOLoss._of_all)
     beta: Tensor
 
     def __init__(
@@ -821,6 +820,13 @@ class A2CLoss(PolicyGradientLoss):
         https://arxiv.org/abs/1602.01783
     """
 
+    tuple_order: ClassVar[tuple[str, ...] | None] = (
+        "loss_objective",
+        "loss_critic",
+        "entropy",
+        "loss_entropy",
+    )
+
     @override
     def objective(
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
@@ -870,6 +876,7 @@ class ReinforceLoss(PolicyGradientLoss):
     """
 
     loss_names: ClassVar[tuple[str, str]] = ("loss_actor", "loss_value")
+    tuple_order: ClassVar[tuple[str, ...] | None] = loss_names
 
     def __init__(
         self,
@@ -888,6 +895,7 @@ class ReinforceLoss(PolicyGradientLoss):
         critic = self.critic_network
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
+        self.delay_value = delay_value
         self.target_critic_network = target_copy(critic) if delay_value and critic else None
 
     @override

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import distribution, joint, require_actor, require_critic
+from flatroll.estimators.distributions import (
+    distribution,
+    joint,
+    keys_written_by,
+    part_key,
+    require_actor,
+    require_critic,
+)
 from flatroll.estimators.losses.action_values import (
     ActionSpace,
     OffPolicyLoss,
@@ -32,8 +39,12 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
-from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
-from flatroll.layout.tensordict_seam import call_for, nest, set_entry, shallow_copy
+from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
+from flatroll.layout.sampling import components, draw
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
+
+#: A number, or a tensor of one.
+Number: TypeAlias = float | Tensor
 
 
 class SACOptions(TypedDict, total=False):
@@ -45,7 +56,7 @@ class SACOptions(TypedDict, total=False):
     min_alpha: float | None
     max_alpha: float | None
     fixed_alpha: bool
-    target_entropy: float | Literal["auto"]
+    target_entropy: Number | Literal["auto"]
     delay_actor: bool
     delay_qvalue: bool
     separate_losses: bool
@@ -59,7 +70,12 @@ class SACOptions(TypedDict, total=False):
 class SoftActorCritic(OffPolicyLoss):
     """Base of :class:`SACLoss`, which documents the arguments, and of :class:`DiscreteSACLoss`."""
 
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {
+        **OffPolicyLoss.default_keys,
+        "sample_log_prob": "action_log_prob",
+    }
     log_alpha: Tensor
+    target_entropy: Any  # a number, a buffer or "auto"
     actor_network_params = NetworkParameters()
     qvalue_network_params = NetworkParameters()
     target_actor_network_params = NetworkParameters()
@@ -76,7 +92,7 @@ class SoftActorCritic(OffPolicyLoss):
         min_alpha: float | None = None,
         max_alpha: float | None = None,
         fixed_alpha: bool = False,
-        target_entropy: float | Literal["auto"] = "auto",
+        target_entropy: Number | Literal["auto"] = "auto",
         delay_actor: bool = False,
         delay_qvalue: bool = True,
         separate_losses: bool = False,
@@ -99,8 +115,6 @@ class SoftActorCritic(OffPolicyLoss):
                 "alpha_init must be above 0 and between min_alpha and max_alpha, "
                 f"got {alpha_init}, {min_alpha} and {max_alpha}"
             )
-        if target_entropy != "auto" and not isinstance(target_entropy, (int, float)):
-            raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
         self.actor_network = actor_network
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
         self.target_actor_network = target_copy(actor_network) if delay_actor else None
@@ -112,12 +126,21 @@ class SoftActorCritic(OffPolicyLoss):
         else:
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
         self._bounds = math.log(low) if low else -math.inf, math.log(high)
-        self.target_entropy, self.separate_losses = target_entropy, separate_losses
-        self.set_keys()
+        self.delay_actor, self.delay_qvalue, self.separate_losses = delay_actor, delay_qvalue, separate_losses
+        if isinstance(target_entropy, Tensor):  # a buffer, which a schedule may change
+            self.register_coeff_buffer("target_entropy", target_entropy)
+        elif target_entropy == "auto" or isinstance(target_entropy, (int, float)):
+            self.target_entropy = target_entropy
+        else:
+            raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
+        self.set_keys(**keys_written_by(actor_network))
 
     @override
-    def set_keys(self, **keys: NestedKey | None) -> None:
-        super().set_keys(**keys)
+    def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
+        """Change the keys of entries; ``action`` may be a list, of an action of several parts."""
+        if "log_prob" in keys:  # another name of the same
+            keys["sample_log_prob"] = keys.pop("log_prob")
+        super().set_keys(**cast(Any, keys))
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
         state_value: Any = getattr(self, "value_network", None)
         networks += [] if state_value is None else [state_value]
@@ -128,12 +151,14 @@ class SoftActorCritic(OffPolicyLoss):
                     "let it write its features when it acts, and give networks that read those"
                 )
         actor: Any = self.actor_network
-        made = {as_tuple(key) for key in (*actor.out_keys, self.key("action"))}
+        made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
         read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
-        # what stands in the batch at the root and under "next"; the rest the actor writes
-        self._observed: list[Any] = [key for key in read if as_tuple(key) not in made]
+        # what stands in the batch at the root and under "next"; the rest the actor writes, or entries inside it
+        self._observed: list[Any] = [
+            key for key in read if not any(as_tuple(key) == names[: len(as_tuple(key))] for names in made)
+        ]
         inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
-        self.in_keys = inputs + [self.key(name) for name in ("action", "reward", "terminated")]
+        self.in_keys = [*inputs, *self.keys_of("action"), self.key("reward"), self.key("terminated")]
         written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
         written += ["alpha", "entropy"] if self.with_diagnostics else []
         self.out_keys = written + ([] if state_value is None else ["loss_value"])
@@ -164,16 +189,18 @@ class SoftActorCritic(OffPolicyLoss):
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
         work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
         dist = distribution(actor, work)
-        action = self.entry(inputs, "action")
+        for key in self.keys_of("action"):
+            if get_entry(inputs.batch, key) is None:
+                raise self.missing(inputs, key, ACTION)
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
         with self._apart(critics):
             values = self.critic_values(critics, read)
-        chosen = [self._of_action(value, action) for value in values]  # of each critic, [*B]
+        chosen = [self._of_action(inputs, value) for value in values]  # of each critic, [*B]
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
-        aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
+        aim = self._entropy_aim(inputs, values[0]) if isinstance(aim, str) else aim
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -201,7 +228,7 @@ class SoftActorCritic(OffPolicyLoss):
         """Soft value of the next state, ``[*B]``: expected value of the actor's action, plus ``alpha * entropy``."""
         raise NotImplementedError(f"{type(self).__name__} must define _next_value")
 
-    def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
+    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
         """The value ``[*B]`` of the batch's action, of what a critic wrote; a critic that read it wrote that."""
         return value
 
@@ -226,7 +253,9 @@ class SACLoss(SoftActorCritic):
     and ``V(s)`` to ``min_j Q'_j(s, b) - alpha * log p(b | s)``.
 
     Args:
-        actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``rsample``.
+        actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``rsample``. A tanh-Normal
+            is scored by its value before tanh, so that actions near -1 and 1 have the right log-probability. The
+            parts of a ``CompositeDistribution`` count as independent.
         qvalue_network: tensordict module that reads the observation and ``"action"`` and writes
             ``"state_action_value"`` ``[*B, 1]``; or a list of them. The smallest of their values counts.
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
@@ -237,7 +266,8 @@ class SACLoss(SoftActorCritic):
         alpha_init: first factor of the entropy. Default: 1.
         min_alpha, max_alpha: bounds of it. Default: none.
         fixed_alpha: leave the factor as it is. Default: False.
-        target_entropy: entropy that the factor aims at. Default: ``"auto"``, minus the number of action dims.
+        target_entropy: entropy that the factor aims at, a number or a tensor of one, which becomes a buffer. Default:
+            ``"auto"``, minus the number of action dims.
         delay_actor, delay_qvalue, delay_value: whether targets come from target copies, ``target_actor_network``,
             ``target_qvalue_network`` and, of a ``value_network``, ``target_value_network``. Default: False, True, True.
         separate_losses: the loss of the values leaves parameters that the actor has, too, alone. Default: False.
@@ -279,7 +309,10 @@ class SACLoss(SoftActorCritic):
         version: Soft actor-critic, https://arxiv.org/abs/1801.01290
     """
 
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {**OffPolicyLoss.default_keys, "value": "state_value"}
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {
+        **SoftActorCritic.default_keys,
+        "value": "state_value",
+    }
 
     def __init__(
         self,
@@ -294,6 +327,7 @@ class SACLoss(SoftActorCritic):
         super().__init__(actor_network, qvalue_network, **options)
         require_critic("value_network", value_network)
         self.value_network: TensorDictModuleBase | None = value_network
+        self.delay_value = delay_value
         self.target_value_network: TensorDictModuleBase | None = None
         if value_network is not None and delay_value:
             self.target_value_network = target_copy(value_network)
@@ -339,21 +373,29 @@ class SACLoss(SoftActorCritic):
         self, dist: Distribution, work: TensorDictBase, critics: nn.ModuleList, alpha: float
     ) -> Tensor:
         """Smallest value of an action drawn from ``dist``, plus ``alpha`` times its surprise, ``[*B]``."""
-        action, log_prob = sample_with_log_prob(dist, work)  # one sample for the expectation over actions
-        return self.minimum_value(critics, self._with_action(work, action)) - alpha * log_prob
+        with_action, log_prob = self._acted(dist, work)  # one sample for the expectation over actions
+        return self.minimum_value(critics, with_action) - alpha * log_prob
 
-    def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
-        """A shallow copy of the batch with another action."""
-        copy = shallow_copy(work)
-        set_entry(copy, self.key("action"), action)
-        return copy
+    def _acted(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+        """A shallow copy of the batch with an action drawn anew, and its log-probability ``[*B]``."""
+        copy, log_probs = shallow_copy(work), []
+        for key, part in components(dist).items():
+            if not part.has_rsample:
+                raise TypeError(
+                    f"SACLoss needs actions that gradients flow through, and {type(part).__name__} has no rsample: "
+                    "for discrete actions take DiscreteSACLoss"
+                )
+            action, log_prob, _ = draw(part)
+            set_entry(copy, part_key(key, self.keys_of("action"), self.actor_network), action)
+            log_probs.append(joint(log_prob, work))
+        # parts of an action are independent: their log-probabilities add up
+        return copy, reduce(torch.add, log_probs)
 
     @override
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        action, log_prob = sample_with_log_prob(dist, work)
-        with_action, critics = self._with_action(work, action), self.qvalue_network
+        (with_action, log_prob), critics = self._acted(dist, work), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
         if torch.compiler.is_compiling():
             value = self.minimum_value(
@@ -366,8 +408,13 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
-        # minus the number of action dims: the dims behind the batch's, multiplied
-        return -float(math.prod(self.entry(inputs, "action").shape[inputs.batch.batch_dims :]))
+        # minus the number of action dims: those behind the batch's multiplied, of all parts
+        rows, dims = inputs.batch.batch_size.numel(), 0
+        for key in self.keys_of("action"):
+            action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
+            leaves = [action] if isinstance(action, Tensor) else action.values(True, True)
+            dims += sum(leaf.numel() for leaf in leaves) // rows
+        return -float(dims)
 
 
 class DiscreteSACLoss(SoftActorCritic):
@@ -436,8 +483,8 @@ class DiscreteSACLoss(SoftActorCritic):
         return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the expectation, exactly
 
     @override
-    def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
-        return value_of_action(value, action, self.action_space)
+    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
+        return value_of_action(value, self.entry(inputs, "action"), self.action_space)
 
     @override
     def _actor_loss(
@@ -454,21 +501,6 @@ class DiscreteSACLoss(SoftActorCritic):
         return self.target_entropy_weight * math.log(value.shape[-1])  # log A: all actions alike
 
 
-def sample_with_log_prob(dist: Distribution, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Draw a reparametrised action; return it and its log-probability ``[*B]``.
-
-    The distribution is asked about the very tensor that it sampled: a tanh-Normal with a cache finds the Gaussian
-    sample behind it there, where inverting tanh near -1 and 1 would lose all digits.
-    """
-    if not dist.has_rsample:
-        raise TypeError(
-            f"SACLoss needs actions that gradients flow through, and {type(dist).__name__} has no rsample: "
-            "for discrete actions take DiscreteSACLoss"
-        )
-    action = dist.rsample()
-    return action, joint(dist.log_prob(action), batch)
-
-
 def log_probabilities(dist: Distribution) -> Tensor:
     """Log-probability of every action, ``[*B, A]``."""
     logits = getattr(dist, "logits", None)
@@ -476,4 +508,6 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
-    return logits.log_softmax(-1)  # logits may lack normalisation; never log(softmax), whose log(0) is -inf
+    # logits may lack normalisation; never log(softmax), whose log(0) is -inf. That of an action that is masked out is
+    # -inf all the same: the bound, whose exp() is 0, keeps 0 * -inf = NaN out
+    return logits.log_softmax(-1).clamp(min=-(torch.finfo(logits.dtype).max ** 0.5))

@@ -196,6 +196,7 @@ class ValueEstimator(TensorDictModuleBase):
         "step_count": STEP_COUNT,
         "mask": MASK,
         "valid": VALID,
+        "sample_log_prob": "action_log_prob",
     }
     gamma: float | Tensor
     #: The attributes that are discounts, decays or thresholds: a number, or one per row.
@@ -261,8 +262,8 @@ class ValueEstimator(TensorDictModuleBase):
         Args:
             keys: ``advantage``, ``value_target`` and ``value`` are written, the value under ``"next"``, too;
                 ``reward``, ``done`` and ``terminated`` are read under ``"next"``; the others are
-                ``steps_to_next_obs``, ``is_init``, ``traj_ids``, ``step_count``, ``mask`` and ``valid``. None
-                leaves a name as it is.
+                ``steps_to_next_obs``, ``is_init``, ``traj_ids``, ``step_count``, ``mask``, ``valid`` and
+                ``sample_log_prob`` (read by V-trace alone). None leaves a name as it is.
 
         Raises:
             ValueError: there is no such key.
@@ -285,7 +286,12 @@ class ValueEstimator(TensorDictModuleBase):
         """Compute advantage and value target, both of the reward's shape."""
         raise NotImplementedError(f"{type(self).__name__} must define estimate")
 
-    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    @property
+    def _tuple_keys(self) -> list[Any]:
+        """What a call by keyword returns: advantage and value target, or what select_out_keys() chose."""
+        return self.out_keys[:2] if self.out_keys == self._written else self.out_keys
+
+    @dispatch(dest="_tuple_keys")  # type: ignore[untyped-decorator]  # untyped; it makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         tensordict: TensorDictBase,
@@ -296,6 +302,8 @@ class ValueEstimator(TensorDictModuleBase):
         time_dim: int | None = None,
     ) -> TensorDictBase:
         """Write advantage, value target and values into a batch ``[N]`` or ``[*B, T]`` and return it.
+
+        A call with tensors by keyword (``next_reward=`` for ``("next", "reward")``) returns advantage and value target.
 
         Args:
             tensordict: the batch. Only its data are read, never what an estimator wrote before (unless

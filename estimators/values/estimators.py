@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.estimators.distributions import components, distribution, joint, log_prob_of, require_actor
+from flatroll.estimators.distributions import distribution, joint, log_prob_of, part_key, require_actor
 from flatroll.estimators.functional import (
     generalized_advantage_estimate,
     td0_return_estimate,
@@ -26,6 +26,8 @@ from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import one_of
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require
+from flatroll.layout.sampling import base_sample_key, components
+from flatroll.layout.tensordict_seam import get_entry
 
 
 class GAE(ValueEstimator):
@@ -291,11 +293,7 @@ class VTrace(ValueEstimator):
         architectures, https://arxiv.org/abs/1802.01561
     """
 
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        **ValueEstimator.default_keys,
-        "action": ACTION,
-        "sample_log_prob": "action_log_prob",
-    }
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {**ValueEstimator.default_keys, "action": ACTION}
     factor_names = ("gamma", "rho_thresh", "c_thresh")
     target_needs_value = True
 
@@ -350,7 +348,7 @@ class VTrace(ValueEstimator):
         actor, dims = NetworkInputs.of(self.actor_network, is_init), batch.batch_dims
         states = [key for key in actor.states if batch.get(key, None) is not None]
         columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
-        only = self.tensor_keys["action"]
+        actions = key_list(self.tensor_keys["action"])
         ends, chunks, stops = inputs.at.ends.reshape(-1), inputs.chunks, None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
@@ -363,8 +361,11 @@ class VTrace(ValueEstimator):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
             of_parts = []  # parts of an action are independent: their log-probabilities add up
             for key, dist in components(distribution(self.actor_network, part)).items():
-                action = flat_rows(require(batch, only if key is None else key, ACTION), dims)
-                of_parts.append(joint(log_prob_of(dist, action[start:stop]), part))
+                key = part_key(key, actions, self.actor_network)
+                action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
+                base = get_entry(batch, base_sample_key(key))
+                base = None if base is None else flat_rows(base, dims)[start:stop]
+                of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
             log_probs.append(reduce(torch.add, of_parts))
         return torch.cat(log_probs).view(batch.batch_size)
 

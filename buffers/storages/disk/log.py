@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +72,8 @@ class RowLog:
         layout: what the folder notes of the rows; None before the first batch.
         notes: what else it notes, by name: JSON.
         saved: the version of each other folder that :meth:`save` may replace.
+        thread: the one that wrote files last, which may be at work; None before the first.
+        closed: whether :meth:`close` has given the folder back.
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
@@ -89,12 +91,12 @@ class RowLog:
         self._turn, self._disk = threading.Lock(), threading.RLock()
         self._begun = self.end  # first row of the latest append
         self._unfinished = False  # whether that was cut off
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._due = 0  # the thread writes the rows before that number
         self._done = True  # whether it has stopped
         self._timer: threading.Timer | None = None
         self._error: BaseException | None = None
-        self._closed = False
+        self.closed = False
         self.pieces = Pieces([], {})
         self._refresh()
 
@@ -105,7 +107,7 @@ class RowLog:
 
     def check(self) -> None:
         """Raise the error of the thread, if it had one since the last call; ValueError if the log is closed."""
-        if self._closed:
+        if self.closed:
             raise self._is_closed()
         error, self._error = self._error, None
         if error is not None:
@@ -157,7 +159,7 @@ class RowLog:
             done += fit
         # The thread begins with this lock, and finds the rows counted. Ctrl-C while it starts leaves them uncounted.
         with self._turn:
-            if self._closed:
+            if self.closed:
                 raise self._is_closed()
             self._begin_writing(first + count)
             self.end = first + count
@@ -182,17 +184,17 @@ class RowLog:
     def close(self) -> None:
         """Flush, and give the folder back; nothing happens the second time, if the first one raised no error."""
         with self._disk:
-            while not self._closed:
+            while not self.closed:
                 self.flush()
                 with self._turn:  # rows that came meanwhile are written, too; none comes after this
-                    self._closed = self.folder.end >= self.end
-                    if self._closed and self._timer is not None:
+                    self.closed = self.folder.end >= self.end
+                    if self.closed and self._timer is not None:
                         self._timer.cancel()
             self.folder.close()
 
     def close_later(self) -> None:
         """Close from whatever thread the garbage collector runs on, which may have locks of this log."""
-        if threading.current_thread() in (self._thread, self._timer):
+        if threading.current_thread() in (self.thread, self._timer):
             threading.Thread(target=self.close, name="flatroll close").start()
         else:
             self.close()
@@ -289,8 +291,8 @@ class RowLog:
                     self.layout = Layout(layout.forms, layout.pairs, seams)
                     self._note(head)
                 except BaseException:
-                    self._closed = True  # unless what the folder has now is known
-                    self._closed = self.folder.load().version != number
+                    self.closed = True  # unless what the folder has now is known
+                    self.closed = self.folder.load().version != number
                     raise
             except BaseException:
                 self.layout, self._noted = before, False
@@ -348,17 +350,17 @@ class RowLog:
         early = rows is not None and end - self.folder.end >= rows
         self._due = max(self._due, end if early or last.limit == end else last.first)
         if self._due > self.folder.end and not self._at_work:
-            self._thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
-            self._thread.start()
+            self.thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
+            self.thread.start()
         if seconds is not None and self._timer is None:
-            self._timer = threading.Timer(seconds, _time_is_up, [weakref.ref(self)])
+            self._timer = threading.Timer(seconds, _call, [weakref.WeakMethod(self._time_is_up)])
             self._timer.daemon = True
             self._timer.start()
 
     @property
     def _at_work(self) -> bool:
         """Whether a thread is writing, and will look at ``_due`` before it stops; or must not, after an error."""
-        alive = self._thread is not None and self._thread.is_alive() and not self._done
+        alive = self.thread is not None and self.thread.is_alive() and not self._done
         return alive or self._error is not None
 
     def _time_is_up(self) -> None:
@@ -366,9 +368,9 @@ class RowLog:
         with self._turn:
             self._due = max(self._due, self.end)
             if not self._at_work:
-                self._thread, self._done = self._timer, False
+                self.thread, self._done = self._timer, False
             self._timer = None
-        if self._thread is threading.current_thread():
+        if self.thread is threading.current_thread():
             self._run()
 
     def _run(self) -> None:
@@ -469,7 +471,8 @@ class RowLog:
             )
 
 
-def _time_is_up(log: "weakref.ref[RowLog]") -> None:
-    alive = log()
-    if alive is not None:
-        alive._time_is_up()
+def _call(weak: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    """Call a method, unless its object is gone."""
+    method = weak()
+    if method is not None:
+        method()

@@ -8,11 +8,14 @@ An update of a small network takes a millisecond.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
+    InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -23,9 +26,11 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor
+from torch.distributions import Independent, TransformedDistribution
 from torch.nn.modules import module as torch_module
 
 from flatroll.layout.keys import NestedKey, as_tuple
+from flatroll.layout.sampling import base_sample_key, components, draw
 
 #: Whether the private ways are taken: both are there. The tests also run with False.
 USES_PRIVATES = all(hasattr(TensorDict, name) for name in ("_new_unsafe", "_maybe_names")) and isinstance(
@@ -121,12 +126,17 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
 
 
 def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attributes of a network of this kind (no subclass) whose call is nothing but that of its ``forward``.
+    """The attributes of a network of this kind whose call is nothing but that of its ``forward``.
+
+    Subclasses are not of the kind, but for actors that sample as their base does, as TorchRL's do.
 
     None if it is another one, or if its attributes are not all like those in ``plain``.
     """
+    own_kind: Any = type(network)
+    if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _acts_alike(own_kind)):
+        return None
     # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
-    if type(network) is not kind or not USES_PRIVATES or torch.compiler.is_compiling() or skip_existing():
+    if not USES_PRIVATES or torch.compiler.is_compiling() or skip_existing():
         return None
     own = network.__dict__
     if (
@@ -140,6 +150,14 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None or not plain.items() <= own.items():
         return None
     return own
+
+
+@cache
+def _acts_alike(actor: type) -> bool:
+    """Whether a class of actors inherits all that sampling takes from ``ProbabilisticTensorDictSequential``."""
+    names = ("__call__", "forward", "get_dist", "get_dist_params", "dist_sample_keys", "log_prob_keys")
+    base = ProbabilisticTensorDictSequential
+    return issubclass(actor, base) and all(getattr(actor, name) is getattr(base, name) for name in names)
 
 
 def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
@@ -167,7 +185,10 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
 
 
 def call_policy(policy: Any, batch: TensorDictBase) -> Any:
-    """Return ``policy(batch)``, without tensordict's overhead; intermediate entries may stay in ``batch``."""
+    """Return ``policy(batch)``, without tensordict's overhead; intermediate entries may stay in ``batch``.
+
+    Actors that write log-probabilities also write what their actions are made of, see :func:`base_keys_of`.
+    """
     own = plain_attributes(policy, TensorDictSequential, _PLAIN_SEQUENCE)
     if own is not None:
         for part in _parts(own):
@@ -177,8 +198,50 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
         ready = prepare_sampling(policy, batch)
         if ready is not None:
             sampler, batch, _ = ready
-            return sampler(batch)
+            return _sample_and_score(sampler, batch) if keeps_base(sampler) else sampler(batch)
     return call_network(policy, batch)
+
+
+def base_keys_of(policy: Any) -> list[NestedKey]:
+    """Return where :func:`call_policy` may keep what the policy's actions are made of."""
+    if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
+        return []
+    sampler: Any = _parts(policy.__dict__)[-1]
+    is_one = isinstance(sampler, ProbabilisticTensorDictModule) and keeps_base(sampler)
+    return [base_sample_key(key) for key in sampler.dist_sample_keys] if is_one else []
+
+
+def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
+    """Return whether a sampler of tensordict or TorchRL writes log-probabilities of what may be transformed samples."""
+    kind, own = type(sampler), sampler.__dict__
+    known = kind is ProbabilisticTensorDictModule or (
+        kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
+    )
+    if not known or not sampler.return_log_prob or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if sampler.num_samples is not None or own.get("_generator") is not None or own.get("_generator_key"):
+        return False
+    dist: Any = sampler.distribution_class  # a class, or a function that makes anything
+    layered = (TransformedDistribution, Independent, CompositeDistribution)
+    return not isinstance(dist, type) or issubclass(dist, layered)
+
+
+def _sample_and_score(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
+    """What the sampler does, with the log-probability of the value before a transform, which is kept."""
+    action_keys: list[Any] = sampler.dist_sample_keys
+    if (interaction_type() or sampler.default_interaction_type) is InteractionType.RANDOM:
+        parts = components(sampler.get_dist(batch))
+        log_prob_keys: list[Any] = sampler.log_prob_keys
+        if None in parts or (list(parts) == action_keys and len(log_prob_keys) == len(parts)):
+            for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
+                action, log_prob, base = draw(part, reparametrize=part.has_rsample)
+                batch.set(key, action)
+                batch.set(log_prob_key, log_prob)
+                if base is not None:
+                    batch.set(base_sample_key(key), base)
+            return batch
+    out: TensorDictBase = sampler(batch)
+    return out
 
 
 def prepare_sampling(

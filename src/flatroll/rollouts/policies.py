@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
-from flatroll.layout.tensordict_seam import call_policy, nest
+from flatroll.layout.tensordict_seam import base_keys_of, call_policy, nest
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
@@ -102,7 +102,7 @@ class ModulePolicy:
         #: The columns it may write.
         self.writes: list[NestedKey] = [
             key
-            for key in dict.fromkeys(policy.out_keys)
+            for key in dict.fromkeys((*policy.out_keys, *base_keys_of(policy)))
             if as_tuple(key)[0] != ACTION and not as_tuple(key)[-1].startswith("_")
         ]
         states = recurrent_states(policy) if recurrent else {}

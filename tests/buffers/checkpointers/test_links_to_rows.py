@@ -86,9 +86,9 @@ def abandon(buffer: Any) -> None:
     """As if the process had ended here: what is not in a file is lost, and the folder is free."""
     buffer.storage._closing.detach()
     log = buffer.storage._log
-    if log._thread is not None:
-        log._thread.join()
-    log._closed = True
+    if log.thread is not None:
+        log.thread.join()
+    log.closed = True
     log.folder.close()
 
 
@@ -812,8 +812,8 @@ def test_a_load_cuts_in_the_folder_too_and_leaves_nothing_due(tmp_path: Path) ->
     other.loads(tmp_path / "saved")
     other.extend(batch(20, 3))
     log = other.storage._log
-    if log._thread is not None:
-        log._thread.join()
+    if log.thread is not None:
+        log.thread.join()
     assert other.stats()["rows_unflushed"] == 1  # of files of 2
     other.storage.close()
     again = opened(tmp_path / "other", SAMPLERS["slices"]())

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,26 @@ from flatroll.estimators import (
     ReinforceLoss,
     SACLoss,
     SoftUpdate,
+    TD0Estimator,
     VTrace,
 )
 
 POLICY_LOSSES = [PPOLoss, ClipPPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss]
 Networks = tuple[ProbabilisticTensorDictSequential, TensorDictModule]
+
+#: What calls by keyword return, in this order: the out_keys of torchrl's losses.
+TUPLES: dict[Any, tuple[str, ...]] = {
+    PPOLoss: ("loss_objective", "entropy", "loss_entropy", "loss_critic"),
+    ClipPPOLoss: (
+        *("loss_objective", "clip_fraction", "entropy", "loss_entropy", "loss_critic"),
+        *("ESS", "kl_approx", "max_ratio", "mean_ratio"),
+    ),
+    KLPENPPOLoss: ("loss_objective", "kl", "entropy", "loss_entropy", "loss_critic"),
+    A2CLoss: ("loss_objective", "loss_critic", "entropy", "loss_entropy"),
+    ReinforceLoss: ("loss_actor", "loss_value"),
+    DQNLoss: ("loss",),
+    SACLoss: ("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
+}
 
 
 def networks(*, action: str = "action", obs: str = "observation") -> Networks:
@@ -149,9 +165,12 @@ class TestKeywords:
         loss.eval()  # the penalty stays as it is
         batch["collector", "mask"] = torch.arange(6) < 4
         expected, found = loss(batch), loss(**by_keyword(batch, loss))
-        assert isinstance(found, tuple) and len(found) == len(loss.out_keys)
-        for name, number in zip(loss.out_keys, found, strict=True):
+        assert isinstance(found, tuple) and len(found) == len(TUPLES[kind])
+        for name, number in zip(TUPLES[kind], found, strict=True):
             torch.testing.assert_close(number, expected[name])
+        assert loss.out_keys[: len(found)] == list(TUPLES[kind]) and set(loss.out_keys) == set(
+            expected.keys()
+        )
         assert set(loss.in_keys) <= set(batch.keys(True, True))
         torch.testing.assert_close(loss(tensordict=batch), expected)
         if kind is not KLPENPPOLoss:
@@ -163,7 +182,7 @@ class TestKeywords:
         batch = batch.exclude("advantage", "value_target", "state_value", "logits", "action_log_prob")
         assert ("next", "reward") in loss.in_keys and "advantage" not in loss.in_keys
         expected = loss(batch)
-        for name, number in zip(loss.out_keys, loss(**by_keyword(batch, loss)), strict=True):
+        for name, number in zip(TUPLES[A2CLoss], loss(**by_keyword(batch, loss)), strict=True):
             torch.testing.assert_close(number, expected[name])
 
     @pytest.mark.parametrize("make", [dqn, sac])
@@ -177,8 +196,35 @@ class TestKeywords:
         expected = loss(batch)
         torch.manual_seed(3)
         found = loss(**by_keyword(batch.exclude("td_error"), loss))
-        for name, number in zip(loss.out_keys, found, strict=True):
+        found = found if make is sac else (found,)  # a loss of one output returns that
+        for name, number in zip(TUPLES[type(loss)], found, strict=True):
             torch.testing.assert_close(number, expected[name])
+
+    @pytest.mark.parametrize("kind", [PPOLoss, ClipPPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss])
+    def test_tuples_are_those_of_torchrl(self, kind: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing torchrl warns about packages that are not there
+            peers: Any = pytest.importorskip("torchrl.objectives")
+            options = {} if kind is ReinforceLoss else {"clip_value": 0.5}
+            peer = getattr(peers, kind.__name__)(*networks(), **options)
+            loss = kind(*networks(), **options)
+        assert loss.out_keys[: loss.tuple_length] == list(peer.out_keys)
+
+    def test_estimators_return_advantage_and_target(self) -> None:
+        columns = dict(rows().select("observation", "next").flatten_keys("_").items())
+        _, critic = networks()
+        estimators: list[Any] = [
+            GAE(gamma=0.9, lmbda=0.8, value_network=critic),
+            TD0Estimator(gamma=0.9, value_network=critic),
+        ]
+        for estimator in estimators:
+            advantage, value_target = estimator(**columns)
+            expected = estimator(rows())
+            torch.testing.assert_close(advantage, expected["advantage"])
+            torch.testing.assert_close(value_target, expected["value_target"])
+            estimator.set_keys(sample_log_prob="log_prob")  # it reads none; scripts set it for all estimators
+            only = estimator.select_out_keys("state_value")(**columns)
+            torch.testing.assert_close(only, expected["state_value"])
 
     @pytest.mark.parametrize("keywords", [True, False])
     def test_selected_outputs(self, keywords: bool) -> None:

@@ -49,7 +49,7 @@ class Gate:
         self.open, write = threading.Event(), RowLog._write
 
         def later(log: RowLog, end: int) -> None:
-            if threading.current_thread() is log._thread:
+            if threading.current_thread() is log.thread:
                 assert self.open.wait(60)
             write(log, end)
 
@@ -189,7 +189,7 @@ def test_a_thread_that_begins_after_a_failed_flush_writes_nothing(
         with pytest.raises(OSError, match="No space"):
             buffer.storage.flush()  # type: ignore[attr-defined]
     begin.set()
-    thread = log_of(buffer)._thread
+    thread = log_of(buffer).thread
     assert thread is not None
     thread.join(60)
     assert buffer.stats()["rows_unflushed"] == 25
@@ -268,7 +268,7 @@ def test_a_storage_collected_on_its_own_thread_is_closed(tmp_path: Path) -> None
     log.folder.append = collected  # type: ignore[method-assign]
     kept[0].extend(rows_of(0, 25))
     for _ in range(30_000):  # bounded
-        if log._closed and log.folder._lock is None:
+        if log.closed and log.folder._lock is None:
             break
         time.sleep(0.01)
     check(make(tmp_path), range(25))
@@ -336,7 +336,7 @@ def test_the_clock_does_not_try_again_before_an_error_is_raised(
     with monkeypatch.context() as patch:
         patch.setattr(files, "write", failing)
         buffer.extend(rows_of(0, 25))
-        thread, clock = log_of(buffer)._thread, log_of(buffer)._timer
+        thread, clock = log_of(buffer).thread, log_of(buffer)._timer
         assert thread is not None
         thread.join(60)
     if clock is not None:

@@ -1,0 +1,172 @@
+"""Draws from distributions together with log-probabilities, and scores actions by the value before tanh.
+
+``log_prob(rsample())`` inverts the transform of a tanh-Normal: close to -1 and 1 an action in float32 no longer tells
+which normal number it was made of, and the log-probability is off by tens, or NaN. So the number itself, the *base
+sample*, is scored; a collector keeps it in the batch beside the action.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+from tensordict.nn import CompositeDistribution
+from torch import Tensor
+from torch.distributions import (
+    ComposeTransform,
+    Distribution,
+    Independent,
+    TanhTransform,
+    Transform,
+    TransformedDistribution,
+)
+
+from flatroll.layout.keys import NestedKey, as_tuple
+
+
+def base_sample_key(action: NestedKey) -> NestedKey:
+    """Return where a collector keeps what the action was made of.
+
+    >>> base_sample_key("action")
+    ('base_sample', 'action')
+    """
+    return ("base_sample", *as_tuple(action))
+
+
+def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
+    """Return a composite distribution's parts by action key; any other distribution under the key None."""
+    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {None: dist}
+
+
+def draw(
+    dist: Distribution, shape: tuple[int, ...] = (), *, reparametrize: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw from a distribution that is no composite; return the sample, its log-probability and its base sample.
+
+    Args:
+        dist: the distribution.
+        shape: dims of samples in front of the batch's.
+        reparametrize: let gradients flow through the sample.
+
+    Returns:
+        sample ``[*shape, *B, *E]``, log-probability ``[*shape, *B]``, and what transforms made the sample of; None
+        where there is no transform.
+
+    >>> from torch.distributions import Normal, TanhTransform
+    >>> dist = TransformedDistribution(Normal(torch.tensor(12.0), 0.3), TanhTransform())
+    >>> action, log_prob, base = draw(dist)
+    >>> float(action), log_prob.isfinite(), dist.log_prob(action)
+    (1.0, tensor(True), tensor(nan))
+    """
+    root = _root(dist)
+    if root is not None:
+        base = root.rsample(shape) if reparametrize else root.sample(shape)
+        return *_through(dist, base), base
+    together = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
+    if callable(together):
+        sample, log_prob = together(shape)
+    else:  # the distribution may know the very tensor that it made
+        sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
+        log_prob = dist.log_prob(sample)
+    return sample, log_prob, None
+
+
+def score(dist: Distribution, action: Tensor, base: Tensor | None = None) -> Tensor:
+    """Return the log-probability ``[*B]`` of an action; of its base sample, where that is given and made the action.
+
+    An action that has changed since then (random exploration, clipping) is scored as it is.
+    """
+    if base is None or _root(dist) is None:
+        log_prob: Tensor = dist.log_prob(action)
+        return log_prob
+    made, log_prob = _through(dist, base)
+    close = torch.isclose(made, action.to(made.dtype), rtol=1e-4, atol=1e-6)
+    if action.is_cpu and not torch.compiler.is_compiling() and bool(close.all()):
+        return log_prob
+    inverted = _inverse(dist, action)
+    same = close if close.shape == base.shape else close.all(-1, keepdim=True)
+    return _through(dist, torch.where(same, base, inverted))[1]
+
+
+def saturated(dist: Distribution, action: Tensor) -> Tensor | None:
+    """Return which numbers of an action lie so close to the ends of a tanh that what it was made of is lost.
+
+    None where the distribution has no tanh.
+    """
+    for transform in reversed(_transforms(dist)):
+        if isinstance(transform, TanhTransform):
+            return action.abs() >= 1.0 - 2.0 * torch.finfo(action.dtype).resolution
+        action = transform.inv(action)
+    return None
+
+
+def _parts(dist: TransformedDistribution) -> list[Transform]:
+    """Its own transforms, one by one."""
+    parts: list[Transform] = []
+    for transform in dist.transforms:
+        parts += transform.parts if isinstance(transform, ComposeTransform) else [transform]
+    return parts
+
+
+def _transforms(dist: Distribution) -> list[Transform]:
+    """What turns a base sample into a sample, in this order."""
+    if _is_independent(dist):
+        return _transforms(dist.base_dist)
+    return [*_transforms(dist.base_dist), *_parts(dist)] if _is_transformed(dist) else []
+
+
+def _root(dist: Distribution) -> Distribution | None:
+    """The distribution of base samples; None where nothing transforms them."""
+    within, transformed = dist, False
+    while (changes := _is_transformed(within)) or _is_independent(within):
+        transformed |= changes
+        within = within.base_dist
+    return within if transformed else None
+
+
+def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
+    """The sample that a base sample makes, and its log-probability."""
+    if _is_independent(dist):
+        sample, log_prob = _through(dist.base_dist, base)
+        return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
+    if not _is_transformed(dist):
+        return base, dist.log_prob(base)
+    sample, log_prob = _through(dist.base_dist, base)
+    parts = _parts(dist)
+    # the dims of an event before each part, from that of the first one's input
+    dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
+    log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
+    for part in parts:
+        before, sample = sample, part(sample)
+        slope = part.log_abs_det_jacobian(before, sample)  # type: ignore[no-untyped-call]
+        log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
+        dims += part.codomain.event_dim - part.domain.event_dim
+    return sample, log_prob
+
+
+def _inverse(dist: Distribution, sample: Tensor) -> Tensor:
+    """The base sample of a sample, as far as its digits tell it."""
+    for transform in reversed(_transforms(dist)):
+        sample = transform.inv(sample)
+    return sample
+
+
+def _sum_last(x: Tensor, dims: int) -> Tensor:
+    """The sum over the last ``dims`` dims."""
+    return x.sum(tuple(range(-dims, 0))) if dims else x
+
+
+def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
+    kind = type(dist)
+    return (
+        isinstance(dist, Independent)
+        and kind.log_prob is Independent.log_prob
+        and kind.rsample is Independent.rsample
+    )
+
+
+def _is_transformed(dist: Distribution) -> TypeGuard[TransformedDistribution]:
+    kind = type(dist)  # one that scores or samples in its own way is left to it
+    return (
+        isinstance(dist, TransformedDistribution)
+        and kind.log_prob is TransformedDistribution.log_prob
+        and kind.rsample is TransformedDistribution.rsample
+    )
