@@ -183,9 +183,9 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
-        rows, size_of = self._cut(state), _zstandard().frame_content_size
+        rows, size_of, expected = self._cut(state), _zstandard().frame_content_size, self.value_bytes
         try:
-            wrong = next((i for i, row in enumerate(rows) if size_of(row) != self.value_bytes), None)
+            wrong = next((i for i, row in enumerate(rows) if size_of(row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
@@ -193,7 +193,7 @@ class ZstdColumn(Column):
         except _zstandard().ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
         if wrong is not None:
-            raise damaged(f"its compressed row {wrong} is not one of {self.value_bytes} bytes")
+            raise damaged(f"its compressed row {wrong} is not one of {expected} bytes")
         return count
 
     @override
