@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
@@ -19,7 +20,7 @@ from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, h
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.index.saved_tables import check_saved_generator, damaged
+from flatroll.buffers.index.saved_tables import check_saved_generator, damaged, reading_tables
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote import BufferHandle, Service
@@ -44,18 +45,27 @@ from flatroll.buffers.transforms.transform import (
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
-from flatroll.disk.state_tree import Packer
+from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
-from flatroll.specs import Composite, make_composite_from_td
+from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("lock", "write_lock", "_prefetcher", "_process", "_ready_in", "_failure", "step_writers")
+_PER_PROCESS = (
+    "lock",
+    "write_lock",
+    "_prefetcher",
+    "_process",
+    "_ready_in",
+    "_home",
+    "_failure",
+    "step_writers",
+)
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
@@ -100,6 +110,9 @@ class ReplayBuffer(Facts):
     (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
     """
 
+    #: What `note_spec` was told.
+    noted_spec: Composite | None = None
+
     def __init__(
         self,
         storage: Storage | None = None,
@@ -142,6 +155,7 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
+        self._home = os.getpid()  # where rows are written
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
@@ -228,8 +242,7 @@ class ReplayBuffer(Facts):
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch of one batch dimension; return the positions of its rows."""
-        if self._ready_in != os.getpid():
-            self.enter_process()
+        self._enter_to_write()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
@@ -325,7 +338,7 @@ class ReplayBuffer(Facts):
         self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
     def overwrite(self, index: Any, data: Any) -> None:
-        self.enter_process()
+        self._enter_to_write()
         self.writer.check_change(data)
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
@@ -336,7 +349,7 @@ class ReplayBuffer(Facts):
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self.enter_process()
+        self._enter_to_write()
         if self._prefetcher is not None:
             self._prefetcher.wait()
         with self.write_lock:
@@ -361,12 +374,14 @@ class ReplayBuffer(Facts):
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside the storage.
         """
+        self._enter_to_write()
         slots = slots_of(index, self.storage.lanes)
         with self.lock:
             self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        self._enter_to_write()
         with self.lock:
             self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
 
@@ -541,11 +556,35 @@ class ReplayBuffer(Facts):
 
     @property
     def spec(self) -> Composite:
-        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty.
+
+        Entries of the kind that :meth:`note_spec` told have the limits of that spec, too.
+        """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
-        return row.expand(-1)  # type: ignore[no-any-return]
+        spec: Composite = row.expand(-1)
+        leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+        for key, noted in leaves:
+            read = spec.get(key, None)
+            if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
+                spec[key] = noted
+        return spec
+
+    @property
+    def _storage(self) -> Storage:
+        """The storage, by the name that the references' programs read it by."""
+        return self.storage
+
+    def note_spec(self, spec: Composite) -> None:
+        """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
+        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
+        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+
+    def noted_space(self, key: NestedKey) -> Any:
+        """Return the Gymnasium space of an entry's values, one row's, as `note_spec` told; None if it did not."""
+        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
+        return None if spec is None else as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
@@ -562,16 +601,17 @@ class ReplayBuffer(Facts):
             slots = self.ring.stored()
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
         ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it.
+        ``codec`` save of it. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever
+        written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
             ring = self.ring
-            numbers = {
+            numbers: dict[str, int | float] = {
                 "rows": len(ring),
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
@@ -584,7 +624,7 @@ class ReplayBuffer(Facts):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
                 numbers["open_trajectories"] = ring.open_trajectories
-        return numbers
+        return numbers | torchrl_names(numbers)
 
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
@@ -596,6 +636,8 @@ class ReplayBuffer(Facts):
         transforms = ", ".join(map(repr, self.transforms)) or None
         facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        for name in ("size", "write_count", "utilization"):
+            facts.pop(name)
         unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
@@ -605,14 +647,15 @@ class ReplayBuffer(Facts):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
 
-        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
-        are not in it.
+        It owns its memory, and is plain Python and tensors, so that ``torch.load`` reads what ``torch.save`` wrote of
+        it; but for objects of your own in a `ListStorage`. Transforms are not in it.
         """
         self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
-            return {**self.tables(ahead), "storage": rows}
+            tables = self.tables(ahead)
+        return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
@@ -638,6 +681,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
                 ring = self._check_state(state)
@@ -655,6 +699,7 @@ class ReplayBuffer(Facts):
                 else:
                     if first:
                         self._own_parts()
+                        self.storage.max_size = ring.capacity  # with the saved lanes
                     elif not self.storage.loads_whole:
                         # Nobody reads a mixture of old and new rows, in other processes neither.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
@@ -715,7 +760,7 @@ class ReplayBuffer(Facts):
         tensor([2, 3, 4, 5])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -744,15 +789,20 @@ class ReplayBuffer(Facts):
         """See :meth:`dumps`."""
         self.dumps(path, **options)
 
+    save = dump
+
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`loads`."""
         self.loads(path, **options)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
 
-        The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
-        items.
+        The rows, oldest first and some at a time, are a batch of the kind that is stored (a compact storage gives each
+        observation once), or a list of items. The hook returns as many, or a tensordict of batch size ``[]``. A hook
+        with the attributes ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path``
+        and may return any form. They are set before, to what the rows are that it gets: 0 and True if the buffer is
+        full, else their number and False. A buffer with the hooks that undo it (`Flat2TED`, `Nested2TED`) loads it.
         """
         hooked(self.storage).register_save_hook(hook)
 
@@ -798,6 +848,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
+        @reading_tables()
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
             tree = read_tree(version, self.storage.max_size)
             state = tree["buffer"]
@@ -818,13 +869,14 @@ class ReplayBuffer(Facts):
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
             return tree["others"], state, ring
 
+        (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
         try:
-            (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
             with self.write_lock, self.lock:
                 self._check_state(state, ring)
                 checked_for = self.ring
-        except (LookupError, TypeError, AttributeError) as error:
-            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
+        except ValueError as error:
+            error.add_note(f"while {path} was read")
+            raise
 
         def apply() -> None:
             # An empty state's ring goes on from the rows that are there when it is loaded.
@@ -856,9 +908,11 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
+    @reading_tables()
     def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
         """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
         cannot be loaded. The caller holds both locks, and nothing changes."""
@@ -889,7 +943,8 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        if capacity > self.storage.max_size:  # before tables of that size are made
+        # Before tables of that size are made; lanes round it up, to less than twice as many.
+        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1003,6 +1058,17 @@ class ReplayBuffer(Facts):
         if tell is not None:
             tell()
 
+    def _enter_to_write(self) -> None:
+        """`enter_process`, and raise RuntimeError where what is written would be lost with this process."""
+        process = os.getpid()
+        if self._ready_in != process:
+            self.enter_process()
+        if self._home != process and not self.storage.by_reference:
+            raise RuntimeError(
+                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: hand "
+                "over buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another buffer)"
+            )
+
     def _own_parts(self) -> None:
         """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
         for part in (self.sampler, self.writer):
@@ -1022,13 +1088,15 @@ class ReplayBuffer(Facts):
         self.enter_process()
         self._store_steps()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
+            state["_home"] = self._home
         if self.storage.by_reference:
             return state
         # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_home": os.getpid()} | state)
         self._make_locks()
         # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
         self._ready_in = 0
@@ -1043,6 +1111,7 @@ class ReplayBuffer(Facts):
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+        other._home = os.getpid()
         other._make_locks()
         other.storage.reattach(other.ring)
         return other
@@ -1062,6 +1131,17 @@ class ReplayBuffer(Facts):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         pickle_by_value(cls)
+
+
+def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
+    """What torchrl's ``stats`` calls the rows, the rows ever written and their share of the capacity."""
+    rows, capacity = numbers["rows"], numbers["capacity"]
+    return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
+
+
+def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with its tables as the parts of a buffer take them."""
+    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
 
 
 pickle_by_value(ReplayBuffer)

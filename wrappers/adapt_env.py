@@ -18,7 +18,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
-from flatroll.wrappers.stream import FinalObs, VectorStream
+from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 
 
@@ -170,6 +170,11 @@ def _choose_source(
             raise TypeError(
                 f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
                 f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
+            )
+        if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
+            raise ValueError(
+                f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
+                "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
             )
         mode = mode or _declared_mode(env)
         if getattr(base, "device", None) is not None:

@@ -21,6 +21,7 @@ from flatroll.buffers import (
     ListStorage,
     NextObservationDelta,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -99,11 +100,35 @@ def test_positions_are_not_stored(world: Any) -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_there_are_never_more_rows_than_asked_for(world: Any) -> None:
-    """With 3 lanes, a capacity of 100 is 99."""
+def test_lanes_round_the_capacity_up_to_whole_steps() -> None:
+    """With 3 lanes, a capacity of 100 is 102; a refused batch rounds nothing for the next one."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
-    buffer.extend(TensorDict({"x": torch.zeros(3, 50)}, [3, 50]))
-    assert len(buffer) == buffer.stats()["capacity"] == 99
+    with pytest.raises(ValueError, match=r"max_size=100 holds no step of \[101\] lanes"):
+        buffer.extend(TensorDict({"x": torch.zeros(101, 2)}, [101, 2]))
+    with pytest.raises(TypeError, match="meta tensor"):
+        buffer.extend(TensorDict({"x": torch.zeros(7, 7, device="meta")}, [7, 7]))
+    buffer.extend(TensorDict({"x": torch.arange(150).view(3, 50)}, [3, 50]))
+    assert len(buffer) == buffer.stats()["capacity"] == buffer._storage.max_size == 102
+    assert buffer.oldest_first()["x"].tolist() == [[i, 50 + i, 100 + i] for i in range(16, 50)]
+    for other in (ReplayBuffer(storage=LazyTensorStorage(size, ndim=2)) for size in (100, 102)):
+        other.load_state_dict(buffer.state_dict())
+        assert bool((other[:] == buffer[:]).all()) and other.storage.max_size == 102
+    state = buffer.state_dict()
+    with pytest.raises(
+        ValueError, match="room for 102 rows, this storage for 108: make it with max_size=102"
+    ):
+        ReplayBuffer(storage=LazyTensorStorage(107, ndim=2)).load_state_dict(state)
+
+
+def test_numbers_by_the_names_of_others() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(torch.arange(6))
+    buffer.extend(torch.arange(1))
+    stats = buffer.stats()
+    assert (stats["size"], stats["write_count"], stats["utilization"]) == (4, 5, 1.0)
+    members = ReplayBufferEnsemble(buffer, ReplayBuffer(storage=LazyTensorStorage(4)))
+    stats = members.stats()
+    assert (stats["size"], stats["write_count"], stats["utilization"]) == (4, 5, 0.5)
 
 
 def test_a_lazy_stack_is_made_dense_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,9 @@ ARGUMENTS = {
         "info_keys must be a list of names, got the string 'lives': write ['lives']",
     ),
     "device": (
-        {"env_device": "cuda"},
+        {"env_device": "xpu"},
         ValueError,
-        "env_device='cuda', but the env's arrays are on cpu: move the env, or wrap it with "
-        "as_vector_env(env, framework='torch', device=...)",
+        "env_device='xpu' cannot be used here: ",
     ),
 }
 

@@ -202,7 +202,7 @@ class Closing(ScriptedVectorEnv):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": 3}, {"env_device": "meta"}, {"info_keys": "t"}, {"writer": 2**23}, {"storing_device": "no"}],
+    [{"policy": 3}, {"env_device": "no"}, {"info_keys": "t"}, {"writer": 2**23}, {"storing_device": "no"}],
     ids=lambda options: next(iter(options)),
 )
 def test_a_collector_that_fails_closes_the_env_it_made_and_no_other(options):

@@ -310,4 +310,5 @@ class Team:
 
     def end(self, timeout: float) -> None:
         """End all workers, at their next step; kill those that are left after ``timeout`` seconds."""
+        self._on_failure = "raise"  # a thread that is late with a batch must not replace them
         self.transport.end([member.link for member in self.members], timeout)
