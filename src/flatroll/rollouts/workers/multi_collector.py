@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import refuse_hidden_weights, state_of
 from flatroll.rollouts.workers.arguments import (
@@ -232,6 +233,8 @@ class MultiCollector(Facts):
             whole=self._whole,
             progress=self._progress,
         )
+        if team.scaled and self._buffer is not None:
+            warn_of_scales(stacklevel=3)
         # Also when nobody has this collector any more, and when the interpreter ends.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
 
