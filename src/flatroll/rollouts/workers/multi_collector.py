@@ -233,10 +233,10 @@ class MultiCollector(Facts):
             whole=self._whole,
             progress=self._progress,
         )
-        if team.scaled and self._buffer is not None:
-            warn_of_scales(stacklevel=3)
         # Also when nobody has this collector any more, and when the interpreter ends.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
+        if team.scaled and self._buffer is not None:
+            warn_of_scales(stacklevel=3)
 
     def _publisher(self) -> Callable[[], None]:
         """Publishes the policy's weights; it does not refer to this collector, which may be forgotten."""
