@@ -194,6 +194,8 @@ class MultiCollector(Facts):
             self._transport.close()
             raise
         self._begin(0, writer, seeds)
+        if replay_buffer is not None and self._supply.gatherer.team.scaled:
+            warn_of_scales(stacklevel=2)
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
         """Start the workers; ``frames`` rows were collected before, and numbers up to ``writer`` and children of
@@ -235,8 +237,6 @@ class MultiCollector(Facts):
         )
         # Also when nobody has this collector any more, and when the interpreter ends.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
-        if team.scaled and self._buffer is not None:
-            warn_of_scales(stacklevel=3)
 
     def _publisher(self) -> Callable[[], None]:
         """Publishes the policy's weights; it does not refer to this collector, which may be forgotten."""
