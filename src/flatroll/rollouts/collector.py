@@ -88,7 +88,7 @@ class Collector(Facts):
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. With
             ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
-            end of their trajectories.
+            end of their trajectories; ``note_spec``, if it has one, hears the :attr:`spec`.
         auto_register_policy_transforms: wire recurrent states. Default True (None is the same).
         state_stride: keep recurrent states only in every ``state_stride``-th row of a trajectory, from its first,
             and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
@@ -204,6 +204,9 @@ class Collector(Facts):
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
+        note_spec = getattr(replay_buffer, "note_spec", None)
+        if note_spec is not None:
+            note_spec(self.spec)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""

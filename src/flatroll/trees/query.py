@@ -123,6 +123,11 @@ class QueryModule(TensorDictModuleBase):
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
+        if not hasattr(tensordict, "batch_size"):
+            raise TypeError(
+                f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "
+                "TensorDict(observation=..., action=...)"
+            )
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
         for key, column in zip(self._read, columns, strict=True):

@@ -37,7 +37,9 @@ from flatroll.buffers import (
     TensorStorage,
     TensorStorageCheckpointer,
 )
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.disk import files
+from flatroll.layout import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
 CAPACITY = 48
 FRAMES = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (300, 6), dtype=np.uint8))
@@ -310,6 +312,35 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
         made().loads(tmp_path)
 
 
+def test_a_load_checks_once_unless_the_buffer_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    saved.extend(batch(0, 30))
+    saved.dumps(tmp_path)
+    restored: list[TrajectoryIndex] = []
+    load = TrajectoryIndex.load_state_dict
+
+    def count(ring: TrajectoryIndex, state: dict[str, Any]) -> None:
+        restored.append(ring)
+        load(ring, state)
+
+    monkeypatch.setattr(TrajectoryIndex, "load_state_dict", count)
+    buffer = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    buffer.loads(tmp_path)
+    assert same(buffer[:], saved[:]) and restored == [buffer.ring]
+    _, apply = buffer.load_version(tmp_path, None, False)
+    apply()
+    assert same(buffer[:], saved[:]) and len(restored) == 2
+
+    other = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    _, apply = other.load_version(tmp_path, None, False)
+    other.extend(batch(0, 5).exclude("state"))  # by another thread: the first rows have no such entry
+    with pytest.raises(ValueError, match=r"as batch\['state'\], this storage keeps nothing"):
+        apply()
+    assert len(other) == 5
+
+
 class HalfColumn(TensorColumn):
     """Keeps float32 values in two bytes each."""
 
@@ -457,6 +488,42 @@ def test_hooks_change_what_is_written(tmp_path: Path) -> None:
     frames.register_save_hook(halve)
     with pytest.raises(TypeError, match="leave it out of frame_stack"):
         frames.dumps(tmp_path / "frames")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("form", ["flat", "nested", "split"])
+def test_conversions_to_the_flat_form_are_hooks(form: str, compact: bool, tmp_path: Path) -> None:
+    """Rows go to the form of the references and back bit by bit, in saves that write what is new, too."""
+    undo = {"flat": [Flat2TED()], "nested": [Nested2TED()], "split": [H5Combine(), Nested2TED()]}[form]
+    save = {"flat": [TED2Flat()], "nested": [TED2Nested()], "split": [TED2Nested(), H5Split()]}[form]
+    buffer, other = (made(LazyTensorStorage(CAPACITY, compact_obs=compact)) for _ in range(2))
+    for hook in save:
+        buffer.register_save_hook(hook)
+    for hook in undo:
+        other.register_load_hook(hook)
+    for first in range(0, 120, 20):
+        buffer.extend(batch(first, 20))
+        buffer.dumps(tmp_path)
+        full = first + 20 >= CAPACITY
+        assert (save[0].shift, save[0].is_full) == ((0, True) if full else (20, False))
+        other.loads(tmp_path)
+        assert same(other[:], buffer[:])
+    buffer[5] = TensorDict({"state": torch.ones(3)}, [])  # a file that is there is written anew
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert same(other[:], buffer[:])
+    with pytest.raises(ValueError, match=r"in another form: buffer.register_load_hook .* Flat2TED\(\)"):
+        made(LazyTensorStorage(CAPACITY, compact_obs=compact)).loads(tmp_path)
+
+
+def test_a_hook_may_return_a_tensordict_without_rows(tmp_path: Path) -> None:
+    buffer, other = made(), made()
+    buffer.register_save_hook(lambda rows, path: TensorDict({"first": rows[0], "rest": rows[1:]}, []))
+    other.register_load_hook(lambda given: torch.cat([given["first"][None], given["rest"]]))
+    buffer.extend(batch(0, 60))
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert same(other[:], buffer[:])
 
 
 # -- while others write --------------------------------------------------------------------------------------------
