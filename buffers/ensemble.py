@@ -658,7 +658,7 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False

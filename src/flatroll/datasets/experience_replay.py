@@ -24,11 +24,10 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
-from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.replay_buffer import Made
+from flatroll.buffers.replay_buffer import Drawn, Made
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.datasets.fetch import fetch_url
-from flatroll.datasets.folders import Batch, convert
+from flatroll.datasets.folders import Batch, convert, recover_place
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
@@ -55,6 +54,7 @@ class DatasetOptions(TypedDict, total=False):
     transform: TransformLike | None
     split_trajs: bool
     priority_key: NestedKey
+    verify: bool
     generator: torch.Generator | None
     codec: Mapping[NestedKey, str] | None
     frame_stack: Mapping[NestedKey, int] | None
@@ -85,6 +85,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
             (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
         priority_key: see `TensorDictReplayBuffer`.
+        verify: read and check all rows when the folder is opened; see `DiskStorage`. Default False.
         codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
@@ -122,7 +123,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
-        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
+        home = Path.home() / ".cache/flatroll" / self.kind
+        self.root = home if root is None else Path(root).expanduser().absolute()
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
@@ -131,6 +133,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
+        recover_place(self.data_path)
         if download == "force" and not self.kind:
             raise ValueError(
                 "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
@@ -150,8 +153,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     def _open(self) -> None:
         """Become a buffer over the folder."""
-        storage = DiskStorage(path=self.data_path, read_only=True)
         options = dict(self._options)
+        verify = bool(options.pop("verify", False))
+        storage = DiskStorage(path=self.data_path, read_only=True, verify=verify)
         self.pin_memory = bool(options.pop("pin_memory", False))
         self.split_trajs = bool(options.pop("split_trajs", False))
         options["writer"] = options.get("writer") or ImmutableDatasetWriter()
@@ -170,7 +174,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def _place(self) -> Path:
         """The converted folder."""
         if not self.kind:
-            return Path(self.dataset_id)
+            return Path(self.dataset_id).absolute()
         place = (self.root / self.dataset_id).resolve()
         if self.root.resolve() not in place.parents:
             raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")
@@ -264,8 +268,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return super().next_sample(rows)
 
     @override
-    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
-        data, info, ended = super()._finish_sample(ring, draw, size, ended)
+    def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
+        data, info, ended = super()._finish_sample(ended, drawn)
         if self.split_trajs:
             data = split_trajectories(data)
         if self.pin_memory and torch.cuda.is_available():

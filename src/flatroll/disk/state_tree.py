@@ -35,7 +35,7 @@ class DamagedState(ValueError):
 
 def damaged(what: str) -> DamagedState:
     """Return the error for saved data that say ``what`` cannot be."""
-    return DamagedState(f"the state is damaged: {what}. Nothing was loaded; use another copy of it")
+    return DamagedState(f"the state is damaged: {what[:400]}. Nothing was loaded; use another copy of it")
 
 
 def pack(tree: Any, *, compress: bool = True, host: bool = True) -> tuple[Any, dict[str, Tensor]]:

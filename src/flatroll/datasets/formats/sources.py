@@ -1,6 +1,5 @@
 """What writers of files share: rows of a batch or buffer in pieces, and files that appear when they are whole."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers import ReplayBuffer
+from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import Array
@@ -204,6 +204,8 @@ def write_beside(path: str | Path) -> Iterator[Path]:
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield beside / target.name
-        os.rename(beside / target.name, target)
+        files.sync_all(beside / target.name)
+        files.rename(beside / target.name, target)
+        files.sync_folder(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
+from flatroll.datasets.folders import remove_folder
 from flatroll.datasets.trajectories.rlinf_folder import INDEX, METADATA
 from flatroll.datasets.trajectories.rows import (
     DONE,
@@ -25,8 +26,9 @@ from flatroll.datasets.trajectories.rows import (
     rows_of,
     trajectory_fields,
 )
-from flatroll.datasets.trajectories.saving import RankSave, discard, remove_staged, stage
+from flatroll.datasets.trajectories.saving import RankSave, discard, stage
 from flatroll.datasets.trajectories.sources import (
+    LOADING,
     NOTES,
     OwnFolder,
     SavedTrajectories,
@@ -573,7 +575,7 @@ class TrajectoryReplayBuffer:
         folder = Path(self.storage.path)
         self._replace(SavedTrajectories(folder, pickled=False))
         self.storage.flush()
-        remove_staged(folder, sync=self._sync)
+        remove_folder(folder / LOADING)
 
     def _restore_own(self) -> None:
         """Restore the generator as it was saved with the rows that are there."""
@@ -591,7 +593,7 @@ class TrajectoryReplayBuffer:
         if is_loading(folder):
             self._load_staged()
             return
-        remove_staged(folder, sync=self._sync)
+        remove_folder(folder / LOADING)
         found = OwnFolder(folder, None)
         self._counter = found.counter
         self._note_records(found.records, found.first - self.storage.row_offset)

@@ -55,8 +55,8 @@ class State(NamedTuple):
         return [[list(record) for record in self.records], self.counter, self.generator, self.end]
 
     @classmethod
-    def from_json(cls, noted: Any) -> "State":
-        """Read a state; DamagedFileError if it is none."""
+    def from_json(cls, noted: Any, path: Path) -> "State":
+        """Read the state in a folder; DamagedFileError if it is none."""
         try:
             records, counter, generator, end = noted
             kinds = tuple(TrajectoryRecord.__annotations__.values())
@@ -74,7 +74,9 @@ class State(NamedTuple):
                 restore(torch.Generator(), generator)
             return cls(made, counter, generator, end)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DamagedFileError(f"the state of the trajectories cannot be read ({error!r})") from None
+            raise DamagedFileError(
+                f"{path}: the state of the trajectories cannot be read ({error!r:.200})"
+            ) from None
 
 
 def restore(generator: torch.Generator, digits: str) -> None:
@@ -109,7 +111,7 @@ class OwnFolder:
                     f"{path}: version {self.version.number} is of another run than the others"
                 )
             if isinstance(loaded.json, dict) and NOTES in loaded.json:
-                state = State.from_json(loaded.json[NOTES])
+                state = State.from_json(loaded.json[NOTES], path)
                 self.counter = state.counter
         if version is None:
             self.folder.recover()  # those that were written since, too
