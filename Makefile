@@ -3,6 +3,8 @@
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
 #   make trainers  run the tests of Tianshou and rl_games, each in an environment of its own
 #   make ray      run the tests that need a cluster of Ray
+#   make versions  run the tests with the pinned, the newest and the oldest versions allowed (NAMES=oldest picks some)
+#   make interop  let other libraries read the files that flatroll writes
 #   make lint     ruff, mypy --strict, pyright
 #   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
@@ -16,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test trainers ray lint bench format constraints clean setup
+.PHONY: demo test trainers ray versions interop lint bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -37,6 +39,30 @@ trainers: $(TRAINERS)/tianshou/.ready $(TRAINERS)/rl-games/.ready
 # Clusters of Ray on this machine; a test that hangs ends the run.
 ray: $(VENV)/.ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/ray $(ARGS)
+
+# The whole suite in each environment: pinned (constraints.txt), newest (no pins) and oldest (the lower bounds in
+# pyproject.toml). A name such as python3.13 is newest with that interpreter. Each run writes its row of
+# docs/compatibility.md. TORCH=torch==2.13.0 picks another torch for newest and oldest, where only some can be had;
+# make -k goes on after an environment that fails.
+VERSIONS := .venv-versions
+NAMES ?= pinned newest oldest
+versions: $(NAMES:%=versions-%)
+
+define RUN_VERSIONS
+	@mkdir -p out/versions
+	OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal --junitxml=out/versions/$(2).xml $(ARGS); \
+		status=$$?; $(1)/bin/python docs/versions.py run $(2) out/versions/$(2).xml && exit $$status
+endef
+
+versions-pinned: $(VENV)/.dev
+	$(call RUN_VERSIONS,$(VENV),pinned)
+
+versions-%: $(VERSIONS)/%/.ready
+	$(call RUN_VERSIONS,$(VERSIONS)/$*,$*)
+
+# Files that flatroll writes, read by their own libraries; LeRobot's pins clash with those in .venv.
+interop: $(VERSIONS)/interop/.ready
+	OMP_NUM_THREADS=1 $(VERSIONS)/interop/bin/python -m pytest -m interop tests/interop $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -65,7 +91,7 @@ constraints: $(VENV)/.dev
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(VERSIONS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up. torch comes first, so that its pin decides for everything that depends on it.
@@ -91,6 +117,30 @@ $(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
 	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt torch hatchling
 	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt --no-build-isolation \
 		-e '.[$*]' pytest
+	@touch $@
+
+# Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions.
+$(VERSIONS)/newest/.ready: TORCH = torch
+$(VERSIONS)/newest/.ready: EXTRAS = docs,envpool,minari,test,text
+$(VERSIONS)/python%/.ready: TORCH = torch
+$(VERSIONS)/python%/.ready: EXTRAS = docs,envpool,minari,test,text
+$(VERSIONS)/oldest/.ready: TORCH =
+$(VERSIONS)/oldest/.ready: EXTRAS = test
+$(VERSIONS)/%/.ready: pyproject.toml docs/versions.py | $(BIN)/pip
+	$(if $(filter python%,$*),$*,$(BIN)/python) -m venv --clear $(@D)
+	$(if $(filter oldest,$*),$(BIN)/python docs/versions.py oldest,echo) $(TORCH) > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt torch hatchling
+	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt --no-build-isolation \
+		-e '.[$(EXTRAS)]'
+	@touch $@
+
+# torchvision of the same release as torch, whose own pin of torch would take another build.
+$(VERSIONS)/interop/.ready: pyproject.toml tests/interop/requirements.txt constraints.txt | $(BIN)/pip
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -c constraints.txt torch hatchling
+	$(@D)/bin/python -m pip --disable-pip-version-check install --no-deps lerobot==0.4.4 torchvision==0.28.0
+	$(@D)/bin/python -m pip --disable-pip-version-check install --no-build-isolation \
+		-e '.[arrow,h5,minari,pandas,parquet]' -r tests/interop/requirements.txt torch==2.13.0
 	@touch $@
 
 # The first interpreter that is new enough and can make environments. A name on PATH may be a stub that

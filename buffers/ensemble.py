@@ -19,7 +19,7 @@ from flatroll.buffers.checkpointers.rows import StorageEnsembleCheckpointer, hoo
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
-from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.replay_buffer import ReplayBuffer, torchrl_names
 from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.storages.item_kinds import leaves
@@ -407,7 +407,8 @@ class ReplayBufferEnsemble(Facts):
     def _facts(self) -> dict[str, str]:
         """What a notebook shows: the statistics, and each member."""
         members = {f"member {i}": repr(member) for i, member in enumerate(self._members)}
-        return {name: f"{number:,}" for name, number in self.stats().items()} | members
+        numbers = {name: number for name, number in self.stats().items() if isinstance(number, int)}
+        return {name: f"{number:,}" for name, number in numbers.items()} | members
 
     @overload
     def __getitem__(self, index: int) -> ReplayBuffer: ...
@@ -614,11 +615,12 @@ class ReplayBufferEnsemble(Facts):
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return the members' `ReplayBuffer.stats` summed, and the number of members as ``buffers``."""
         each = [rb.stats() for rb in self._members]
         keys = dict.fromkeys(key for numbers in each for key in numbers if key != "bytes_per_row")
-        return {"buffers": len(each)} | {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
+        total = {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
+        return {"buffers": len(each), **total, **torchrl_names(total)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the members and of the random generator."""
@@ -656,7 +658,7 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -669,6 +671,8 @@ class ReplayBufferEnsemble(Facts):
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
         self.dumps(path, **options)
+
+    save = dump
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`loads`."""

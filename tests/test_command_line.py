@@ -1,5 +1,6 @@
 """The command line: what it prints, where errors go, its exit codes."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,6 +148,19 @@ def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[s
         main(["demo", "--help"])
     assert stopped.value.code == 0
     assert "--memoryless" in capsys.readouterr().out
+
+
+def test_help_of_the_demo_imports_nothing_of_it() -> None:
+    program = """
+import sys
+from flatroll.__main__ import main
+try:
+    main(["demo", "--help"])
+finally:
+    assert not {"torch", "numpy", "gymnasium"} & set(sys.modules)
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--memoryless" in shown.stdout
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

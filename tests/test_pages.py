@@ -60,3 +60,23 @@ def test_the_functions_on_a_way_are_there(page: str) -> None:
         tree = ast.parse((ROOT / "src" / "flatroll" / f"{file}.py").read_text())
         defined = {getattr(node, "name", None) for node in ast.walk(tree)}
         assert set(name.split(".")) <= defined, f"{file} has no {name}"
+
+
+def test_the_oldest_versions_are_the_lower_bounds_that_are_needed() -> None:
+    oldest = runpy.run_path(str(DOCS / "versions.py"))["oldest"]
+    pins = dict(pin.split("==") for pin in oldest())
+    assert {"torch", "tensordict", "gymnasium", "numpy", "numba"} <= set(pins)
+    assert f'"gymnasium>={pins["gymnasium"]},' in (ROOT / "pyproject.toml").read_text()
+    assert dict(pin.split("==") for pin in oldest("torch==99.0")) == {**pins, "torch": "99.0"}
+
+
+def test_a_run_replaces_its_row_of_the_table_of_versions(tmp_path: Path) -> None:
+    script = runpy.run_path(str(DOCS / "versions.py"))
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="2010" skipped="7" failures="2" errors="1"/></testsuites>'
+    )
+    row = script["run_row"]("oldest", report)
+    assert row.endswith("| 2,000 | 7 | 3 |")
+    table = "| environment | … |\n|---|---|\n| newest | 1 |\n| oldest | 2 |\n| oldest-torch | 3 |"
+    assert script["put_row"](table, row).split("\n")[2:] == ["| newest | 1 |", row, "| oldest-torch | 3 |"]

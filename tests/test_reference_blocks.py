@@ -2,8 +2,9 @@
 
 One test for each block of code: the same calls, names, arguments and asserted results. What is written in another way:
 an env is Gymnasium's, ``TransformedEnv(GymEnv("X"), T())`` is ``T(gym.make("X"))``, ``SerialEnv`` is a vector env, and
-``env.action_spec`` is ``env.action_space``. The first four knobs of the tutorial on memory: `tests/test_tutorial.py`.
-`ELSEWHERE` names every block that is in neither, and why.
+``env.action_spec`` is ``env.action_space``; batches of collectors are flat, so a storage of theirs has no ``ndim=2``.
+The first four knobs of the tutorial on memory: `tests/test_tutorial.py`. What cannot be as printed is in tests named
+``..._differs``, which say why and hold it; `NO_PROGRAMS` are no Python.
 """
 
 import os
@@ -19,7 +20,7 @@ import pytest
 import torch
 from memory_tutorial import collect, env_maker, sample_of
 from set_files import write_trials
-from tensordict import TensorDict
+from tensordict import TensorDict, assert_close
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import multiprocessing as mp
 from torch import nn
@@ -28,6 +29,7 @@ from worker_envs import Seeded
 from flatroll import datasets, rollouts
 from flatroll.buffers import (
     Compose,
+    H5StorageCheckpointer,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -44,46 +46,23 @@ from flatroll.buffers import (
 )
 from flatroll.buffers import NextObservationDelta as RestoreNextObservation
 from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.layout import step_mdp
 from flatroll.modules import GRUModule, set_recurrent_mode
 from flatroll.rollouts import Collector
 from flatroll.trees import MCTSForest, QueryModule, TensorDictMap
 from flatroll.wrappers import NextObservationDelta, StepCounter, as_vector_env
+from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 
-# The documents' samplers take no fill=: where episodes are short, their readers get short samples, and are told once.
-pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* has only:UserWarning")
-
-#: (document, section, the block's first words): what it waits for, or why it is no program.
-ELSEWHERE: dict[tuple[str, str, str], str] = {
-    (
-        "data package",
-        "Checkpointing Replay Buffers",
-        "H5StorageCheckpointer",
-    ): "tests/buffers/checkpointers runs it",
-    (
-        "data package",
-        "The Rationale Behind TED",
-        "observation.shape",
-    ): "no program: three shapes of an imagined set",
-    ("data package", "The structure of TED", "data = env.reset()"): (
-        "an env that takes and gives tensordicts; here envs are Gymnasium's. step_mdp is in flatroll.layout"
-    ),
-    ("data package", "Dimensionality of the Tensordict", "env.rollout(10, policy)"): (
-        "the same: rollout(env, policy, num_steps=10) gives flat rows [N], which have no time dimension to name"
-    ),
-    (
-        "data package",
-        "TensorDictMap",
-        "storage[observation, action]",
-    ): "no program: pseudocode of the document",
-    ("data layout", "The replay buffer ndim arg", "one buffer per worker"): (
-        "a sketch that does not run, as the document says: rows are not routed to members; below, each worker's do"
-    ),
-    ("collector internals", "Per-timestep flow", "a diagram"): "no program",
+#: (document, section): a block that is no program, as printed.
+NO_PROGRAMS: dict[tuple[str, str], str] = {
+    ("data package", "The Rationale Behind TED"): "observation.shape\n[200, 3]\naction.shape\n[199, 4]",
+    ("data package", "TensorDictMap, pseudocode"): "next_state = storage[observation, action]",
+    ("collector internals", "Per-timestep flow"): "for t in range(frames_per_batch): \u2502",
     (
         "trajectory replay buffer",
-        "Data Flow Overview",
-        "two diagrams",
-    ): "no program; the buffer itself: saving to disk",
+        "Rollout Worker",
+    ): "time ->\n[ obs_0, obs_1, act_0, r_0, dones_0, ... ] --\u2510",
+    ("trajectory replay buffer", "Actor Worker"): "Channel(get) -- Trajectory -- ReplayBuffer\n  |",
 }
 
 
@@ -196,6 +175,54 @@ def test_data_package_storing_trajectories_several_envs() -> None:
     assert (sample["step_count"][1:] - sample["step_count"][:-1] == 1)[inside].all()
 
 
+@pytest.mark.filterwarnings("ignore:total_frames=200 is no multiple:UserWarning")
+def test_data_package_checkpointing_with_h5(tmp_path: Path) -> None:
+    pytest.importorskip("h5py")
+    env = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3)
+    torch.manual_seed(0)
+    collector = named("SyncDataCollector")(env, policy=None, total_frames=200, frames_per_batch=22)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100))
+    rb_test = ReplayBuffer(storage=LazyMemmapStorage(100))
+    rb.storage.checkpointer = H5StorageCheckpointer()
+    rb_test.storage.checkpointer = H5StorageCheckpointer()
+    for data in collector:
+        rb.extend(data)
+        assert rb.storage.max_size == 100  # 102 with ndim=2, for three lanes
+        rb.dumps(tmp_path)
+        rb_test.loads(tmp_path)
+        assert_close(rb_test[:], rb[:])
+    assert len(rb) == 100
+
+
+def entries(data: TensorDict) -> set[Any]:
+    return set(data.keys(True, True))
+
+
+def test_data_package_structure_of_ted_differs() -> None:
+    """Envs are Gymnasium's: they take and give arrays. What the document prints is a row of a rollout."""
+    env = gym.make("CartPole-v1")
+    data = env.reset()
+    assert not isinstance(data, TensorDict)
+    step = rollouts.rollout(env, num_steps=1)[0]
+    flags = {"done", "terminated", "truncated"}
+    results = {("next", name) for name in (*flags, "observation", "reward")}
+    assert step.batch_size == () and results | {"observation", "action"} <= entries(step)
+    # The flags before the action, False in nearly every row of the document's, are told by is_init.
+    assert not flags & entries(step) and step["is_init"]
+    # t <- t+1, as in a rollout: what came of the step goes to the root.
+    assert flags | {"observation"} <= entries(step_mdp(step)) and not results & entries(step_mdp(step))
+
+
+def test_data_package_dimensionality_differs() -> None:
+    """``env.rollout(10, policy)``: rows of several envs lie end to end, so the last dim is not named "time"."""
+    rollout = rollouts.rollout(gym.make("CartPole-v1"), None, 10)
+    assert rollout.shape[-1] == 10
+    assert rollout.names[-1] is None
+    assert rollouts.rollout(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"), None, 10).shape == (
+        20,
+    )
+
+
 def test_data_package_multi_step() -> None:
     data = next(iter(Collector(gym.make("CartPole-v1"), frames_per_batch=8, total_frames=8, seed=1)))
     assert (data[..., 1:]["observation"] == data[..., :-1]["next", "observation"]).all()
@@ -279,6 +306,10 @@ def test_data_package_tensordict_map() -> None:
     storage[td] = next_state
     next_td = storage[td]
     assert next_td["observation"].tolist() == [1, 1, 1]
+    with pytest.raises(
+        TypeError, match=r"keys must be a tensordict with the entries \['observation', 'action'\], got tu"
+    ):
+        storage[observation, action]  # the document's pseudocode, which it replaces by the above
 
 
 def test_data_package_mcts_forest() -> None:
@@ -388,7 +419,7 @@ def test_memory_knob_7_memory_mapped_storage(compact_data: TensorDict) -> None:
         )
         rb_mmap.extend(compact_data)
         mmap_sample = rb_mmap.sample()
-        assert mmap_sample.batch_dims == 1 and 0 < len(mmap_sample) <= 40
+        assert mmap_sample.batch_size == (40,) and mmap_sample.reshape(-1, 20).batch_size == (2, 20)
 
 
 #: 1,000,000 frames in batches of 1,024.
@@ -513,12 +544,36 @@ def test_data_layout_the_buffer_to_collector_handoff() -> None:
     assert rb.oldest_first()["next", "done"][-1].all()  # each write ends with a trajectory
 
 
-def test_an_ensemble_says_that_rows_go_to_a_member() -> None:
-    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(8)) for _ in range(2)]
-    rb = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=4)
-    with pytest.raises(RuntimeError, match="member"):
-        rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))
+def test_data_layout_one_buffer_per_worker_differs() -> None:
+    """The document's sketch does not run, as it says itself: an ensemble does not know whose rows they are."""
+    num_workers, N = 4, 1_000
+    buffers = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(N, ndim=2), sampler=SliceSampler(num_slices=4))
+        for _ in range(num_workers)
+    ]
+    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=256)
+    batch = rollouts.rollout(gym.make("CartPole-v1"), num_steps=20)
+    with pytest.raises(RuntimeError, match="an ensemble does not know for which of its 4 members"):
+        rb.extend(batch)
+    with pytest.raises(
+        ValueError, match=r"ndim=2: .* got \[20\]; for a collector's flat batches leave ndim out"
+    ):
+        rb[0].extend(batch)
+    # What runs: a collector for each member.
+    buffers = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(N), sampler=SliceSampler(num_slices=4))
+        for _ in range(num_workers)
+    ]
+    rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=256)
+    for writer, buffer in enumerate(buffers):
+        env = ScriptedVectorEnv(Script(1, lengths=[80]))
+        next(Collector(env, replay_buffer=buffer, frames_per_batch=200, writer=writer))
+    sample = rb.sample()
+    assert sample.batch_size == (4, 64)
+    assert [len(part["collector", "traj_ids"].unique()) <= 4 for part in sample] == [True] * 4
 
 
-def test_every_block_left_out_says_why() -> None:
-    assert all(document and section and reason for (document, section, _), reason in ELSEWHERE.items())
+@pytest.mark.parametrize("where", NO_PROGRAMS, ids=", ".join)
+def test_what_is_no_program(where: tuple[str, str]) -> None:
+    with pytest.raises((SyntaxError, NameError)):
+        exec(compile(NO_PROGRAMS[where], ", ".join(where), "exec"), {})

@@ -11,13 +11,14 @@ from gymnasium.vector import (
     SyncVectorEnv,
     VectorEnv,
     VectorObservationWrapper,
+    VectorWrapper,
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
-from flatroll.wrappers.stream import FinalObs, VectorStream
+from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 
 
@@ -97,6 +98,26 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
             )
 
 
+def scales_by_running_statistics(env: object) -> bool:
+    """Whether Gymnasium's NormalizeObservation, in the wrappers of a vector env or of sub-envs, still learns.
+
+    The sub-envs of an AsyncVectorEnv are in other processes and are not looked at.
+    """
+    layer: Any = env
+    while layer is not None:
+        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
+        named = any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
+        if named and getattr(layer, "update_running_mean", True):
+            return True
+        if isinstance(layer, VectorStream):
+            layer = layer.source.env
+        elif isinstance(layer, SyncVectorEnv):
+            layer = layer.envs[0]  # sub-envs are wrapped alike
+        else:
+            layer = layer.env if isinstance(layer, gymnasium.Wrapper | VectorWrapper) else None
+    return False
+
+
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
     """The names of the floating dtypes in a space."""
     children = getattr(space, "spaces", ())
@@ -149,6 +170,11 @@ def _choose_source(
             raise TypeError(
                 f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
                 f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
+            )
+        if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
+            raise ValueError(
+                f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
+                "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
             )
         mode = mode or _declared_mode(env)
         if getattr(base, "device", None) is not None:

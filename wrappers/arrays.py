@@ -155,10 +155,7 @@ class ActionCheck:
             shifted = array - self._start if self._start else array
             # Seen as unsigned, what is below the range is far above it: one pass finds both.
             if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
-                low, high = self._start, self._start + self._limit - 1
-                raise ValueError(
-                    f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"
-                )
+                raise ValueError(ActionLimits(self._space).problem(array))
         return array
 
     def _nested(self, actions: Tree) -> Tree:
@@ -172,3 +169,66 @@ class ActionCheck:
                 f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
             )
         return tuple(check(actions[i]) for i, check in self._children)
+
+
+class ActionLimits:
+    """The least and the greatest values of one action, of a Box, Discrete, MultiDiscrete or MultiBinary space.
+
+    Args:
+        space: the space.
+        name: what errors call the actions.
+
+    >>> ActionLimits(spaces.Discrete(3)).problem(np.array([0, 2, 5]))
+    'actions must lie in [0, 2] for Discrete(3), got 0 to 5'
+    """
+
+    def __init__(self, space: spaces.Space[Any], name: str = "actions") -> None:
+        self.space, self.name = space, name
+        low: Any = 0
+        high: Any = 1  # of a MultiBinary
+        if isinstance(space, spaces.Box):
+            low, high = space.low, space.high
+        elif isinstance(space, spaces.Discrete):
+            low, high = space.start, space.start + space.n - 1
+        elif isinstance(space, spaces.MultiDiscrete):
+            low, high = space.start, space.start + space.nvec - 1
+        assert space.shape is not None
+        #: Arrays of the space's shape; infinite where a Box has no bound.
+        self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some values are outside of the space."""
+        return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
+
+    def problem(self, actions: np.ndarray[Any, Any]) -> str | None:
+        """What is wrong with actions ``[N, *S]``, NaN included; None if nothing is. Two passes over them."""
+        least, most = actions.min(0), actions.max(0)
+        inside = (self.low <= least) & (most <= self.high)
+        if inside.all():
+            return None
+        at = np.unravel_index(int(np.argmin(inside)), np.shape(inside))  # the first place that is not
+        where = f" in place {', '.join(map(str, at))}" if at else ""
+        return (
+            f"{self.name} must lie in [{self.low[at]}, {self.high[at]}]{where} for {self.space}, got {least[at]} to "
+            f"{most[at]}"
+        )
+
+
+def action_limits(
+    space: spaces.Space[Any], name: str = "actions"
+) -> list[tuple[tuple[Any, ...], ActionLimits]]:
+    """The limits of each leaf of a space that has some, with its path in a tree of actions.
+
+    >>> [(path, str(limits.space)) for path, limits in action_limits(spaces.Tuple([spaces.Discrete(2)]))]
+    [((0,), 'Discrete(2)')]
+    """
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        return [
+            ((key, *path), limits)
+            for key, child in items
+            for path, limits in action_limits(child, f"{name}[{key!r}]")
+        ]
+    limits = ActionLimits(space, name)
+    return [((), limits)] if limits.is_limited else []

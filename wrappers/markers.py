@@ -16,7 +16,16 @@ from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 
 from flatroll.layout.checks import writer_number
-from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
+from flatroll.layout.inspect.text import html_table
+from flatroll.layout.keys import (
+    EPISODE_REWARD,
+    IS_INIT,
+    STEP_COUNT,
+    TRAJ_IDS,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, copy_of, fill_rows, full_for, select
 from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
@@ -97,6 +106,16 @@ class MarkerWrapper(VectorWrapper):
 
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the stack, outermost first, and the column that a collector makes of each marker."""
+        rows = []
+        for layer in layers(self):
+            column = ""
+            if isinstance(layer, MarkerWrapper) and layer.is_column:
+                column = repr(next_key(layer.key) if layer.describes_step else layer.key)
+            rows.append((type(layer).__name__ if isinstance(layer, VectorWrapper) else repr(layer), column))
+        return html_table(rows, ("stack", "column"))
 
     @property
     def action_spec(self) -> spaces.Space[Any]:

@@ -17,16 +17,21 @@ from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
     Tree,
+    action_limits,
     copy_of,
     fill_rows,
     first_leaf,
     full_for,
+    leaves_at,
     map_tree,
     select,
 )
-from flatroll.wrappers.source import Info, Seed, Step, VectorSource, layers
+from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, layers
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
+
+#: In the metadata of adapted envs, which Gymnasium copies to the vector envs that it makes of envs.
+ADAPTED = "flatroll.adapted"
 
 
 class Moves:
@@ -133,7 +138,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def _declare(self, mode: AutoresetMode) -> None:
         self.same_step = mode is AutoresetMode.SAME_STEP
-        self.metadata = {**(getattr(self.source.env, "metadata", None) or {}), "autoreset_mode": mode}
+        self.metadata = {
+            **(getattr(self.source.env, "metadata", None) or {}),
+            "autoreset_mode": mode,
+            ADAPTED: True,
+        }
 
     @property
     def valid(self) -> Array | None:
@@ -243,7 +252,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._stepped = True
         self.actions = self._check_actions(actions)
         self.moves.count = self.at = self.at + 1
-        obs, reward, terminated, truncated, info = self.source.step(self.actions)
+        try:
+            obs, reward, terminated, truncated, info = self.source.step(self.actions)
+        except Exception as error:  # whatever an env raises for an action that it does not know
+            self._explain(error)
+            raise
         if not self.capabilities.exact_flags:
             # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
             if isinstance(reward, Tensor):
@@ -253,6 +266,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
+                if len(reward.reshape(-1)) != self.num_envs:
+                    raise ValueError(_one_reward(f"shape {tuple(reward.shape)}"))
                 reward, terminated = reward.reshape(shape), terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
@@ -275,6 +290,34 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.first, self.any_first = self.ended, self.any_ended
             self.ended, self.any_ended = ended, any_ended
         return obs, reward, terminated, truncated, info
+
+    def move(self, device: torch.device) -> None:
+        """From now on return tensors on ``device``; the actions go back to the NumPy env.
+
+        Raises:
+            ValueError: the env is in use, or steps some envs at a time.
+        """
+        if self.at >= 0 or self.capabilities.batch_size is not None:
+            raise ValueError(
+                f"{type(self.source.env).__name__} cannot be moved to {device}: only one that was not reset yet can, "
+                "and no envpool in async mode"
+            )
+        self.source = TorchView(self.source, device)
+        self.capabilities = can = self.source.capabilities
+        self._check_actions = ActionCheck(self.single_action_space, self.num_envs, can.framework, can.device)
+        self._on_host = False
+
+    def _explain(self, error: Exception) -> None:
+        """Raise ValueError, from the error of the env's step, for a vector of rewards and for actions out of range."""
+        if "array element with a sequence" in str(
+            error
+        ):  # SyncVectorEnv writes rewards and flags into arrays
+            raise ValueError(_one_reward("an array")) from error
+        if self._on_host:
+            for path, limits in action_limits(self.single_action_space):
+                (leaf,) = leaves_at(self.actions, [path])
+                if not isinstance(limits.space, spaces.Box) and (problem := limits.problem(leaf)):
+                    raise ValueError(problem) from error
 
     def send(self, actions: Tree) -> Tree:
         """Begin a step and return its checked actions, with which the `step` that follows awaits it.
@@ -399,6 +442,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return mask
 
 
+def _one_reward(came: str) -> str:
+    """The text of the error for a reward that is no number."""
+    return (
+        f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
+        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
+    )
+
+
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
     """List the batch key and the tree path of each observation entry.
 
@@ -419,21 +470,26 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
-def check_space(space: object, name: str) -> None:
+def check_space(space: object, name: str, hint: str = "") -> None:
     """Raise TypeError unless samples of ``space`` are arrays of fixed shape, or trees of them."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
-            check_space(child, f"{name}[{key!r}]")
+            if name == "observation_space":
+                others = [other for other in space.spaces if other != key]
+                hint = f", or leave it out: gymnasium.wrappers.FilterObservation(env, {others})"
+            check_space(child, f"{name}[{key!r}]", hint)
     elif isinstance(space, spaces.Tuple):
         for i, child in enumerate(space.spaces):
-            check_space(child, f"{name}[{i}]")
+            check_space(child, f"{name}[{i}]", hint)
     elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         shown = str(space)
         if isinstance(space, spaces.Text):
             shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
+        elif type(space).__name__ == "MissionSpace":
+            shown, hint = "MiniGrid's MissionSpace", ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
         raise TypeError(
             f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
-            f"got {shown}: convert it with an observation or action wrapper first"
+            f"got {shown}: convert it with an observation or action wrapper first{hint}"
         )
 
 

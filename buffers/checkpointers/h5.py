@@ -95,8 +95,15 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise DamagedFileError(f"{file}: {error}") from None
         except PermissionError:
             raise
-        except OSError as error:  # what h5py raises for anything that is no HDF5, or has a wrong checksum
+        except (
+            OSError,
+            KeyError,
+            RuntimeError,
+        ) as error:  # what h5py raises for what is no HDF5, or is damaged
             raise DamagedFileError(f"{file} cannot be read: {error}") from None
+        except ValueError as error:
+            error.add_note(f"while {file} was read")
+            raise
 
 
 class H5Writer:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
@@ -51,7 +52,8 @@ T = TypeVar("T")
 _WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
 _STARTS = "#starts"  # bool per row: a run begins here
 _AFTER = "#after"  # next values that are not those of the row after
-#: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
+_CONVERTED = "#converted"  # what save hooks made of many rows, as bytes at the first of them
+#: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many, or another form of them.
 Hook: TypeAlias = Callable[..., Any]
 Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
 
@@ -85,7 +87,10 @@ class StorageCheckpointerBase(ABC):
         self._load_hooks: list[Hook] = []
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead."""
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
+
+        See `ReplayBuffer.register_save_hook`.
+        """
         self._save_hooks.append(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
@@ -119,13 +124,26 @@ class StorageCheckpointerBase(ABC):
         """Raise an error if this is no checkpointer for ``storage``."""
         return
 
-    def dump_rows(self, storage: Storage, slots: Tensor, path: Path) -> dict[str, FileColumn]:
+    def dump_rows(self, storage: Storage, slots: Tensor, path: Path, ring: Ring) -> dict[str, FileColumn]:
         """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
-        rows = self.rows_for_hooks(storage, slots)
+        rows, full = self.rows_for_hooks(storage, slots), len(ring) == ring.capacity
+        converted = False
         for hook in self._save_hooks:
-            rows = hook(rows, path=path)
+            if hasattr(hook, "shift") and hasattr(hook, "is_full"):
+                # The rows come oldest first, whatever the ring's cursor is.
+                hook.shift, hook.is_full = (0, True) if full else (len(slots), False)
+                rows, converted = hook(rows), True
+            else:
+                rows = hook(rows, path=path)
+        if converted or (isinstance(rows, TensorDictBase) and not rows.batch_dims):
+            memory = torch.frombuffer(
+                bytearray(_to_bytes(rows, "what the save hooks returned")), dtype=torch.uint8
+            )
+            lengths = torch.zeros(len(slots), dtype=torch.int64)
+            lengths[0] = len(memory)
+            return {_CONVERTED: Ragged(memory, lengths)}
         return self.dump_given(storage.structure, rows, len(slots))
 
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
@@ -140,7 +158,7 @@ class StorageCheckpointerBase(ABC):
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
     def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
-        """Return the rows of which :meth:`dump_given` made ``tensors``."""
+        """Return the rows of which :meth:`dump_given` made ``tensors``, as the load hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
     def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
@@ -151,7 +169,7 @@ class StorageCheckpointerBase(ABC):
         """Return a save of the rows that ``ring`` counts."""
         segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
         writer = self.open(saved, options, ring, segment_rows)
-        dump = partial(self.dump_rows, storage, path=saved.path)
+        dump = partial(self.dump_rows, storage, path=saved.path, ring=ring)
         return RowCopy(saved, writer, dump, ring, segment_rows)
 
     def load_with(
@@ -175,11 +193,19 @@ class StorageCheckpointerBase(ABC):
             return self.restore(storage, tables, spans(ring, version), ring.used)
         changed = []
         for slots, read in spans(ring, version):
-            given = self.given_from(storage, tables, read({}))
-            for hook in self._load_hooks:
-                given = hook(given)
-            dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, len(slots))
-            changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
+            tensors = read({})
+            if _CONVERTED in tensors:
+                parts = _converted(tensors[_CONVERTED])
+            else:
+                parts = [(len(slots), self.given_from(storage, tables, tensors))]
+            first = 0
+            for count, given in parts:
+                for hook in self._load_hooks:
+                    given = hook(given)
+                dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, count)
+                part = slots[first : first + count]
+                changed.append(Span(part, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
+                first += count
         return self.restore(storage, tables, changed, ring.used)
 
     def versions(self, path: Path) -> list[int]:
@@ -259,6 +285,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
                 column, _, part = name.partition("#")
+                if name == _CONVERTED:
+                    raise ValueError(
+                        "save hooks wrote the rows in another form: buffer.register_load_hook what undoes it, "
+                        "such as Flat2TED() for TED2Flat()"
+                    )
                 if writer := _WRITERS.get(part):
                     raise ValueError(
                         f"the rows were written by a {writer}: make that the storage's checkpointer"
@@ -360,7 +391,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         if len(rows) != count:
             raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
-        return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(rows)])}
+        return {"items": _end_to_end([_to_bytes(item, f"item {i}") for i, item in enumerate(rows)])}
 
     @override
     def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
@@ -649,14 +680,32 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
         yield Span(slots, segment.read)
 
 
-def _to_bytes(item: object, number: int) -> bytes:
+def _converted(column: FileColumn) -> list[tuple[int, Any]]:
+    """What save hooks made of rows, and of how many rows each part of it is."""
+    if (
+        not isinstance(column, Ragged)
+        or column.values.dtype is not torch.uint8
+        or not int(column.lengths[:1].sum())
+    ):
+        raise damaged("a part has no rows")
+    memory, firsts = column.values.numpy().tobytes(), column.lengths.nonzero().squeeze(1)
+    ends = column.lengths[firsts].cumsum(0).tolist()
+    counts = torch.diff(firsts, append=torch.tensor([len(column.lengths)])).tolist()
+    starts = [0, *ends[:-1]]
+    return [
+        (count, _from_bytes(memory[start:end]))
+        for count, start, end in zip(counts, starts, ends, strict=True)
+    ]
+
+
+def _to_bytes(item: object, name: str) -> bytes:
     """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
         packer = Packer()
         value = packer.value(item, "state", 0)
     except TypeError as error:
         raise TypeError(
-            f"item {number}: {error}. ListStorage keeps any object in memory, and these on disk"
+            f"{name}: {error}. ListStorage keeps any object in memory, and these on disk"
         ) from None
     text = to_text(value).encode()
     return len(text).to_bytes(8, "little") + text + save(packer.tensors)

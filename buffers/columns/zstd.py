@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from flatroll.layout.checks import whole_number
 _THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
 _DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
 _FEW_ROWS = 16  # up to here, decoding a repeated row again is faster than looking for repeated rows
+_MOST_PER_BYTE = 2**15  # a block of zstd has 4 bytes at least and holds 128 KiB at most
 _POINTER, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object besides its contents
 
 
@@ -64,12 +66,17 @@ class ZstdColumn(Column):
             whole_number("threads", threads)
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
         self.codec = _Codec(level, threads)
-        # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
-        self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
         self._rows: Array = np.empty(0, object)
         self._filled, self._bytes = 0, 0
         self.grow(rows)
+
+    @cached_property
+    def _blank(self) -> bytes:
+        """Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later."""
+        # Only for rows that are there: of a state that claims a huge shape nothing is compressed before it is checked.
+        blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
+        return blank
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -146,8 +153,7 @@ class ZstdColumn(Column):
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
         codec = _Codec(self.codec.level, self.codec.threads)
-        compressed: Array = np.empty(rows, object)
-        compressed.fill(self._blank)
+        compressed: Array = np.empty(rows, object)  # None where no part has a row
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
             (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
@@ -171,7 +177,7 @@ class ZstdColumn(Column):
                     values = self._decoded(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
                 compressed[at[at >= 0]] = recoded[at >= 0]
-        return _join(compressed.tolist(), codec.prefix)
+        return _join([row or self._blank for row in compressed], codec.prefix)
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
@@ -183,9 +189,9 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
-        rows, size_of = self._cut(state), _zstandard().frame_content_size
+        rows = self._cut(state)
         try:
-            wrong = next((i for i, row in enumerate(rows) if size_of(row) != self.value_bytes), None)
+            wrong = next((i for i, row in enumerate(rows) if frame_size(row) != self.value_bytes), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
@@ -232,6 +238,18 @@ class ZstdColumn(Column):
         self._filled += len(rows) - len(replaced)
         self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
         self._rows[slots] = rows
+
+
+def frame_size(frame: bytes) -> int:
+    """Bytes that a zstd frame holds, as it says; ValueError if it cannot be read, or is too short to hold so many."""
+    zstandard = _zstandard()
+    try:
+        size: int = zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as error:
+        raise damaged(f"a compressed frame cannot be read ({error})") from None
+    if size > len(frame) * _MOST_PER_BYTE:
+        raise damaged(f"a compressed frame of {len(frame)} bytes claims {size}")
+    return size
 
 
 def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:

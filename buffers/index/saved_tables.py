@@ -1,6 +1,8 @@
 """Checks the tables of a saved ring or index, and saved generators: a state is data, and kernels would read by what it
 says."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +13,15 @@ from flatroll.disk.state_tree import damaged as damaged
 from flatroll.kernels.rows.records import CHAIN, FRAGMENT
 
 Array = NDArray[Any]
+
+
+@contextmanager
+def reading_tables() -> Iterator[None]:
+    """Return a context in which Python's own errors about what a state lacks or holds become those of a damaged one."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise damaged(f"its tables lack something, or hold something else ({error!r:.200})") from error
 
 
 def check_table(name: str, table: Any, dtype: np.dtype[Any], rows: int | None = None) -> None:

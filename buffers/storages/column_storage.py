@@ -206,6 +206,7 @@ class ColumnStorage(Storage):
                 read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
             )
         if skip:
+            self.warn_left_out(skip)
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
         if self.compact_obs:
             return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
@@ -515,8 +516,9 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
                 f"{'' if own is None else f' and lanes {list(own)}'}"
             )
-        room = self.max_size // lanes.numel() * lanes.numel()
-        if ring.capacity != room:
+        whole_steps = self.max_size // lanes.numel() * lanes.numel()  # what older states have
+        room = whole_steps if self.columns else self.room(lanes)
+        if ring.capacity not in (room, whole_steps):
             raise other_capacity(ring.capacity, room)
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
@@ -584,7 +586,7 @@ class ColumnStorage(Storage):
             if isinstance(column, TensorColumn) and bool(column.data.is_shared()):  # type: ignore[no-untyped-call]
                 raise RuntimeError(
                     "the storage's tensors are shared with the process that made the buffer, which does not see "
-                    "what is written here: use LazyMemmapStorage for a buffer of several processes"
+                    "what is written here: hand over buffer.handle(), or use LazyMemmapStorage with shared=True"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -77,6 +77,11 @@ def structure_from_plain(plain: Any) -> Structure | None:
             return Tensors()
         case ["tree", (dict() | list() | tuple()) as tree]:
             return Trees(pytree.tree_structure(tree))
+    if isinstance(plain, Structure):
+        raise ValueError(
+            "the state was pickled by an older flatroll, with objects in it: load it there, buffer.dumps(folder), and "
+            "buffer.loads(folder) here"
+        )
     raise damaged(f"its rows are of no known kind, {str(plain)[:40]}")
 
 

@@ -13,6 +13,7 @@ from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
 from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.disk.state_tree import from_plain, to_plain
 from flatroll.layout.keys import NestedKey
 
 
@@ -44,7 +45,10 @@ class ListStorage(Storage):
             raise TypeError("ListStorage follows no trajectories: use LazyTensorStorage with a slice sampler")
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
-        items = apart(batch)[0 if whole else -self.max_size :]
+        items = apart(batch)
+        if not whole and len(items) > self.max_size:
+            self.warn_left_out(len(items) - self.max_size)
+            items = items[-self.max_size :]
         return Rows(len(items), items=items)
 
     @override
@@ -63,8 +67,9 @@ class ListStorage(Storage):
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        items = data if shape else [data]
-        if not isinstance(items, list) or len(items) != len(draw.slots):
+        several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is taken apart
+        items = apart(data) if shape and several else [data]
+        if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
         self.put(draw.slots, Rows(len(items), items=items))
 
@@ -89,7 +94,7 @@ class ListStorage(Storage):
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        return {"items": self._items[:rows]}  # a new list of the same items
+        return {"items": to_plain(self._items[:rows])}
 
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
@@ -104,13 +109,13 @@ class ListStorage(Storage):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        items = state["items"]
+        items = from_plain(state["items"])
         if not isinstance(items, list) or len(items) != ring.used:
             raise damaged(f"its ring counts {ring.used} items, and they are others")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._items = list(state["items"])
+        self._items = list(from_plain(state["items"]))
 
 
 class LazyStackStorage(ListStorage):

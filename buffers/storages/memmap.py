@@ -52,7 +52,7 @@ class LazyMemmapStorage(ColumnStorage):
     in the process that made it, and raises an error in any other.
 
     Args:
-        max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
+        max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together, rounded up to whole steps.
         scratch_dir: folder of the files, made if it is not there; they stay. Default: a new folder among the
             temporary ones, which the process that made it removes when the storage is dropped or the process ends.
         device: only ``"cpu"``.

@@ -31,7 +31,7 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
         if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
-                f"got {list(values.shape)}"
+                f"got {list(values.shape)}; for a collector's flat batches leave ndim out: ids keep envs apart"
             )
         sizes.add(values.shape[:ndim])
         values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
@@ -107,6 +107,14 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         if bool(((places >= -used) & (places < used)).all()):
             return torch.where(places < 0, places + used, places)
     slots = torch.arange(used).view(-1, *lanes)
+    if isinstance(index, tuple):
+        dims = len(lanes) + 1
+        for place, part in enumerate(index):
+            at = (
+                place if ... not in index[:place] else dims + place - len(index)
+            )  # behind "...": from the end
+            if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
+                raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
     try:
         return slots[index]
     except IndexError:

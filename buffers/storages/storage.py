@@ -1,6 +1,7 @@
 """The base class of storages, which hold the rows of a replay buffer."""
 
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -141,9 +142,10 @@ class Storage(Facts, ABC):
     compiled: bool = False
     filling: bool = False
     loads_whole: bool = False
+    _warned_left_out = False
 
     def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
-        self.max_size = whole_number("max_size", max_size)
+        self.max_size = self._asked = whole_number("max_size", max_size)
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
@@ -277,12 +279,9 @@ class Storage(Facts, ABC):
     @property
     def _owner(self) -> StorageOwner | None:
         """The replay buffer of this storage (of several, the one that has written), or None."""
-        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
-
-    def _buffers(self) -> list[StorageOwner]:
-        """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return [entity for entity in entities if isinstance(entity, StorageOwner)]
+        owners = (entity for entity in entities if isinstance(entity, StorageOwner))
+        return max(owners, key=lambda owner: owner.started, default=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
@@ -291,11 +290,16 @@ class Storage(Facts, ABC):
 
     @property
     def capacity(self) -> int:
-        """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
+        """Number of rows that fit: ``max_size``, of which a `TensorStorage` uses whole steps of all lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
+    def room(self, lanes: torch.Size) -> int:
+        """Return ``max_size`` with so many lanes: the one asked for, rounded up to whole steps of all lanes."""
+        return -(-self._asked // lanes.numel()) * lanes.numel()
+
     def lay_flat(self, data: object, time: int, started: bool) -> Any:
-        """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
+        """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``,
+        and round ``max_size`` up to whole steps of them.
 
         Raises:
             ValueError: the lanes are not those of the first batch, or too many.
@@ -303,9 +307,10 @@ class Storage(Facts, ABC):
         data, lanes = time_first(data, self.ndim, time)
         if started and lanes != self.lanes:
             raise ValueError(f"batches must have the first one's lanes {list(self.lanes)}, got {list(lanes)}")
-        if lanes.numel() > self.max_size:
-            raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
-        self.lanes = lanes
+        if lanes.numel() > self._asked:
+            raise ValueError(f"max_size={self._asked} holds no step of {list(lanes)} lanes")
+        if not started:
+            self.lanes, self.max_size = lanes, self.room(lanes)
         return data
 
     def fill(self, write: Callable[[Any, None], Any]) -> None:
@@ -332,7 +337,8 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
+        owner = self._owner
+        if first and (self._alone or (owner is not None and owner.started)):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
@@ -362,6 +368,16 @@ class Storage(Facts, ABC):
             ValueError: entries, shapes or dtypes that differ from the first batch, or no ``final`` where it is needed.
             MemoryError: what the columns need is not there.
         """
+
+    def warn_left_out(self, rows: int) -> None:
+        """Warn, once, that a batch has ``rows`` more rows than there is room for: its first ones are not stored."""
+        if not self._warned_left_out:
+            self._warned_left_out = True
+            warnings.warn(
+                f"the batch has {rows + self.capacity} rows, the storage holds {self.capacity}: the first {rows} are "
+                f"not stored. Use max_size={rows + self.capacity}, or shorter batches (this is said once)",
+                stacklevel=5,  # of buffer.extend()
+            )
 
     @abstractmethod
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:

@@ -108,10 +108,10 @@ class LazyTensorStorage(ColumnStorage):
     keep an entry in a form of your own, as bfloat16 say, override ``make_column`` (see `ColumnStorage`).
 
     Args:
-        max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
+        max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together, rounded up to whole steps.
         device: where the tensors are kept, default ``"cpu"``.
         ndim: number of batch dimensions, default 1 (flat batches). With 2, batches are ``[lanes, time]`` and the
-            storage is ``[max_size // lanes, lanes]``; rows of a lane follow each other.
+            storage is ``[max_size / lanes, lanes]``; rows of a lane follow each other.
         compact_obs: keep each observation once. Every entry that is both at the root and under ``"next"``
             (observations, step counts, recurrent states) is stored at the root only; ``("next", ...)`` of a row
             is read from the row that follows it, or from a side pool where no stored row agrees with it bit by
@@ -183,7 +183,8 @@ class LazyTensorStorage(ColumnStorage):
 class TensorStorage(ColumnStorage):
     """Uses tensors that exist already, such as a dataset: a tensordict, a tensor or a tree of tensors.
 
-    Nothing is copied: the buffer reads and writes the caller's tensors. All rows count as stored from the start, so
+    Nothing is copied, but for tensors whose rows share memory (``expand``): the buffer reads and writes the caller's
+    tensors. All rows count as stored from the start, so
     a dataset can be sampled at once, and ``storage[3]`` reads it without a buffer; the first row written overwrites
     row 0. Start empty with ``buffer.empty()``.
 
@@ -237,7 +238,9 @@ class TensorStorage(ColumnStorage):
         self.lanes = first.shape[1:ndim]
         # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        self._given: Any = map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+        self._given: Any = pytree.tree_map(
+            _with_own_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+        )
         self._first_columns: dict[NestedKey, Tensor] = {}
 
     @override
@@ -286,3 +289,11 @@ class TensorStorage(ColumnStorage):
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         return {key: TensorColumn(self._first_columns[key]) for key in like}
+
+
+def _with_own_rows(leaf: Any) -> Any:
+    """A tensor, or a tensordict of them, copied where values share memory: a row written would change others."""
+    if isinstance(leaf, TensorDictBase):
+        return leaf.apply(_with_own_rows)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.clone(memory_format=torch.contiguous_format) if leaf.numel() > extent else leaf

@@ -81,6 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_demo(argv: list[str]) -> int:
     """Hand the arguments to the example that trains a recurrent policy."""
+    from flatroll.examples.report import parse
+
+    parse(argv)  # --help and mistakes end here, before torch and all else is imported
     from flatroll.examples import recurrent_ppo
 
     return recurrent_ppo.main(argv)

@@ -10,7 +10,7 @@ The module can be called: after ``from flatroll import export``, ``export(buffer
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -65,12 +65,20 @@ _WRITERS: dict[str, Callable[..., None]] = {
     "lerobot": write_lerobot,
     "h5": write_h5,
 }
+#: Suffix of a file -> formats that it may have, the default one first.
+_SUFFIXES = {
+    ".parquet": ("parquet", "pandas"),
+    ".arrow": ("arrow",),
+    ".feather": ("arrow",),
+    ".h5": ("h5",),
+    ".hdf5": ("h5",),
+}
 
 
 def export(
     source: Any,
     path: str | Path,
-    format: str = "parquet",
+    format: str | None = None,
     *,
     chunk_rows: int | None = None,
     progress: bool | None = None,
@@ -86,7 +94,8 @@ def export(
         source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`, whose rows are taken oldest first.
         path: of the file (``"minari"``, ``"lerobot"``: folder) to be made.
         format: ``"parquet"``, ``"arrow"`` (an IPC file), ``"pandas"`` (Parquet that `pandas.read_parquet` reads as the
-            frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default ``"parquet"``.
+            frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default: the suffix says it
+            (``.parquet``, ``.arrow``, ``.feather``, ``.h5``, ``.hdf5``); ``"parquet"`` without one.
         chunk_rows: rows to be held in memory at a time. Default: as many as take 32 MiB.
         progress: show a bar. Default: where the error stream is a terminal.
         **options: of the format: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
@@ -98,7 +107,8 @@ def export(
         FileExistsError: something has the name already.
         FileNotFoundError, PermissionError: there is no folder for it, or none that can be written to.
         TypeError: ``source`` is neither batch nor buffer, or an entry is of a kind that the format does not have.
-        ValueError: an unknown format, no rows, or rows that the format cannot hold, such as n-step data in episodes.
+        ValueError: an unknown format or suffix, a suffix of another format, no rows, or rows that the format cannot
+            hold, such as n-step data in episodes.
 
     >>> import tempfile, torch
     >>> rows = TensorDict({"action": torch.arange(3), "next": {"reward": torch.ones(3, 1)}}, [3])
@@ -107,10 +117,26 @@ def export(
     ...     print(import_parquet(f"{folder}/rows.parquet")["action"])
     tensor([0, 1, 2])
     """
-    write = _WRITERS[one_of("format", format, _WRITERS)]
+    write = _WRITERS[_format_of(Path(path), format)]
     rows = open_source(source, chunk_rows)
     with progress_bar(rows.rows, progress, "exporting") as bar, write_beside(path) as beside:
         write(rows._replace(advance=bar.update), beside, **options)
+
+
+def _format_of(path: Path, format: str | None) -> str:
+    """Return the format that was asked for, or that of the path's suffix; ValueError if they do not agree."""
+    if format is not None:
+        one_of("format", format, _WRITERS)
+    known = _SUFFIXES.get(path.suffix.lower())
+    if known is not None and format is not None and format not in known:
+        raise ValueError(
+            f"path {path.name!r} has the suffix of {known[0]!r}, format is {format!r}: leave one of them out"
+        )
+    if known is None and format is None and path.suffix:
+        raise ValueError(
+            f"path must end with {', '.join(_SUFFIXES)}, got {path.name!r}: otherwise give format={', '.join(_WRITERS)}"
+        )
+    return format or (known or ("parquet",))[0]
 
 
 def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
@@ -142,9 +168,11 @@ def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBa
     return _together(read_h5(path, max_bytes=max_bytes), path)
 
 
-def import_minari(source: Any, *, infos: bool = True) -> TensorDictBase:
+def import_minari(
+    source: Any, *, infos: bool = True, rename: Mapping[str, str] | None = None
+) -> TensorDictBase:
     """Return all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
-    return _together(read_minari(source, infos=infos), source)
+    return _together(read_minari(source, infos=infos, rename=rename), source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:

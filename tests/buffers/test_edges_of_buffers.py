@@ -21,6 +21,7 @@ from flatroll.buffers import (
     ListStorage,
     NextObservationDelta,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -99,11 +100,36 @@ def test_positions_are_not_stored(world: Any) -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_there_are_never_more_rows_than_asked_for(world: Any) -> None:
-    """With 3 lanes, a capacity of 100 is 99."""
+def test_lanes_round_the_capacity_up_to_whole_steps() -> None:
+    """With 3 lanes, a capacity of 100 is 102; a refused batch rounds nothing for the next one."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
-    buffer.extend(TensorDict({"x": torch.zeros(3, 50)}, [3, 50]))
-    assert len(buffer) == buffer.stats()["capacity"] == 99
+    with pytest.raises(ValueError, match=r"max_size=100 holds no step of \[101\] lanes"):
+        buffer.extend(TensorDict({"x": torch.zeros(101, 2)}, [101, 2]))
+    with pytest.raises(TypeError, match="meta tensor"):
+        buffer.extend(TensorDict({"x": torch.zeros(7, 7, device="meta")}, [7, 7]))
+    with pytest.warns(UserWarning, match="the batch has 150 rows, the storage holds 102"):
+        buffer.extend(TensorDict({"x": torch.arange(150).view(3, 50)}, [3, 50]))
+    assert len(buffer) == buffer.stats()["capacity"] == buffer._storage.max_size == 102
+    assert buffer.oldest_first()["x"].tolist() == [[i, 50 + i, 100 + i] for i in range(16, 50)]
+    for other in (ReplayBuffer(storage=LazyTensorStorage(size, ndim=2)) for size in (100, 102)):
+        other.load_state_dict(buffer.state_dict())
+        assert bool((other[:] == buffer[:]).all()) and other.storage.max_size == 102
+    state = buffer.state_dict()
+    with pytest.raises(
+        ValueError, match="room for 102 rows, this storage for 108: make it with max_size=102"
+    ):
+        ReplayBuffer(storage=LazyTensorStorage(107, ndim=2)).load_state_dict(state)
+
+
+def test_numbers_by_the_names_of_others() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(torch.arange(6))
+    buffer.extend(torch.arange(1))
+    stats = buffer.stats()
+    assert (stats["size"], stats["write_count"], stats["utilization"]) == (4, 5, 1.0)
+    members = ReplayBufferEnsemble(buffer, ReplayBuffer(storage=LazyTensorStorage(4)))
+    stats = members.stats()
+    assert (stats["size"], stats["write_count"], stats["utilization"]) == (4, 5, 0.5)
 
 
 def test_a_lazy_stack_is_made_dense_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,3 +301,23 @@ def test_a_dataset_is_sampled_where_it_is() -> None:
     buffer = ReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=4)
     data[:] = 1.0
     assert (buffer.sample() == 1).all()
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_rows_that_do_not_fit_are_told_once(storage: Any) -> None:
+    buffer = ReplayBuffer(storage=storage(10))
+    with pytest.warns(
+        UserWarning, match="the batch has 25 rows, the storage holds 10: the first 15 are not"
+    ) as told:
+        buffer.extend(torch.arange(25))
+        buffer.extend(torch.arange(30))
+    assert len(told) == 1 and told[0].filename == __file__
+    assert sorted(map(int, buffer[:])) == list(range(20, 30))
+
+
+def test_a_writer_that_chooses_among_all_rows_leaves_none_out_unseen() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="x")
+    )
+    buffer.extend(TensorDict({"x": torch.arange(9.0)}, [9]))  # a warning would be an error
+    assert sorted(buffer[:]["x"].tolist()) == [5, 6, 7, 8]

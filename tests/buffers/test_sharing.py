@@ -46,6 +46,7 @@ def in_child(target: Any, *args: Any) -> None:
 
 
 EXAMPLE = """
+import copy
 import sys
 import torch
 from tensordict import TensorDict
@@ -58,6 +59,13 @@ def worker(rb, *others):
     td = TensorDict({"a": torch.ones(10)}, [10])
     rb.extend(td)
     for other in others:
+        try:
+            other.extend(other[:])
+        except RuntimeError as error:
+            assert "hand over buffer.handle()" in str(error)
+        else:
+            raise AssertionError("these rows are lost")
+        other = copy.deepcopy(other)
         other[:] = other[:].apply(lambda t: t + 1 if t.dtype is torch.float32 else t)
         other.extend(other[:])
         assert len(other) == 20 and len(other.sample()) == 4
@@ -328,9 +336,22 @@ def test_tensors_of_the_callers_that_are_shared_are_not_written_by_two() -> None
 
 
 def change(buffer: ReplayBuffer, answers: Any) -> None:
-    buffer.extend(trajectories() if not isinstance(buffer.storage, ListStorage) else [1])
-    sample = buffer.sample()
-    answers.put((len(buffer), len(sample)))
+    """Writes are refused, reads are not; a copy belongs to the process that makes it."""
+    batch: Any = trajectories() if not isinstance(buffer.storage, ListStorage) else [1]
+    writes: list[Any] = [
+        lambda: buffer.extend(batch),
+        lambda: buffer.add(batch[0]),
+        lambda: buffer.__setitem__(0, batch[0]),
+        lambda: buffer.update_priority(0, 1.0),
+        buffer.empty,
+    ]
+    for write in [*writes, writes[0]]:  # the first one is not the only one
+        text = rf"belongs to process {os.getppid()}.*hand\s+over buffer.handle\(\).*LazyMemmapStorage with shared=True"
+        with pytest.raises(RuntimeError, match=text):
+            write()
+    sample, own = buffer.sample(), copy.deepcopy(buffer)
+    own.extend(batch)
+    answers.put((len(own), len(sample)))
 
 
 def buffers_in_memory() -> list[ReplayBuffer]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -381,7 +383,16 @@ def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFi
     assert "copy: 100%" in last_bar()
     for form in ("h5", "minari"):
         pytest.importorskip("h5py" if form == "h5" else form)
-        options = {"dataset_id": "x/x-v0"} if form == "minari" else {}
+        spaces = {
+            "observation_space": gym.spaces.Dict(
+                {
+                    "observation": gym.spaces.Box(0, 99, (2,)),
+                    "pixels": gym.spaces.Box(0, 255, (4, 4), np.uint8),
+                }
+            ),
+            "action_space": gym.spaces.Discrete(99),
+        }
+        options = {"dataset_id": "x/x-v0", **spaces} if form == "minari" else {}
         export(data, tmp_path / f"exported-{form}", form, chunk_rows=5, progress=True, **options)
         assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import signal
 import sys
 import unittest.mock
@@ -9,6 +10,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,8 @@ from tensordict import TensorDict, TensorDictBase
 from flatroll import export as module
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
 from flatroll.datasets.formats.sources import episodes_of, open_source
-from flatroll.export import export
 from flatroll.layout import TRAJ_IDS, audit
+from flatroll.rollouts import Collector, batch_spec
 
 FORMATS = ["parquet", "arrow", "pandas", "h5", "minari", "lerobot"]
 IN_EPISODES = ["minari", "lerobot"]
@@ -77,6 +79,26 @@ def window(number: int, *, images: bool = True) -> TensorDict:
         batch["pixels"], batch["next", "pixels"] = frames(step), frames(step + 1)
     assert not audit(batch)
     return batch
+
+
+def space_of(column: Any) -> gym.Space[Any]:
+    if isinstance(column, TensorDictBase):
+        return gym.spaces.Dict({name: space_of(part) for name, part in column.items()})
+    high = 255 if column.dtype is torch.uint8 else 99
+    return gym.spaces.Box(
+        high - 255 if high == 255 else -high, high, column.shape[1:], column.numpy().dtype.type
+    )
+
+
+def export(source: Any, path: Path | str, format: str | None = None, **options: Any) -> None:
+    """The library's, with the spaces of the env of `window` where Minari's files tell them."""
+    if format == "minari":
+        entries = source.storage.columns if isinstance(source, ReplayBuffer) else source.keys()
+        rows = window(0, images="pixels" in entries)
+        seen = rows.select("observation", "arm", "pixels", strict=False)
+        spaces = {"observation_space": space_of(seen), "action_space": space_of(rows["action"])}
+        options = spaces | options
+    module.export(source, path, format, **options)
 
 
 def read_back(format: str, path: Path) -> TensorDictBase:
@@ -451,6 +473,57 @@ def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp
     assert said and left.name.startswith(".rows.") and left.name.endswith(".part")
     export(batch, tmp_path / "rows", format)
     check_same(by_trajectory(batch) if format in IN_EPISODES else batch, read_back(format, tmp_path / "rows"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"), [("y.h5", "h5"), ("y.hdf5", "h5"), ("y.ARROW", "arrow"), ("y.feather", "arrow")]
+)
+def test_the_suffix_says_the_format(name: str, reader: str, tmp_path: Path) -> None:
+    batch = window(0, images=False)
+    export(batch, tmp_path / name)
+    check_same(batch, read_back(reader, tmp_path / name))
+
+
+def test_a_suffix_of_another_format_or_of_none_is_refused(tmp_path: Path) -> None:
+    for name, format in [("y.h5", "parquet"), ("y.parquet", "h5"), ("y.arrow", "lerobot")]:
+        with pytest.raises(ValueError, match=rf"'{name}' has the suffix of .* format is '{format}'"):
+            export(window(0), tmp_path / name, format)
+    with pytest.raises(ValueError, match=r"must end with .parquet, .* got 'y.csv': otherwise give format="):
+        export(window(0), tmp_path / "y.csv")
+    assert not list(tmp_path.iterdir())
+    export(window(0), tmp_path / "walks.v1", "h5")  # no suffix of a format
+    check_same(window(0), read_back("h5", tmp_path / "walks.v1"))
+
+
+def test_spaces_go_from_the_collector_to_minari(tmp_path: Path) -> None:
+    """They travel in the buffer: what a set says of its env is what the env says."""
+    minari = pytest.importorskip("minari")
+    env = gym.make_vec("CartPole-v1", 2)
+    space, actions = env.single_observation_space, env.single_action_space
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    for _ in Collector(env, frames_per_batch=50, total_frames=50, replay_buffer=buffer):
+        pass
+    assert buffer.spec["action"].n == 2
+    # An entry of another shape is read as it is.
+    buffer.append_transform(lambda rows: rows.set("action", rows["action"][:, None]))
+    assert buffer.spec["action"].shape == (-1, 1)
+    with pytest.raises(ValueError, match=r"action_space must be given: .* 'action', int64 \[1\]"):
+        module.export(buffer, tmp_path / "rows", "minari")
+    buffer.transforms.clear()
+    module.export(buffer, tmp_path / "rows", "minari")
+    data = minari.MinariDataset(tmp_path / "rows")
+    assert (data.observation_space, data.action_space) == (space, actions)
+    rows = buffer[:]
+    with pytest.raises(ValueError, match=r"observation_space=env.single_observation_space, or note"):
+        module.export(rows, tmp_path / "more", "minari", action_space=actions)
+    assert not (tmp_path / "more").exists()
+    other = ReplayBuffer(storage=LazyTensorStorage(100))
+    other.extend(rows)
+    with pytest.raises(TypeError, match=r"spec must be a Composite such as collector\.spec, got Discrete"):
+        other.note_spec(actions)
+    other.note_spec(batch_spec(gym.make("CartPole-v1")))
+    module.export(pickle.loads(pickle.dumps(other)), tmp_path / "more", "minari")
+    assert minari.MinariDataset(tmp_path / "more").action_space == actions
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from flatroll.buffers import SliceSampler
 from flatroll.datasets import MinariExperienceReplay
 from flatroll.export import import_minari
-from flatroll.layout import audit
+from flatroll.layout import RESERVED, audit
 
 for library in ("h5py", "pyarrow", "PIL"):
     pytest.importorskip(library)
@@ -82,7 +82,7 @@ def check(rows: Any, number: int, length: int) -> None:
     assert np.array_equal(rows["next", "pixels"], seen["pixels"][1:])
     actions: Any = source.actions
     assert np.array_equal(rows["action", "0"], actions[0]) and np.array_equal(rows["action", "1"], actions[1])
-    assert np.array_equal(rows["next", "reward"][:, 0], np.float32(source.rewards))
+    assert np.array_equal(rows["next", "reward"][:, 0], source.rewards)  # float64, as they are
     assert np.array_equal(rows["next", "terminated"][:, 0], source.terminations)
     assert np.array_equal(rows["next", "truncated"][:, 0], source.truncations)
 
@@ -106,6 +106,45 @@ def test_every_format_images_tuples_and_a_single_episode(
         f"test/{name}-v0", 8, root=tmp_path, sampler=SliceSampler(slice_len=2, fill=True)
     )
     assert slices.sample().batch_size == (8,)
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED | {"info"}))
+def test_an_observation_named_as_one_of_our_columns(name: str, tmp_path: Path) -> None:
+    """It would overwrite that column, or be overwritten; ``rename`` gives it another name."""
+    space = gym.spaces.Dict({name: gym.spaces.Box(-9, 9, (2,)), "pose": gym.spaces.Box(-9, 9, (1,))})
+    storage = minari.dataset.minari_storage.MinariStorage.new(
+        tmp_path, observation_space=space, action_space=gym.spaces.Discrete(3), jpeg_encoding=False
+    )
+    storage.update_metadata({"dataset_id": "x/y-v0", "minari_version": minari.__version__})
+    seen = np.arange(8, dtype=np.float32).reshape(4, 2)
+    episode = EpisodeBuffer(
+        observations={name: seen, "pose": seen[:, :1]},
+        actions=np.array([2, 0, 1]),
+        rewards=np.array([1.0, 2.0, 3.0]),
+        terminations=[False, False, True],
+        truncations=[False] * 3,
+    )
+    storage.update_episodes([episode])
+    hint = rf"entry '{name}' cannot be the column '{name}'.*rename={{'{name}': 'observed_{name}'}}"
+    with pytest.raises(ValueError, match=hint):
+        import_minari(tmp_path)
+    with pytest.raises(ValueError, match=hint):
+        MinariExperienceReplay("clash", root=tmp_path / "sets", fetch=lambda *_: tmp_path)
+    for rename, text in [
+        ({name: "pose"}, "cannot be the column 'pose'"),
+        ({"pose": "next.pose"}, "entry 'pose' cannot be the column 'next.pose'"),
+        ({"poses": "pose"}, rf"rename names 'poses', which is none of the observations \[.*'{name}'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            import_minari(tmp_path, rename={name: "seen"} | rename)
+    rename = {name: "seen"}
+    rows = import_minari(tmp_path, rename=rename)
+    assert rows["seen"].tolist() == seen[:3].tolist() and rows["next", "seen"].tolist() == seen[1:].tolist()
+    assert rows["action"].tolist() == [2, 0, 1] and rows["next", "reward"].dtype is torch.float64
+    data = MinariExperienceReplay("clash", root=tmp_path / "sets", rename=rename, fetch=lambda *_: tmp_path)
+    assert data[:]["seen"].tolist() == seen[:3].tolist()
+    with pytest.raises(ValueError, match=r"was made with options \{'rename': \{.*give download='force'"):
+        MinariExperienceReplay("clash", root=tmp_path / "sets")
 
 
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow"])

@@ -36,6 +36,30 @@ def no_errors(rows: Any) -> bool:
 # -- D4RL --------------------------------------------------------------------------------------------------------------
 
 
+def test_a_set_by_name_from_a_mirror(tmp_path: Path) -> None:
+    mirror, root = tmp_path / "mirror", tmp_path / "sets"
+    mirror.mkdir()
+    write_d4rl(mirror / "hopper-random-v2.hdf5")
+    url = f"{mirror.as_uri()}/{{dataset_id}}.hdf5"
+    data = D4RLExperienceReplay("hopper-random-v2", batch_size=3, root=root, download_url=url)
+    assert len(data) == 7
+    (mirror / "FK1-v4(expert)").mkdir()
+    name = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"  # with brackets, which addresses quote
+    write_trials(mirror / f"{name}.h5")
+    urls = [f"{mirror.as_uri()}/{{dataset_id}}.h5"]
+    assert len(RobosetExperienceReplay(name, root=root, download_url=urls)) > 0
+    with pytest.raises(ValueError, match="has no set 'hoper-random-v2': did you mean 'hopper-random-v2'"):
+        D4RLExperienceReplay("hoper-random-v2", root=root, download_url=url)
+    with pytest.raises(ValueError, match="give fetch or download_url, not both"):
+        D4RLExperienceReplay("hopper-random-v2", root=root, download_url=url, fetch=lambda *_: mirror)
+    with pytest.raises(OSError, match="hopper-random-v1"):
+        D4RLExperienceReplay("hopper-random-v1", root=root, download_url=url)
+    call = r"D4RLExperienceReplay\('hopper-random-v1', download_url='https://HOST/{dataset_id}.SUFFIX'\)"
+    with pytest.raises(FileNotFoundError, match=rf"{call} takes them from a mirror; or give fetch="):
+        D4RLExperienceReplay("hopper-random-v1", root=root)
+    assert not [path for path in root.iterdir() if path.name.startswith(".fetched-")]
+
+
 def test_d4rl(tmp_path: Path) -> None:
     def fetch(name: str, folder: Path) -> None:
         write_d4rl(folder / f"{name}.hdf5")

@@ -11,7 +11,15 @@ import pytest
 import safetensors.torch
 import torch
 from disk_recorder import Recorder, check_rows, rows
+from tensordict import TensorDict
 
+from flatroll.buffers import (
+    DiskStorage,
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    LazyTensorStorage,
+    ReplayBuffer,
+)
 from flatroll.disk import ColumnSchema, Folder, Ragged, column_key, column_name
 from flatroll.disk.folder import FAN_IN
 from flatroll.disk.tensor_file import DTYPES
@@ -89,6 +97,33 @@ def test_names_of_nested_keys_come_back() -> None:
     for key in ["x", ("next", "x"), ("a/b", "c%2Fd", "#lengths"), "__metadata__", ("", "x"), "%5F"]:
         assert column_key(column_name(key)) == key
     assert len({column_name(key) for key in [("a", "b"), "a/b", ("a%2Fb",), "a%2Fb"]}) == 3
+
+
+@pytest.mark.parametrize("key", ["", ("a", ""), ("", "a"), ("", "")])
+def test_an_empty_name_is_one_like_others(key: Any, tmp_path: Path) -> None:
+    """tensordict takes it, so every form of a save does."""
+    pytest.importorskip("h5py")
+    batch = TensorDict({key: torch.arange(5), "x": torch.ones(5)}, [5])
+    for checkpointer in (None, FlatStorageCheckpointer(), H5StorageCheckpointer()):
+        buffer, again = (
+            ReplayBuffer(storage=LazyTensorStorage(9), checkpointer=checkpointer) for _ in range(2)
+        )
+        buffer.extend(batch)
+        buffer.dumps(tmp_path / type(checkpointer).__name__)
+        again.loads(tmp_path / type(checkpointer).__name__)
+        assert again[:][key].tolist() == list(range(5))
+    kept = ReplayBuffer(storage=DiskStorage(9, tmp_path / "rows"))
+    kept.extend(batch)
+    kept.storage.close()  # type: ignore[attr-defined]
+    assert ReplayBuffer(storage=DiskStorage(path=tmp_path / "rows", read_only=True))[:][key].tolist() == list(
+        range(5)
+    )
+    assert column_key(column_name(key)) == key
+    with (
+        pytest.raises(ValueError, match="a column cannot be called ''"),
+        Folder(tmp_path / "x", write=True) as folder,
+    ):
+        folder.append({"": torch.ones(3)})
 
 
 def test_any_stretch_of_rows_is_read(tmp_path: Path) -> None:

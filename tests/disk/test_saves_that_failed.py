@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -264,3 +266,21 @@ def test_versions_with_an_hdf5_file(tmp_path: Path) -> None:
         assert checkpoint.versions() == [1]
         assert len(buffer) == rows
     assert checkpoint.load() == {"step": 2}
+
+
+def test_every_way_to_save_goes_on_whatever_stopped_it() -> None:
+    """In processes of their own; ``python tests/support/fail_saves.py 2000 SEED`` goes on for longer."""
+    for library in ("pyarrow", "h5py"):
+        pytest.importorskip(library)
+    script = Path(__file__).parents[1] / "support" / "fail_saves.py"
+    done = subprocess.run(
+        [sys.executable, script, "1"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(script.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("all right\n"), (
+        done.stdout[-3000:] + done.stderr[-500:]
+    )

@@ -42,6 +42,14 @@ def test_the_demo_prints_its_tables_and_saves_its_pictures(
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_bar_says_what_the_first_batch_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--frames", "64", "--num-envs", "4", "--steps", "16", "--hidden", "8", "--epochs", "1"]
+    recurrent_ppo.main([*small, "--memoryless", "--out", str(tmp_path)])
+    assert "first batch; kernels are compiled, once" in capsys.readouterr().err
+
+
 def test_the_demo_runs_on_envpool(tmp_path: Path) -> None:
     pytest.importorskip("envpool")
     small = [

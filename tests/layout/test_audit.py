@@ -160,9 +160,9 @@ def test_a_time_limit_reported_as_termination(make):
         ("step_count", lambda c: c.int(), "dtype", "'step_count' is torch.int32, expected torch.int64"),
         (
             ("next", "reward"),
-            lambda c: c.double(),
+            lambda c: c.long(),
             "dtype",
-            "('next', 'reward') is torch.float64, expected torch.float32",
+            "('next', 'reward') is torch.int64, expected torch.float32",
         ),
         (
             ("next", "observation"),
@@ -178,6 +178,11 @@ def test_markers_have_the_shape_and_dtype_of_the_contract(batch, key, change, ru
     (finding,) = audit(batch)
     assert (finding.rule, finding.row, finding.severity) == (rule, -1, "error")
     assert text in finding.text
+
+
+def test_rewards_of_any_floating_dtype_are_fine(batch):
+    """Collectors write float32; data sets keep what their files have."""
+    assert audit(batch.set(("next", "reward"), batch["next", "reward"].double())) == []
 
 
 def test_what_is_no_flat_batch(batch):

@@ -1,5 +1,6 @@
 """The collector on any script, windows and arguments, against a collector written with Python lists."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +122,7 @@ def test_complete_trajectories_of_any_script(lengths, which, frames, windows, pe
     assert len(seen) == len(expected)
 
 
+@pytest.mark.filterwarnings("ignore:actions must lie in")  # those that are not random, to tell them apart
 @settings(deadline=None, max_examples=60)
 @given(
     lengths=lengths,

@@ -12,6 +12,7 @@ from flatroll.wrappers import (
     NextObservationDelta,
     RewardSum,
     StepCounter,
+    as_vector_env,
 )
 from flatroll.wrappers.testing import ScriptedTorchEnv, ScriptedVectorEnv
 
@@ -55,8 +56,40 @@ def test_a_policy_gets_its_input_where_it_wants_it():
 
 
 def test_an_env_elsewhere_is_an_error():
+    env = ScriptedTorchEnv(script(), device="cpu", final_obs="dense")
     with pytest.raises(ValueError, match=r"env_device='meta', but the env's arrays are on cpu: move the env"):
-        Collector(make("SameStep"), frames_per_batch=10, env_device="meta")
+        Collector(env, frames_per_batch=10, env_device="meta")
+    used = StepCounter(make("SameStep"))
+    used.reset()
+    with pytest.raises(ValueError, match=r"cannot be moved to meta: only one that was not reset yet can"):
+        Collector(used, frames_per_batch=10, env_device="meta")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_numpy_env_is_moved_to_env_device(wrapped):
+    """What the env returns is copied there in each step, and what it is given back; nothing else sees the host."""
+    collector = Collector(
+        StepCounter(make("SameStep")) if wrapped else make("SameStep"), frames_per_batch=10, env_device="meta"
+    )
+    obs, info = collector.env.reset(seed=0)
+    assert obs.device.type == info["is_init"].device.type == info["traj_ids"].device.type == "meta"
+    assert collector._devices.env.type == "meta"
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_a_moved_env_gives_the_same_rows(mode):
+    """The CPU stands for the device: values can be compared there."""
+    batches = []
+    for moved in (False, True):
+        env = as_vector_env(make(mode))
+        if moved:
+            env.move(torch.device("cpu"))
+            assert env.capabilities.framework == "torch"
+        batches.append(
+            torch.cat(list(Collector(StepCounter(env), always_four, frames_per_batch=9, total_frames=90)))
+        )
+    one, other = batches
+    assert set(one.keys(True, True)) == set(other.keys(True, True)) and (one == other).all()
 
 
 def test_a_whole_collector_on_a_device_without_values():

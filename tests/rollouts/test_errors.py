@@ -87,10 +87,9 @@ ARGUMENTS = {
         "info_keys must be a list of names, got the string 'lives': write ['lives']",
     ),
     "device": (
-        {"env_device": "cuda"},
+        {"env_device": "xpu"},
         ValueError,
-        "env_device='cuda', but the env's arrays are on cpu: move the env, or wrap it with "
-        "as_vector_env(env, framework='torch', device=...)",
+        "env_device='xpu' cannot be used here: ",
     ),
 }
 
@@ -165,6 +164,22 @@ def test_unsupported_spaces(space, shown):
             frames_per_batch=10,
         )
     assert shown in str(told.value) and "convert it with an observation or action wrapper" in str(told.value)
+
+
+class MissionSpace(spaces.Space):
+    """As MiniGrid's, which is known by its name."""
+
+
+@pytest.mark.parametrize(
+    ("space", "way_out"),
+    [
+        (MissionSpace(), "MiniGrid's MissionSpace: .* such as MiniGrid's ImgObsWrapper or FlatObsWrapper"),
+        (spaces.Text(5), r"or leave it out: gymnasium.wrappers.FilterObservation\(env, \['image'\]\)"),
+    ],
+)
+def test_an_entry_of_an_unsupported_space_names_a_wrapper(space, way_out):
+    with pytest.raises(TypeError, match=rf"observation_space\['mission'\] must be .*{way_out}"):
+        Collector(Odd(spaces.Dict({"image": spaces.Box(0, 1), "mission": space})), frames_per_batch=10)
 
 
 def test_an_unknown_kind_of_space():

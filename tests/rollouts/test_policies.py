@@ -75,6 +75,7 @@ def test_log_probabilities_of_a_categorical_policy_belong_to_the_stored_actions(
     assert not any(leaf.requires_grad for leaf in batch.values(True, True))
 
 
+@pytest.mark.filterwarnings("ignore:actions must lie in")  # as a Gaussian's may
 @pytest.mark.parametrize("which", MODES)
 def test_log_probabilities_of_a_gaussian_policy_belong_to_the_stored_actions(which):
     policy = gaussian()

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers.vector import NormalizeObservation as NormalizeVector
 from gymnasium.wrappers.vector import TransformReward
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import RewardSum, StepCounter, TrajId, as_vector_env
@@ -55,6 +57,45 @@ def test_a_number_that_would_not_come_into_the_ids_is_refused():
     with pytest.raises(TypeError, match=r"writer must be an integer, got 1\.5"):
         rollout(scripted(), num_steps=2, writer=1.5)
     Collector(TrajId(scripted(), writer=1), frames_per_batch=4, writer=1)
+
+
+# --- scales -------------------------------------------------------------------------------------------------
+
+SCALES = "NormalizeObservation scales each row by the statistics of its step, so the rows of a buffer differ"
+
+
+def normalized_inside():
+    return SyncVectorEnv([lambda: NormalizeObservation(gym.make("CartPole-v1"))] * 2)
+
+
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        lambda: NormalizeVector(scripted("NextStep")),
+        lambda: StepCounter(NormalizeVector(as_vector_env(scripted("NextStep")))),
+        lambda: NormalizeObservation(gym.make("CartPole-v1")),
+        normalized_inside,
+    ],
+    ids=["vector", "around the adapted env", "single", "sub-envs"],
+)
+def test_a_buffer_of_running_normalisation_warns(make_env):
+    with pytest.warns(UserWarning, match=SCALES):
+        Collector(make_env(), frames_per_batch=8, replay_buffer=ReplayBuffer(storage=LazyTensorStorage(50)))
+    for parts in ({"compact_obs": True}, {"sampler": SliceSampler(slice_len=2)}):
+        sampler = parts.pop("sampler", None)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(50, **parts), sampler=sampler, batch_size=4)
+        collector = Collector(make_env(), frames_per_batch=8)
+        with pytest.warns(UserWarning, match=SCALES):
+            buffer.extend(next(collector))
+        buffer.extend(next(collector))  # once
+
+
+def test_frozen_statistics_and_batches_used_at_once_do_not_warn():
+    env = NormalizeVector(scripted("NextStep"))
+    next(Collector(env, frames_per_batch=8))
+    env.update_running_mean = False
+    compact = LazyTensorStorage(50, compact_obs=True)
+    next(Collector(env, frames_per_batch=8, replay_buffer=ReplayBuffer(storage=compact)))
 
 
 # --- states -------------------------------------------------------------------------------------------------
@@ -161,7 +202,7 @@ class Closing(ScriptedVectorEnv):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": 3}, {"env_device": "meta"}, {"info_keys": "t"}, {"writer": 2**23}, {"storing_device": "no"}],
+    [{"policy": 3}, {"env_device": "no"}, {"info_keys": "t"}, {"writer": 2**23}, {"storing_device": "no"}],
     ids=lambda options: next(iter(options)),
 )
 def test_a_collector_that_fails_closes_the_env_it_made_and_no_other(options):

@@ -158,3 +158,23 @@ def test_to_clone_and_equality() -> None:
     assert Composite(a=one, b=two) == Composite(b=two, a=one)
     with pytest.raises(ValueError, match="cannot hold"):
         Bounded(0, 300, (1,)).to(torch.uint8)
+
+
+def test_a_part_of_a_dim_of_any_length_is_refused() -> None:
+    spec = Categorical(4, (1, -1, 2))
+    assert spec[0].shape == spec[0, :].shape == (-1, 2) and spec[:, :, 0].shape == (1, -1)
+    assert (
+        spec[0, 3].shape == (2,)
+        and spec[0, [1, 2]].shape == (2, 2)
+        and spec[:, None, :, :1].shape == (1, 1, -1, 1)
+    )
+    rows: Any = Composite(action=spec, shape=(1, -1))
+    assert rows[0]["action"].shape == (-1, 2)
+    for part in (slice(1, None), slice(1, 2), slice(0, 5), slice(None, None, 2)):
+        for whole in (spec, rows):
+            with pytest.raises(
+                IndexError, match=r"takes a part of a dim of any length \(-1\), dim 1 of \(1, -1"
+            ):
+                whole[0, part]
+    with pytest.raises(ValueError, match=r"unbind needs a dim of known length, got dim 1 of \(1, -1, 2\)"):
+        spec.unbind(1)

@@ -1,5 +1,6 @@
 """Every Gymnasium space becomes a spec and comes back."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,12 @@ NUMBERS = [
     spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 2], [3, 4]]),
     spaces.MultiDiscrete([3, 3], dtype=np.int32),
     spaces.MultiDiscrete([3, 400], dtype=np.uint16),
-    spaces.Discrete(200, dtype=np.uint8),
     spaces.MultiBinary(4),
     spaces.MultiBinary([4]),
     spaces.MultiBinary((2, 2)),
 ]
+if "dtype" in inspect.signature(spaces.Discrete).parameters:  # Gymnasium 1.2.2 or newer
+    NUMBERS.append(spaces.Discrete(200, dtype=np.uint8))
 NESTED = [
     spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(0, 1, (2,)))),
     spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))),

@@ -162,3 +162,51 @@ def test_a_composite_of_data() -> None:
         make_composite_from_td(TensorDict({"a": torch.tensor(1.0)}), unsqueeze_null_shapes=False)["a"].shape
         == ()
     )
+
+
+A, AB, AC = (Composite({name: Unbounded((2,)) for name in names}) for names in ("a", "ab", "ac"))
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [[[A, AB], [A, AC]], [[A, AB], [A, A]], [[A, A], [A, AC]], [[A, A, AC], [A, AB, AB]]],
+)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stacks_of_stacks_are_consolidated(stacks: list[list[Composite]], nested: bool, dim: int) -> None:
+    inner: list[Any] = [torch.stack(parts) for parts in stacks]
+    if nested:
+        inner = [Composite(x=part, shape=part.shape) for part in inner]
+    spec: Any = torch.stack(inner, dim)
+    whole: Any = consolidate_spec(spec)
+    assert check_no_exclusive_keys(whole) and not check_no_exclusive_keys(spec)
+    names = {name for parts in stacks for part in parts for name in part}
+    assert set(whole["x"].keys() if nested else whole.keys()) == names
+    for outer, parts in enumerate(stacks):
+        for k, part in enumerate(parts):
+            one = whole[(outer, k) if dim == 0 else (k, outer)]
+            one = one["x"] if nested else one
+            assert {name: one[name].shape for name in one} == {
+                name: torch.Size([2 if name in part else 0]) for name in names
+            }
+    assert whole.is_in(whole.rand())
+
+
+def test_parts_of_sizes_that_differ() -> None:
+    spec: Any = torch.stack([Unbounded((3, 2)), Unbounded((4, 2))])
+    assert spec.shape == (2, -1, 2) and [part.shape for part in spec[:, 1:].unbind()] == [(2, 2), (3, 2)]
+    assert spec[:, :2].shape == (2, 2, 2) and spec[1, 1:].shape == (3, 2) and spec[1, 3].shape == (2,)
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        spec[:, 3]
+
+
+def test_nested_keys_of_a_stack_are_deleted_in_the_order_of_its_keys() -> None:
+    one = Composite(a=Unbounded((2,)), b=Composite(c=Unbounded((1,))))
+    spec: Any = torch.stack([one, one.clone().set("d", Unbounded((2,)))])
+    values = spec.rand()
+    assert spec.keys(True) == list(values.keys(True))
+    for key in spec.keys(True):
+        del spec[key], values[key]
+    assert spec.keys() == list(values.keys()) == []
+    del spec["d"]  # of the one that has it
+    assert spec.is_empty()

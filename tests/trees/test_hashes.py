@@ -1,6 +1,7 @@
 """Hash modules, and `HashToInt` against a dict."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,10 @@ def test_hashes_of_several_numbers_and_those_that_are_no_tensors() -> None:
     assert written["_index"].tolist() == [[0, 1, 0], [1, 1, 2]] and written["_hash"].shape == (2, 3, 2)
     with pytest.raises(TypeError, match=r"must return a tensor for 'x', got list: .*as_tensor=True"):
         QueryModule(["x"], hash_module=SipHash(as_tensor=False))(rows)
+
+
+def test_keys_of_queries_may_be_nested_in_any_way() -> None:
+    rows = TensorDict({"x": torch.tensor([1, 1, 2]), "other": {"y": torch.tensor([3, 3, 3])}}, [3])
+    query: Any = QueryModule(in_keys=[("x",), (("other",), "y")], index_key=("some", ("_index",)))  # type: ignore[arg-type, list-item]
+    assert query.in_keys == ["x", ("other", "y")] and query.index_key == ("some", "_index")
+    assert query(rows)["some", "_index"].tolist() == [0, 0, 1]

@@ -476,3 +476,19 @@ def test_a_wrapper_that_drops_the_final_observations_is_found_out() -> None:
     with pytest.raises(ValueError, match=r"dropped info\['final_obs'\]"):
         for _ in range(10):
             env.step(np.zeros(2, np.int64))
+
+
+def test_a_notebook_shows_the_stack_and_its_columns() -> None:
+    page = RewardSum(
+        CompactObs(StepCounter(gym.make_vec("CartPole-v1", 3, vectorization_mode="sync")))
+    )._repr_html_()
+    cells = page.replace("</td>", "").split('<td style="text-align:left">')[1:]
+    assert [cell.removesuffix("</tr>").removesuffix("<tr>").removesuffix("</tr>") for cell in cells[:-1]] == [
+        "RewardSum",
+        "(&#x27;next&#x27;, &#x27;episode_reward&#x27;)",
+        "CompactObs",
+        "",
+        "StepCounter",
+        "&#x27;step_count&#x27;",
+        "VectorStream(SyncVectorEnv, num_envs=3, NextStep)",
+    ]

@@ -11,7 +11,15 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from flatroll.rollouts import Collector, rollout
-from flatroll.wrappers import Capabilities, MarkerWrapper, VectorSource, VectorStream, as_vector_env
+from flatroll.wrappers import (
+    Capabilities,
+    MarkerWrapper,
+    NextObservationDelta,
+    StepCounter,
+    VectorSource,
+    VectorStream,
+    as_vector_env,
+)
 from flatroll.wrappers.testing import Script, make_scripted
 
 
@@ -149,3 +157,45 @@ def test_a_dict_of_entries_is_refused_with_the_names_of_its_parts() -> None:
         rollout(env, num_steps=6, info_keys=["episode"])
     with pytest.raises(KeyError, match="RewardSum"):
         rollout(env, num_steps=1, info_keys=[("episode", "r")])
+
+
+@pytest.mark.parametrize("kind", [gym.vector.AsyncVectorEnv, gym.vector.SyncVectorEnv])
+@pytest.mark.parametrize("wrapper", [NextObservationDelta, StepCounter])
+def test_a_wrapper_inside_the_envs_of_a_vector_env_is_refused(kind: Any, wrapper: Any) -> None:
+    """Its rows would be ``[N, 1, 4]``, without what it adds."""
+    env = kind([lambda: wrapper(gym.make("CartPole-v1"))] * 2)
+    for use in (as_vector_env, NextObservationDelta, lambda env: Collector(env, frames_per_batch=4)):
+        with pytest.raises(
+            ValueError, match=rf"inside {kind.__name__} are vector envs, as.*NextObservationDelta.*around"
+        ):
+            use(env)
+    env.close()
+    around = wrapper(kind([lambda: gym.make("CartPole-v1")] * 2))
+    assert next(Collector(around, frames_per_batch=4)).shape == (4,)
+    around.close()
+
+
+class TwoRewards(gym.Env[Any, Any]):
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), np.ones(2, np.float32), False, False, {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        TwoRewards,
+        lambda: gym.vector.SyncVectorEnv([TwoRewards] * 2),
+        lambda: gym.vector.AsyncVectorEnv([TwoRewards] * 2),
+    ],
+    ids=["one", "sync", "async"],
+)
+def test_a_reward_vector_is_refused(make: Any) -> None:
+    env = make()
+    with pytest.raises(ValueError, match=r"reward must be one number for each env and step.*TransformReward"):
+        rollout(env, num_steps=2)
+    env.close()

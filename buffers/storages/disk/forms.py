@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import differ
+from flatroll.buffers.columns.zstd import frame_size
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Ragged
@@ -167,11 +168,7 @@ class ZstdForm(Form):
 
     def _check_size(self, compressed: bytes, rows: int) -> None:
         """Raise ValueError unless a block says that it has the bytes of so many rows."""
-        try:
-            size = self._zstandard.frame_content_size(compressed)
-        except self._zstandard.ZstdError as error:
-            raise damaged(f"a compressed block cannot be read ({error})") from None
-        if size != rows * self.row_bytes:
+        if frame_size(compressed) != rows * self.row_bytes:
             raise damaged(f"a compressed block is not one of {rows} rows")
 
     def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:

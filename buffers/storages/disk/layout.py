@@ -59,7 +59,7 @@ class Layout(NamedTuple):
             for form in forms.values():
                 form.check_shape()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"the folder is none of a DiskStorage ({error})") from None
+            raise ValueError(f"the folder is none of a DiskStorage ({str(error)[:200]})") from None
         return cls(forms, pairs, seams)
 
     def row_bytes(self) -> int:

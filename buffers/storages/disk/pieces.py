@@ -139,7 +139,12 @@ class Pieces:
             piece, at = self.pieces[number], np.flatnonzero(which == number)
             column, local = piece.columns[key], rows[at] - piece.first
             if isinstance(column, Ragged):
-                self.forms[key].decode(column, piece.ends[key], local, target, at)
+                try:
+                    self.forms[key].decode(column, piece.ends[key], local, target, at)
+                except ValueError as error:
+                    if piece.segment is not None:
+                        error.add_note(f"while {piece.segment.folder / str(piece.segment.name)} was read")
+                    raise
             else:
                 target[torch.from_numpy(at)] = take_rows(column, torch.from_numpy(local))
 

@@ -85,8 +85,12 @@ class DiskStorage(ColumnStorage):
         sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from
             the end of the process. Default True.
         segment_bytes: bytes of rows that make a file, and gather in memory. Default 64 MiB.
+        verify: read all rows once and compare them with their checksums. Default False: those of the files' headers are
+            compared, and a sample gives what the disk gives.
 
     Raises:
+        DamagedFileError: with ``verify``, rows that are damaged or lost; the text names their files. Load a checkpoint
+            or another copy; without ``verify`` the folder opens as it is.
         BlockingIOError: another process, or storage, writes to the folder.
         FileNotFoundError: no folder to read.
         ValueError: a folder of other files; options other than those of the rows that it has; a number below 1.
@@ -120,6 +124,7 @@ class DiskStorage(ColumnStorage):
         read_only: bool = False,
         sync: bool = True,
         segment_bytes: int = 64 << 20,
+        verify: bool = False,
     ) -> None:
         if path is None:
             raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")
@@ -135,7 +140,7 @@ class DiskStorage(ColumnStorage):
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
-            rows = folder.recover()
+            rows = folder.recover(verify=verify)
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
             # A storage of this size leaves less than twice its rows behind.
             if not read_only and len(rows) >= 2 * self.max_size:
@@ -257,7 +262,11 @@ class DiskStorage(ColumnStorage):
                     f"{folder.path} is none of a DiskStorage: it has rows, and does not say of what kind"
                 )
             return None
-        layout = Layout.from_json(folder.load().json)
+        noted = folder.load().json
+        try:
+            layout = Layout.from_json(noted)
+        except ValueError as error:
+            raise ValueError(f"{folder.path}: {error}") from None
         folder.recover()  # the rows after that version, again
         wrong = columns_differ(folder.columns, layout)
         if wrong:

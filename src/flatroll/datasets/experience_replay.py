@@ -2,9 +2,11 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, Unpack
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -22,10 +24,10 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
-from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.replay_buffer import Made
+from flatroll.buffers.replay_buffer import Drawn, Made
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.datasets.folders import Batch, convert
+from flatroll.datasets.fetch import fetch_url
+from flatroll.datasets.folders import Batch, convert, recover_place
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
@@ -43,6 +45,7 @@ class DatasetOptions(TypedDict, total=False):
     root: str | Path | None
     download: bool | str
     fetch: Fetch | None
+    download_url: str | Sequence[str] | None
     sampler: Sampler | None
     writer: Writer | None
     collate_fn: Callable[[Any], Any] | None
@@ -51,6 +54,7 @@ class DatasetOptions(TypedDict, total=False):
     transform: TransformLike | None
     split_trajs: bool
     priority_key: NestedKey
+    verify: bool
     generator: torch.Generator | None
     codec: Mapping[NestedKey, str] | None
     frame_stack: Mapping[NestedKey, int] | None
@@ -72,6 +76,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             what is there. Default True.
         fetch: function ``(dataset_id, folder)`` that gets the set's files, where no library does it: it puts them into
             ``folder``, which is removed after the conversion, or returns the path of those it has. `fetch_url` helps.
+        download_url: instead of ``fetch``, where a mirror has the set's files: the address of the file, or a list of
+            them, ``"https://HOST/{dataset_id}.hdf5"``; ``{dataset_id}`` stands for the name.
         sampler: default `RandomSampler`; any other will do, such as `SliceSampler`.
         writer: default `ImmutableDatasetWriter`.
         collate_fn, prefetch, transform, generator: see `ReplayBuffer`.
@@ -79,6 +85,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
             (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
         priority_key: see `TensorDictReplayBuffer`.
+        verify: read and check all rows when the folder is opened; see `DiskStorage`. Default False.
         codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
@@ -116,11 +123,17 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
-        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
+        home = Path.home() / ".cache/flatroll" / self.kind
+        self.root = home if root is None else Path(root).expanduser().absolute()
         download, fetch = options.pop("download", True), options.pop("fetch", None)
+        if (urls := options.pop("download_url", None)) is not None:
+            if fetch is not None:
+                raise ValueError("give fetch or download_url, not both")
+            fetch = partial(self._download, [urls] if isinstance(urls, str) else urls)
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
+        recover_place(self.data_path)
         if download == "force" and not self.kind:
             raise ValueError(
                 "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
@@ -140,8 +153,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     def _open(self) -> None:
         """Become a buffer over the folder."""
-        storage = DiskStorage(path=self.data_path, read_only=True)
         options = dict(self._options)
+        verify = bool(options.pop("verify", False))
+        storage = DiskStorage(path=self.data_path, read_only=True, verify=verify)
         self.pin_memory = bool(options.pop("pin_memory", False))
         self.split_trajs = bool(options.pop("split_trajs", False))
         options["writer"] = options.get("writer") or ImmutableDatasetWriter()
@@ -160,7 +174,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def _place(self) -> Path:
         """The converted folder."""
         if not self.kind:
-            return Path(self.dataset_id)
+            return Path(self.dataset_id).absolute()
         place = (self.root / self.dataset_id).resolve()
         if self.root.resolve() not in place.parents:
             raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")
@@ -174,10 +188,17 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Get the files by the set's own library; return what `_convert` takes."""
         self._check_known()
         raise FileNotFoundError(
-            f"{self.data_path} does not exist, and {type(self).__name__} does not know where the files of "
-            f"{self.dataset_id!r} are: give fetch=, a function (dataset_id, folder) that puts them into folder or "
-            "returns their path"
+            f"{self.data_path} does not exist, and no host of its files is named here: "
+            f"{type(self).__name__}({self.dataset_id!r}, download_url='https://HOST/{{dataset_id}}.SUFFIX') takes them "
+            "from a mirror; or give fetch=, a function (dataset_id, folder) that puts them there or returns their path"
         )
+
+    def _download(self, urls: Sequence[str], dataset_id: str, folder: Path) -> None:
+        """Put the files at these addresses into a folder."""
+        self._check_known()
+        for url in urls:
+            free = shutil.disk_usage(folder).free
+            fetch_url(url.replace("{dataset_id}", quote(dataset_id)), folder, max_bytes=free)
 
     def _check_known(self) -> None:
         """Raise ValueError if the name is none of `available_datasets`."""
@@ -247,8 +268,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return super().next_sample(rows)
 
     @override
-    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
-        data, info, ended = super()._finish_sample(ring, draw, size, ended)
+    def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
+        data, info, ended = super()._finish_sample(ended, drawn)
         if self.split_trajs:
             data = split_trajectories(data)
         if self.pin_memory and torch.cuda.is_available():

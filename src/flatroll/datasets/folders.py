@@ -1,7 +1,9 @@
 """`convert`: rows of any source, gathered into pieces, become a folder of segments that appears when it is whole."""
 
+import errno
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -20,8 +22,9 @@ from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.progress import progress_bar
-from flatroll.disk import Folder, Ragged, column_name
+from flatroll.disk import Folder, Ragged, column_name, files
 from flatroll.disk.folder import Listing
+from flatroll.disk.manifest import manifest_name
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 
@@ -247,10 +250,9 @@ def write_folder(
     """
     target = Path(path).resolve()
     _check_place(target, overwrite)
-    beside = target.parent / f".{target.name}.part"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(target.parent, synced=True)
     # A piece is a file, whatever its size: merging would write it again. Names are synced once, with the manifest.
-    with Folder(beside, write=True, overwrite=True, segment_bytes=1, log=False) as folder:
+    with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
             layout = layout or _layout_of(piece, kinds or {})
             folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)
@@ -263,6 +265,7 @@ def write_folder(
 
 def _check_place(target: Path, overwrite: bool) -> None:
     """Raise FileExistsError if there is something that must not, or cannot, be replaced."""
+    recover_place(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -272,16 +275,47 @@ def _check_place(target: Path, overwrite: bool) -> None:
 
 
 def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, Any] | None) -> None:
-    """Publish the rows of a folder as its only version, and give it the name ``target``; one that has it goes."""
+    """Publish the rows of a folder as its only version, and give it the name ``target``; one that has it goes.
+
+    Raises:
+        BlockingIOError: somebody writes to the folder that has the name.
+    """
     folder.publish(layout.to_json(), extra=dict(facts or {}))
-    if target.exists():
-        old = target.parent / f".{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)  # a crash right here leaves no data set: it is converted again
-        folder.path.rename(target)
-        shutil.rmtree(old)
-    else:
-        folder.path.rename(target)
+    old = place_beside(target)[1]
+    remove_folder(old)
+    try:
+        files.rename(folder.path, target)  # in the place of an empty folder, too
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        with Folder(target, write=True):
+            files.replace(folder.path, target, old)
+    files.sync_folder(target.parent)
+    remove_folder(old)
+
+
+def recover_place(target: Path) -> None:
+    """Finish what a process began that died while it gave a new folder the name of another one."""
+    beside, old = place_beside(target)
+    # Only where the system does not exchange names is there no folder of the name then.
+    if not target.exists() and old.is_dir() and beside.is_dir():
+        with suppress(BlockingIOError), Folder(beside, write=True) as folder:
+            if folder.versions():
+                files.rename(beside, target)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of rows, if there is one: first what makes it count."""
+    if path.is_dir() and not path.is_symlink():
+        for number in Folder(path).versions():
+            files.remove(path / manifest_name(number))
+        files.sync_folder(path)
+        shutil.rmtree(path)
+
+
+def place_beside(target: Path) -> tuple[Path, Path]:
+    """The names that a folder has before it is ``target``, and after another one has taken its place."""
+    return target.parent / f".{target.name}.part", target.parent / f".{target.name}.old"
 
 
 def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.item_kinds import leaves
-from flatroll.datasets.folders import RowPiece, publish, write_folder
+from flatroll.datasets.folders import RowPiece, place_beside, publish, write_folder
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
@@ -84,7 +84,7 @@ def preprocess(
         folder = Folder(parts / str(begin))
         folder.load()
         segments.extend(folder.segments)
-    with Folder(dest.parent / f".{dest.name}.part", write=True, overwrite=True) as folder:
+    with Folder(place_beside(dest)[0], write=True, overwrite=True) as folder:
         folder.adopt(segments)
         publish(folder, work.layout, dest, _load(source)[1])
     shutil.rmtree(parts)

@@ -27,6 +27,8 @@ TEMPORARY = ".temporary"
 _AT_ONCE = 1 << 30
 _SYSTEM = ctypes.CDLL(None)  # the C library
 _ADDRESS = ctypes.c_void_p
+# Of renameat2 on Linux and renameatx_np on macOS: AT_FDCWD, and the flag that exchanges two names.
+_THIS_FOLDER, _EXCHANGE = -100 if sys.platform == "linux" else -2, 2
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
@@ -75,6 +77,20 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def replace(source: Path, target: Path, old: Path) -> None:
+    """Give a folder the name of another one, whose name then is ``old``, which no folder has.
+
+    At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
+    """
+    swap = getattr(_SYSTEM, "renameat2" if sys.platform == "linux" else "renameatx_np", None)
+    names = os.fsencode(source), os.fsencode(target)
+    if swap is not None and not swap(_THIS_FOLDER, names[0], _THIS_FOLDER, names[1], _EXCHANGE):
+        rename(source, old)
+    else:
+        rename(target, old)
+        rename(source, target)
+
+
 def link(source: Path, target: Path) -> None:
     """Give a file a second name, on the same disk."""
     os.link(source, target)
@@ -92,6 +108,16 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(path: Path) -> None:
+    """Return once a file, or a folder with all that is in it, is on the disk, whoever has written it."""
+    for one in [*path.rglob("*"), path]:
+        descriptor = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def lock(path: Path) -> int:

@@ -34,6 +34,7 @@ from flatroll.disk.segments import (
     Size,
     chain_of_names,
     check_columns,
+    damaged_rows,
     difference,
     encode_segment,
     read_range,
@@ -177,7 +178,7 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # whatever the program's folder is later
         self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
         self._unsettled = False  # whether names of published rows may not be on the disk yet
         self._keep = whole_number("keep", keep)
@@ -306,6 +307,9 @@ class Folder:
                     if strict and max(self.versions(), default=0) <= found:
                         raise DamagedFileError(f"{self.path}, {damage[found]}") from None
                     continue
+                except ValueError as error:
+                    error.add_note(f"while version {found} of {self.path} was read")
+                    raise
                 if lost := [text for version, text in damage.items() if version > found]:
                     warnings.warn(
                         f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer "
@@ -320,22 +324,33 @@ class Folder:
                 )
             raise FileNotFoundError(f"{self.path} holds no version")
 
-    def recover(self) -> range:
+    def recover(self, *, verify: bool = False) -> range:
         """Take all rows that were published, whether a version names them or not, and return their numbers.
 
         Rows after the newest version are found by the names of their files, up to the first hole.
+
+        Args:
+            verify: read all rows once and check them. Default False: the headers of their files alone, and rows that
+                are lost are a warning.
+
+        Raises:
+            DamagedFileError: with ``verify``, rows are damaged or lost; the text names the files.
         """
         with self._turn:
             before: Listing | None = None
             while True:
                 listing = Listing.of(self.path)
                 try:
-                    manifest, line, segments = self._find_rows(listing, settled=listing == before)
+                    manifest, line, segments = self._find_rows(
+                        listing, settled=listing == before, strict=verify
+                    )
                     break
                 except MissingFileError:
                     if listing == before:
                         raise
                 before = listing  # a writer may have merged or dropped files meanwhile: look again
+            if verify and (damage := damaged_rows(segments)):
+                raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
             if manifest is None:
                 self._kept, self._named, self.version = [], [], None
                 self.forget_rows()
@@ -729,10 +744,18 @@ class Folder:
         self.head, self.end = manifest.head, manifest.end
         self._loaded, self._admitted, self._begun = True, False, False
 
-    def _find_rows(self, listing: Listing, *, settled: bool) -> tuple[Manifest | None, str, list[Segment]]:
+    def _find_rows(
+        self, listing: Listing, *, settled: bool, strict: bool
+    ) -> tuple[Manifest | None, str, list[Segment]]:
         """The newest version, the line of the files, and all rows that were published, end to end: those of that
         version, and those in files listed after them. A file that is gone is lost if ``settled``, else a
-        MissingFileError."""
+        MissingFileError; what is lost is a warning, or a DamagedFileError if ``strict``."""
+
+        def lose(text: str) -> None:
+            if strict:
+                raise DamagedFileError(f"{self.path}: {text}")
+            warnings.warn(f"{self.path}: {text}", RuntimeWarning, stacklevel=4)
+
         manifest = next(iter(self._whole_manifests(listing.versions, 1)), None)
         named = [] if manifest is None else self._open_rows(manifest)
         known = {segment.name: segment for segment in named}
@@ -761,8 +784,7 @@ class Folder:
             except DamagedFileError as error:
                 if isinstance(error, MissingFileError) and not settled:
                     raise
-                text = f"{self.path}: {error}; rows from {name.first} on are lost"
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                lose(f"{error}; rows from {name.first} on are lost")
                 break
             segments.append(segment)
             total += segment.size
@@ -773,8 +795,7 @@ class Folder:
             schema, end = segment.schema, segment.end
         behind = min((name.first for name in candidates if name.first > end), default=None)
         if behind is not None:
-            text = f"{self.path}: rows {end} to {behind - 1} are missing; those after them go once rows are appended"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            lose(f"rows {end} to {behind - 1} are missing; those after them go once rows are appended")
         return manifest, line, segments
 
 

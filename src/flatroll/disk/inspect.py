@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from flatroll.disk import files
 from flatroll.disk.folder import Folder, Listing
 from flatroll.disk.manifest import Manifest, read_manifest
-from flatroll.disk.segments import Ragged, Schema, Segment, column_key
+from flatroll.disk.segments import Ragged, Schema, column_key, damaged_rows
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
@@ -123,9 +122,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             damage.append(str(error))
     damage += [str(warning.message) for warning in caught]
     if verify:
-        damage += [
-            text for text in _damaged_rows(folder.segments) if not any(text in line for line in damage)
-        ]
+        damage += [text for text in damaged_rows(folder.segments) if not any(text in line for line in damage)]
     count, stats = folder.end - folder.head, folder.stats()
     total = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
     rows = _rows(folder.head, folder.end)
@@ -246,7 +243,7 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
             damage.append(f"version {number}: {error}")
             continue
         if verify:
-            damage += [f"version {number}: {text}" for text in _damaged_rows(loaded.segments)]
+            damage += [f"version {number}: {text}" for text in damaged_rows(loaded.segments)]
     return lines, stretches, damage
 
 
@@ -263,16 +260,6 @@ def _version_line(manifest: Manifest) -> str:
 def _rows(head: int, end: int) -> str:
     count = end - head
     return f"rows {head} to {end - 1} ({count:,} row{'s' * (count != 1)})" if count else "no rows"
-
-
-def _damaged_rows(segments: Iterable[Segment]) -> list[str]:
-    damage = []
-    for segment in segments:
-        try:
-            segment.read()
-        except DamagedFileError as error:
-            damage.append(str(error))
-    return damage
 
 
 def _table(columns: Schema) -> list[str]:

@@ -69,12 +69,15 @@ class FileRecord(NamedTuple):
 
 
 def column_name(key: NestedKey) -> str:
-    """Write a nested key as one string: its parts joined by ``/``, with ``%``, ``/`` and ``#`` in parts escaped.
+    """Write a nested key as one string: its parts joined by ``/``, with ``%``, ``/`` and ``#`` in parts escaped; an
+    empty part is ``%``.
 
     >>> column_name("reward"), column_name(("next", "obs/left"))
     ('reward', 'next/obs%2Fleft')
     """
-    parts = [part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") for part in as_tuple(key)]
+    parts = [
+        part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") or "%" for part in as_tuple(key)
+    ]
     name = "/".join(parts)
     return "%5F_metadata__" if name == "__metadata__" else name  # safetensors has another use for that name
 
@@ -85,7 +88,7 @@ def column_key(name: str) -> NestedKey:
     >>> column_key("reward"), column_key("next/obs%2Fleft")
     ('reward', ('next', 'obs/left'))
     """
-    return plain_key(tuple(unquote(part) for part in name.split("/")))
+    return plain_key(tuple("" if part == "%" else unquote(part) for part in name.split("/")))
 
 
 class Ragged(NamedTuple):
@@ -327,11 +330,7 @@ class Segment:
             files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced, named=False)
         else:
             if synced:  # it may have been written by somebody who does not sync
-                descriptor, _ = files.open_to_read(folder / str(name))
-                try:
-                    files.sync(descriptor)
-                finally:
-                    files.close(descriptor)
+                files.sync_all(folder / str(name))
         return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:
@@ -363,6 +362,17 @@ class Segment:
             key=lambda one: one[1],
             default=(0, 0),
         )
+
+
+def damaged_rows(segments: Iterable[Segment]) -> list[str]:
+    """Read all rows of files, one after the other; return what is wrong, a line for each file with damage."""
+    damage = []
+    for segment in segments:
+        try:
+            segment.read()
+        except DamagedFileError as error:
+            damage.append(str(error))
+    return damage
 
 
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:

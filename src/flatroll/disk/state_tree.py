@@ -17,6 +17,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from flatroll.layout.export import optional_package
+from flatroll.layout.trajectories import nested_values
 
 _DEEPEST = 64  # levels of nesting, written and read
 _MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a bound of its own
@@ -34,25 +35,25 @@ class DamagedState(ValueError):
 
 def damaged(what: str) -> DamagedState:
     """Return the error for saved data that say ``what`` cannot be."""
-    return DamagedState(f"the state is damaged: {what}. Nothing was loaded; use another copy of it")
+    return DamagedState(f"the state is damaged: {what[:400]}. Nothing was loaded; use another copy of it")
 
 
-def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
+def pack(tree: Any, *, compress: bool = True, host: bool = True) -> tuple[Any, dict[str, Tensor]]:
     """Split ``tree`` into a value for `json` and plain tensors; `unpack` puts an equal tree together.
 
     A tree holds dicts (of any scalar keys, and tuples of them), lists, tuples, None, bools, integers, floats (kept bit
     by bit, NaN and infinities included), strings, bytes, NumPy arrays and scalars (structured ones, too; no objects),
     dense tensors of any dtype, tensordicts, `torch.Size`, `torch.dtype` and `torch.device`: what the ``state_dict`` of
-    modules, optimizers, collectors and buffers give. Tensors come back on the CPU.
+    modules, optimizers, collectors and buffers give.
 
     Args:
         tree: the values.
         compress: store arrays and tensors that shrink by a tenth or more compressed: with zstd at level 1, without
             the extra ``zstd`` with zlib. Default True.
+        host: bring tensors to the CPU. Default True; with False they stay on their devices, uncompressed.
 
     Returns:
-        the JSON value, and the tensors by the names that it mentions: contiguous, on the CPU, no two of them of one
-        memory.
+        the JSON value, and the tensors by the names that it mentions: contiguous, no two of them of one memory.
 
     Raises:
         TypeError: a value of another kind, named by its path.
@@ -67,7 +68,7 @@ def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
     TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and \
 dicts, lists and tuples of them
     """
-    packer = Packer(compress=compress)
+    packer = Packer(compress=compress and host, host=host)
     return packer.value(tree, "state", 0), packer.tensors
 
 
@@ -84,6 +85,27 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34)
         ImportError: a part is compressed with zstd, and zstandard is not installed.
     """
     return _Unpacker(tensors, max_bytes).value(value, 0)
+
+
+def to_plain(tree: Any) -> Any:
+    """Return a tree as plain Python values and tensors, which torch loads without unpickling; `from_plain` undoes it.
+
+    What no `pack` takes, such as an object of the caller's own, stays as it is.
+
+    >>> to_plain([np.zeros(1)])
+    (['list', [['array', '0.raw', '<f8', [1]]]], {'0.raw': tensor([0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)})
+    >>> from_plain(to_plain([np.zeros(1)]))
+    [array([0.])]
+    """
+    try:
+        return pack(tree, host=False)
+    except TypeError:
+        return tree
+
+
+def from_plain(value: Any) -> Any:
+    """Return the tree of which `to_plain` made ``value``; ValueError if it is damaged."""
+    return unpack(*value) if type(value) is tuple and len(value) == 2 else value
 
 
 def to_text(value: Any) -> str:
@@ -113,20 +135,20 @@ class Packer:
     {'step': 3, 'weight': tensor([1.])}
 
     Args:
-        compress: see `pack`.
+        compress, host: see `pack`.
 
     Attributes:
         tensors: of all values, by name.
         tree: the JSON value of a dict of what was added.
     """
 
-    def __init__(self, *, compress: bool = True) -> None:
+    def __init__(self, *, compress: bool = True, host: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
         # The tensors given, and their names: one that stands at two places is stored once.
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self._pairs: list[Any] = []
         self.tree: Any = ["dict", self._pairs]
-        self._compress, self._codec = compress, "zstd"
+        self._compress, self._host, self._codec = compress, host, "zstd"
         try:
             import zstandard
 
@@ -200,9 +222,13 @@ class Packer:
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
             for name in value.keys()  # noqa: SIM118
         ]
-        return ["tensordict", list(value.batch_size), pairs]
+        device = [] if self._host or value.device is None else [str(value.device)]
+        return ["tensordict", list(value.batch_size), pairs, *device]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
+        if value.layout is torch.jagged:
+            offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
+            return ["jagged", self._tensor(nested_values(value), path), self._tensor(offsets, path)]
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             raise TypeError(f"{path} is a {value.layout} tensor on {value.device}: a state holds dense ones")
         plain = value.detach()
@@ -210,7 +236,7 @@ class Packer:
         form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
         if given in self._names and plain.numel():
             return ["tensor", self._names[given][0], *form]
-        flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = (plain.cpu() if self._host else plain).resolve_conj().resolve_neg().contiguous().reshape(-1)
         flat = flat.as_strided((plain.numel(),), (1,))
         words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
         name = self._store(words, flat.data_ptr() == plain.data_ptr())
@@ -220,8 +246,8 @@ class Packer:
     def _store(self, words: Tensor, shared: bool) -> str:
         """Keep a one-dimensional tensor under a new name that says how it is compressed."""
         number = len(self.tensors)
-        memory = words.view(torch.uint8).numpy() if words.numel() else np.zeros(0, np.uint8)
-        if self._compress and len(memory) >= _WORTH:
+        if self._compress and words.nbytes >= _WORTH:
+            memory = words.view(torch.uint8).numpy()
             trial = memory[:_TRIAL].tobytes()
             if len(self._shrink(trial)) < 0.9 * len(trial):
                 packed = self._shrink(memory.tobytes())
@@ -276,6 +302,8 @@ class _Unpacker:
                 return ordered
             case ["tensor", name, dtype, shape]:
                 kind, size = _dtype(dtype), _shape(shape)
+                if (stored := self._tensors.get(name)) is not None and stored.device.type != "cpu":
+                    return stored.clone().view(kind).view(size)
                 memory = self._memory(name, math.prod(size) * kind.itemsize)
                 return (
                     torch.from_numpy(memory).view(kind).view(size)
@@ -294,6 +322,22 @@ class _Unpacker:
                         f"its tree has a number of {len(number)} bytes, expected {number_dtype.itemsize}"
                     )
                 return np.frombuffer(number, number_dtype)[0]
+            case ["jagged", values, offsets]:
+                rows, bounds = self.value(values, depth), self.value(offsets, depth)
+                if (
+                    not isinstance(rows, Tensor)
+                    or not isinstance(bounds, Tensor)
+                    or bounds.dtype is not torch.int64
+                ):
+                    raise damaged("its tree has a nested tensor of no tensors")
+                if (
+                    bounds.ndim != 1
+                    or bounds[0] != 0
+                    or bounds[-1] != len(rows)
+                    or bool((bounds.diff() < 0).any())
+                ):
+                    raise damaged(f"its tree has a nested tensor of {len(rows)} rows with bounds of others")
+                return torch.nested.nested_tensor_from_jagged(rows, bounds)
             case ["size", shape]:
                 return _shape(shape)
             case ["dtype", name]:
@@ -302,14 +346,14 @@ class _Unpacker:
                 return torch.device(name)
             case ["bytes", str(text)]:
                 return base64.b64decode(text, validate=True)
-            case ["tensordict", shape, list(pairs)]:
+            case ["tensordict", shape, list(pairs), *device]:
                 entries = self._dict(pairs, depth, {})
                 for name, entry in entries.items():
                     if not isinstance(name, str) or not isinstance(
                         entry, (Tensor, TensorDictBase, NonTensorData)
                     ):
                         raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
-                return TensorDict(entries, _shape(shape))
+                return TensorDict(entries, _shape(shape), device=device[0] if device else None)
             case ["lazy_stack", int(dim), list(parts)]:
                 stacked = [self.value(part, depth) for part in parts]
                 if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):

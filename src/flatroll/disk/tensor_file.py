@@ -223,7 +223,7 @@ def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     except FileNotFoundError:
         raise MissingFileError(f"{name} is missing") from None
     except DamagedFileError as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise type(error)(f"{name}: {str(error)[:400]}") from None  # it may repeat a name of any length
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EIO, errno.ENXIO):
             raise

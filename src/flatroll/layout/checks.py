@@ -12,16 +12,21 @@
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
 | `writer_number` | the number of a writer |
+| `warn_of_scales` | rows of one scale |
 
 Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
 ``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
 """
 
+import warnings
 from collections.abc import Collection
 from operator import index
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import torch
+
+#: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
+SCALED = "scaled_by_running_statistics"
 
 T = TypeVar("T")
 Number = TypeVar("Number", bound=SupportsFloat)
@@ -238,6 +243,15 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+
+
+def warn_of_scales(stacklevel: int) -> None:
+    """Warn that a buffer keeps rows which a running normalisation has put on different scales."""
+    warnings.warn(
+        "NormalizeObservation scales each row by the statistics of its step, so the rows of a buffer differ in scale: "
+        "store raw observations and normalise in the network or in samples, or freeze it (update_running_mean=False)",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def writer_number(writer: object) -> int:

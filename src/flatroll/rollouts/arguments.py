@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from gymnasium.vector import AsyncVectorEnv
 
-from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 from flatroll.wrappers.source import EnvLike
@@ -129,9 +129,13 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
 
 
 def make_env(
-    create_env_fn: EnvSource, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+    create_env_fn: EnvSource,
+    obs_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    max_steps: int | None,
+    undo: ExitStack,
 ) -> tuple[Any, bool]:
-    """Return the env, with its observations cast and a step limit, and whether it was made here, by a function.
+    """Return the env, with its observations cast and on ``device``, and a step limit, and whether it was made here.
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """
@@ -150,6 +154,11 @@ def make_env(
             undo.callback(env.close)
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
+    if device is not None and torch.device(device).type != "cpu":
+        env = adapt_env(env)
+        stream = find_stream(env)
+        if stream is not None and stream.capabilities.framework == "numpy":
+            stream.move(_usable(device))
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:
@@ -160,10 +169,19 @@ def make_env(
     return StepCounter(env, max_steps=max_steps), made
 
 
+def _usable(device: torch.device | str) -> torch.device:
+    """The device as torch names it; ValueError if torch cannot use it here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:  # not compiled for it; none there
+        raise ValueError(f"env_device={str(device)!r} cannot be used here: {error}") from error
+
+
 def make_envs(
     create_env_fn: EnvSource,
     splits: int,
     obs_dtype: torch.dtype | None,
+    device: torch.device | str | None,
     max_steps: int | None,
     undo: ExitStack,
 ) -> tuple[list[Any], Moves | None, bool]:
@@ -172,7 +190,7 @@ def make_envs(
     For the other arguments see `make_env`.
     """
     if splits == 1:
-        env, made = make_env(create_env_fn, obs_dtype, max_steps, undo)
+        env, made = make_env(create_env_fn, obs_dtype, device, max_steps, undo)
         return [env], None, made
     moves = None
     if isinstance(create_env_fn, (list, tuple)):
@@ -180,12 +198,12 @@ def make_envs(
             raise ValueError(
                 f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
             )
-        envs = [make_env(one, obs_dtype, max_steps, undo) for one in create_env_fn]
+        envs = [make_env(one, obs_dtype, device, max_steps, undo) for one in create_env_fn]
         made = all(made for _, made in envs)
         if any(made for _, made in envs) != made:
             raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
     else:
-        whole, made = make_env(create_env_fn, None, None, undo)
+        whole, made = make_env(create_env_fn, None, None, None, undo)
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
                 f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
@@ -194,5 +212,5 @@ def make_envs(
         if splits > whole.num_envs:
             raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")
         moves = moves_of(whole)
-        envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
+        envs = [make_env(part, obs_dtype, device, max_steps, undo) for part in split_async(whole, splits)]
     return [env for env, _ in envs], moves, made

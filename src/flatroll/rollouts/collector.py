@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
+from flatroll.layout.checks import SCALED, warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
@@ -23,6 +24,7 @@ from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.splits import SplitRunner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
+from flatroll.wrappers.adapt_env import scales_by_running_statistics
 from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
 
 Device = torch.device | str | None
@@ -62,7 +64,8 @@ class Collector(Facts):
         frames_per_batch: rows of a batch.
         total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
         device: shorthand for ``policy_device`` and ``storing_device``.
-        env_device: where the env's arrays live, for checking. Default: the env knows.
+        env_device: where the env's arrays are to be. What a NumPy env returns is copied there in each step, and the
+            actions back; a torch env must be there already. Default: where the env has them.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         storing_device: where batches are put. Default: where the env's arrays are.
         no_cuda_sync: do not wait for copies between devices. Default False.
@@ -85,7 +88,7 @@ class Collector(Facts):
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. With
             ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
-            end of their trajectories.
+            end of their trajectories; ``note_spec``, if it has one, hears the :attr:`spec`.
         auto_register_policy_transforms: wire recurrent states. Default True (None is the same).
         state_stride: keep recurrent states only in every ``state_stride``-th row of a trajectory, from its first,
             and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
@@ -178,7 +181,7 @@ class Collector(Facts):
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
         with ExitStack() as undo:
             envs, moves, self._made_env = make_envs(
-                create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
+                create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
             )
             parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
             runner = lead_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
@@ -195,9 +198,15 @@ class Collector(Facts):
         self._postproc, self._buffer, self._interruptor = postproc, replay_buffer, interruptor
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
+        self._scaled = any(map(scales_by_running_statistics, runner.envs))
+        if self._scaled and replay_buffer is not None:
+            warn_of_scales(stacklevel=2)
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
+        note_spec = getattr(replay_buffer, "note_spec", None)
+        if note_spec is not None:
+            note_spec(self.spec)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
@@ -477,6 +486,8 @@ class Collector(Facts):
             batch = batch.to(storing, non_blocking=wait)
             final = None if final is None else final.to(storing, non_blocking=wait)
         self.final = final
+        if self._scaled:
+            setattr(batch, SCALED, self._buffer is None)  # else its buffer was warned of
         if self._split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
         if self._postproc is not None:

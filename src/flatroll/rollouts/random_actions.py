@@ -9,8 +9,12 @@ from tensordict import TensorDictBase
 
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple
 from flatroll.specs import Composite, TensorSpec, as_spec
+from flatroll.specs.arithmetic import draw_masked
 from flatroll.specs.spaces import space_leaves
-from flatroll.wrappers.arrays import Tree, leaves_at
+from flatroll.wrappers.arrays import Tree, leaves_at, to_torch
+
+#: The entry of an observation or of info that says which actions are legal.
+ACTION_MASK = "action_mask"
 
 #: Actions are drawn in chunks of this many steps; a fixed size, so that windows change no draw.
 _CHUNK = 64
@@ -19,7 +23,8 @@ _CHUNK = 64
 class RandomPolicy:
     """A policy that takes random actions, distributed as Gymnasium's ``space.sample`` draws them.
 
-    As a collector's policy it is the same as None; its draws are reproducible from the collector's ``seed``.
+    As a collector's policy it is the same as None; its draws are reproducible from the collector's ``seed``. An
+    ``action_mask`` in the observation (or, in a collector, in ``info``) is kept to: see `RandomActions.legal`.
 
     Args:
         action_spec: the action space: that of one env, or that of the vector env which collects. Default: the env's.
@@ -54,7 +59,13 @@ class RandomPolicy:
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
         keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
-        for key, leaf in zip(keys, leaves_at(self._draws(), paths), strict=True):
+        drawn, mask = self._draws(), tensordict.get(ACTION_MASK, None)
+        if mask is not None:
+            mask = (
+                mask.reshape(rows).to_dict() if isinstance(mask, TensorDictBase) else mask.reshape(rows, -1)
+            )
+            drawn = self._draws.legal(drawn, mask)
+        for key, leaf in zip(keys, leaves_at(drawn, paths), strict=True):
             action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
             tensordict.set(key, action.to(tensordict.device))  # to(None) leaves it
         return tensordict
@@ -109,6 +120,53 @@ class RandomActions:
             parts = {key: self._draw(spec[key]) for key in spec}
             return tuple(parts.values()) if spec.of_tuple else parts
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
+
+    def legal(self, drawn: Tree, mask: Tree) -> Tree:
+        """Draw Discrete and MultiDiscrete actions anew among those that a mask allows, uniformly.
+
+        Args:
+            drawn: actions of the space; all others stay as they are.
+            mask: True (or 1) where an action is legal: ``[E, n]`` of a Discrete, ``[E, sum(nvec)]`` of a MultiDiscrete,
+                part after part; of a Dict or Tuple space one for each part that has one. A row without any legal
+                action allows all.
+
+        Raises:
+            ValueError: a mask of another shape.
+
+        >>> actions = RandomActions(spaces.Discrete(3, start=5), 2, torch.device("cpu"), seed=0)
+        >>> actions.legal(actions(), torch.tensor([[0, 1, 0], [1, 0, 0]]))
+        tensor([6, 5])
+        """
+        return self._legal(self.space, drawn, mask)
+
+    def _legal(self, space: spaces.Space[Any], drawn: Tree, mask: Tree) -> Tree:
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            if not isinstance(mask, dict | tuple):
+                raise ValueError(
+                    f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "
+                    f"{type(mask).__name__}"
+                )
+            given = mask if isinstance(mask, dict) else dict(enumerate(mask))
+            parts = {}
+            for name, child in items:
+                own = given.get(name, given.get(str(name)))
+                parts[name] = drawn[name] if own is None else self._legal(child, drawn[name], own)
+            return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+        if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            return drawn
+        counts = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1).tolist()
+        allowed = to_torch(mask, self.generator.device)
+        if tuple(allowed.shape) != (len(drawn), sum(counts)):
+            raise ValueError(
+                f"{ACTION_MASK} must have shape {(len(drawn), sum(counts))} for {space}, got {tuple(allowed.shape)}"
+            )
+        picks = []
+        for part in allowed.bool().split_with_sizes(counts, -1):
+            picks.append(draw_masked(part | ~part.any(-1, keepdim=True), torch.Size(), self.generator))
+        first = torch.as_tensor(space.start, device=self.generator.device)
+        legal = torch.stack(picks, -1).view(drawn.shape) + first
+        return legal.to(drawn.device, drawn.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state and the actions drawn in advance."""

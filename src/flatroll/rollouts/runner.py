@@ -21,10 +21,11 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
+from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.rollouts.policies import Columns, ModulePolicy, Policy, as_function_of_obs, is_module
-from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
+from flatroll.rollouts.random_actions import ACTION_MASK, RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
@@ -85,6 +86,8 @@ class Runner:
         if not all(isinstance(layer, passing) for layer in layers(env)):
             framework = stream.capabilities.framework
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
+        #: Looks at the actions of each batch; None where they are random, or where a wrapper may change them.
+        self.action_range: ActionRange | None = None
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
         self._dense_finals = stream.same_step and not self._on_host
         self.window: Window
@@ -130,6 +133,8 @@ class Runner:
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         #: Gives the random actions of a step.
         self.draw: Callable[[], Any] = self.random
+        if policy is not None and self._check_actions is None:  # else a wrapper decides what the env is given
+            self.action_range = ActionRange(space, self.keys.actions, self.keys.action_paths, self.device)
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
@@ -272,7 +277,7 @@ class Runner:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self.draw() if self._policy is None else self._choose_action(seen, random)
+        action = self._draw_legal() if self._policy is None else self._choose_action(seen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -346,7 +351,14 @@ class Runner:
             assert policy is not None
             tensors = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
             action = policy(tensors, self.stream.first)
-        return self.draw() if random else action
+        return self._draw_legal() if random else action
+
+    def _draw_legal(self) -> Tree:
+        """The step's random actions: of those that ``action_mask`` allows, where observation or info has one."""
+        obs, drawn = self._obs, self.draw()
+        mask = obs.get(ACTION_MASK) if isinstance(obs, dict) else None
+        mask = self._info.get(ACTION_MASK) if mask is None else mask
+        return drawn if mask is None else self.random.legal(drawn, mask)
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
         """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""
@@ -379,7 +391,10 @@ class Runner:
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False these may be arrays that another user's step of the env writes into.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
-        return self.window.lay_out(mask, compact)
+        laid_out = self.window.lay_out(mask, compact)
+        if self.action_range is not None and len(laid_out[0]):
+            self.action_range.look(laid_out[0])
+        return laid_out
 
 
 class InfoColumns:

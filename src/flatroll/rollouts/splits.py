@@ -62,7 +62,8 @@ class SplitRunner:
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
         self._drawn: list[list[Any]] = [[] for _ in self._parts]  # random actions that wait for a part's turn
         for i, part in enumerate(self._parts):
-            part.draw = partial(self._draw, i)
+            part.random, part.draw = self.random, partial(self._draw, i)
+            part.action_range = self._parts[0].action_range  # which warns once
         self.window = JointWindow(self._parts)
 
     @property

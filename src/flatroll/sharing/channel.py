@@ -214,7 +214,7 @@ class Channel:
             self._socket.shutdown(how)
 
     def __del__(self) -> None:
-        while self._descriptors:
+        while getattr(self, "_descriptors", None):  # Ctrl-C may come before there is one
             os.close(self._descriptors.popleft())
 
     def __reduce__(self) -> NoReturn:

@@ -216,11 +216,11 @@ class Composite(TensorSpec):
         for name in self:
             spec = self[name]
             leaf = not isinstance(spec, Composite) if is_leaf is None else is_leaf(type(spec))
-            if leaf or not leaves_only:
-                found.append((name, spec))
             if include_nested and isinstance(spec, Composite):
                 inner = spec.items(True, leaves_only, is_leaf=is_leaf)
                 found += [((name, *as_tuple(key)), child) for key, child in inner]
+            if leaf or not leaves_only:
+                found.append((name, spec))
         return found
 
     def keys(
@@ -230,7 +230,7 @@ class Composite(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
     ) -> list[NestedKey]:
-        """The keys, as those of a tensordict.
+        """The keys, as those of a tensordict: nested ones before that of the Composite that holds them.
 
         Args:
             include_nested: those of nested Composites, too, as tuples.

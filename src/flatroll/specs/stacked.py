@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.composite import Composite, SpecLike, is_key
-from flatroll.specs.shapes import ANY_LENGTH, Operation, Shape, as_shape
+from flatroll.specs.shapes import Operation, Shape, as_shape
 from flatroll.specs.tensor_spec import Device, TensorSpec, implements
 
 
@@ -74,7 +74,9 @@ class Parallel(TensorSpec):
         if dim >= dims:  # behind the dims of the operation, which may change how many there are
             done: Any = [spec.map_dims(operation, dims) for spec in specs]
             return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
-        sizes = [1 if size == ANY_LENGTH else size for size in self._frame.shape[:dims]]
+        inner = zip(*(spec._frame.shape[: dims - 1] for spec in specs), strict=True)
+        sizes = [max(parts) for parts in inner]  # where they differ, the widest
+        sizes.insert(dim, len(specs))
         numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
         probe = operation(numbers.expand(sizes))
         # Along which dim of the result the number of the spec changes.
@@ -109,6 +111,11 @@ class Parallel(TensorSpec):
             )  # itself, so that changes of it are kept
         order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
+
+    @override
+    def _open_dims(self) -> set[int]:
+        # A size that differs between the specs is known in each.
+        return {dim + (dim >= self.dim) for spec in self.specs for dim in spec._open_dims()}
 
     @override
     def to(self, dest: torch.dtype | Device) -> Self:
@@ -351,7 +358,7 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
         raise ValueError("there must be at least one spec to stack")
     first = specs[0]
     for spec in specs[1:]:
-        same = all(isinstance(s, Composite) for s in (first, spec)) or type(spec) is type(first)
+        same = all(isinstance(s, Composite) for s in (first, spec)) or _kind(spec) is _kind(first)
         devices = {s.device for s in (first, spec) if s.device is not None}
         if not same or len(devices) > 1 or (spec.dtype, spec.ndim) != (first.dtype, first.ndim):
             raise ValueError(
@@ -364,6 +371,11 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
     return [*sizes[:at], len(specs), *sizes[at:]], at
 
 
+def _kind(spec: TensorSpec) -> type[TensorSpec]:
+    """The class of a spec; of a stack, that of its specs."""
+    return _kind(spec.specs[0]) if isinstance(spec, Stacked) else type(spec)
+
+
 def contains_lazy_spec(spec: TensorSpec) -> bool:
     """Whether a spec is, or holds, a stack of different specs."""
     if isinstance(spec, Stacked | StackedComposite):
@@ -373,7 +385,9 @@ def contains_lazy_spec(spec: TensorSpec) -> bool:
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
     """Whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
-    if isinstance(spec, StackedComposite) and any(len(part) > len(spec) for part in spec.specs):
+    if isinstance(spec, StackedComposite) and any(
+        len(part) > len(spec) or not check_no_exclusive_keys(part, recurse) for part in spec.specs
+    ):
         return False
     if isinstance(spec, Composite) and recurse:
         return all(map(check_no_exclusive_keys, spec.present().values()))
@@ -439,11 +453,11 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
         sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
     if isinstance(first, Stacked):
         rest = [size for d, size in enumerate(sizes) if d != first.dim]
-        return Stacked(*(_of_sizes(spec, rest) for spec in first.specs), dim=first.dim)
-    return _of_sizes(first, sizes)
+        return Stacked(*(_emptied(spec, rest) for spec in first.specs), dim=first.dim)
+    return _emptied(first, sizes)
 
 
-def _of_sizes(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
-    """A spec of the first of a spec's values, repeated."""
-    one = spec[(0,) * len(sizes)]
-    return one.expand(*sizes, *one.shape)  # type: ignore[no-any-return]
+def _emptied(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
+    """The spec with nothing along the dims whose size is 0; the other sizes are its own."""
+    index = tuple(slice(0, 0) if size == 0 else slice(None) for size in sizes)
+    return spec.map_dims(lambda tensor: tensor[index], len(sizes))

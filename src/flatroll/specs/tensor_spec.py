@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -268,11 +269,24 @@ class TensorSpec(ABC):
             self._outer(f"the index {index}", self.ndim)
         for place in places:
             items[place : place + 1] = [slice(None)] * free
+        for item, used in zip(items, accumulate(map(dims_used, items), initial=0), strict=False):
+            # A part of a dim of any length has a length that nobody knows.
+            if isinstance(item, slice) and item != slice(None) and used in self._open_dims():
+                raise IndexError(
+                    f"the index {index} takes a part of a dim of any length (-1), dim {used} of {tuple(self.shape)}: "
+                    "take all of it (:) or one place of it"
+                )
         return tuple(items)
+
+    def _open_dims(self) -> set[int]:
+        """The dims of any length."""
+        return {dim for dim, size in enumerate(self._frame.shape) if size == ANY_LENGTH}
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """One spec for each index along a dim."""
         (dim,) = self._outer("unbind", dim)
+        if dim in self._open_dims():
+            raise ValueError(f"unbind needs a dim of known length, got dim {dim} of {tuple(self.shape)}")
         return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
 
     def __len__(self) -> int:

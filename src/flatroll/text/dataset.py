@@ -60,9 +60,10 @@ class TokenizedDatasetLoader:
     ) -> None:
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
-        self.split, self.max_length, self.dataset_name = split, max_length, dataset_name
+        self.split, self.max_length = split, max_length
+        self.dataset_name = str(Path(dataset_name).absolute()) if from_disk else dataset_name
         self.tokenizer_fn, self.pre_tokenization_hook = tokenizer_fn, pre_tokenization_hook
-        self.root_dir = Path.home() / ".cache/flatroll/text" if root_dir is None else Path(root_dir)
+        self.root_dir = Path(root_dir or Path.home() / ".cache/flatroll/text").absolute()
         self.from_disk, self.valid_size, self.num_workers = from_disk, valid_size, num_workers
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
@@ -90,7 +91,7 @@ class TokenizedDatasetLoader:
         """The texts: one split of the data set, shortened and changed as asked."""
         datasets = _import_extra("datasets")
         if self.from_disk:
-            dataset = datasets.load_from_disk(str(self.dataset_name))
+            dataset = datasets.load_from_disk(self.dataset_name)
             if isinstance(dataset, dict):
                 if self.split not in dataset:
                     raise KeyError(

@@ -12,7 +12,7 @@ from flatroll.layout import ACTION, OBSERVATION
 from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env
 
-with trainer_imports("torchrl", "0.13", "0.15", "torchrl"):
+with trainer_imports("torchrl", "0.14", "0.15", "torchrl"):
     from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, Unbounded
 
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -58,7 +58,8 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        keys = key_list(in_keys)
+        keys = [unravel_key(key) for key in key_list(in_keys)]
+        index_key, hash_key = unravel_key(index_key), unravel_key(hash_key)
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
         self._read: list[NestedKey] = keys
@@ -122,6 +123,11 @@ class QueryModule(TensorDictModuleBase):
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
+        if not hasattr(tensordict, "batch_size"):
+            raise TypeError(
+                f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "
+                "TensorDict(observation=..., action=...)"
+            )
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
         for key, column in zip(self._read, columns, strict=True):

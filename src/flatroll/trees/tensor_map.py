@@ -217,16 +217,16 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         return values.reshape(item.batch_size)
 
     def __setitem__(self, item: TensorDictBase, value: TensorDictBase) -> None:
+        query, count = self.query_module, self._count
+        columns = query.columns(item)
         if value.batch_size != item.batch_size:
             raise ValueError(
                 f"keys and values must be of one batch size, got {list(item.batch_size)} and {list(value.batch_size)}"
             )
-        query, count = self.query_module, self._count
         keys = self.out_keys or list(value.keys(True, True))
         for key in keys:
             require(value, key)
         new = flat_columns(value, keys)
-        columns = query.columns(item)
         at, hashes = query.number(columns)
         done = False
         try:

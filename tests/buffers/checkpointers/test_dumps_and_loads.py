@@ -38,6 +38,7 @@ from flatroll.buffers import (
     TensorStorageCheckpointer,
 )
 from flatroll.disk import files
+from flatroll.layout import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
 CAPACITY = 48
 FRAMES = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (300, 6), dtype=np.uint8))
@@ -457,6 +458,42 @@ def test_hooks_change_what_is_written(tmp_path: Path) -> None:
     frames.register_save_hook(halve)
     with pytest.raises(TypeError, match="leave it out of frame_stack"):
         frames.dumps(tmp_path / "frames")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("form", ["flat", "nested", "split"])
+def test_conversions_to_the_flat_form_are_hooks(form: str, compact: bool, tmp_path: Path) -> None:
+    """Rows go to the form of the references and back bit by bit, in saves that write what is new, too."""
+    undo = {"flat": [Flat2TED()], "nested": [Nested2TED()], "split": [H5Combine(), Nested2TED()]}[form]
+    save = {"flat": [TED2Flat()], "nested": [TED2Nested()], "split": [TED2Nested(), H5Split()]}[form]
+    buffer, other = (made(LazyTensorStorage(CAPACITY, compact_obs=compact)) for _ in range(2))
+    for hook in save:
+        buffer.register_save_hook(hook)
+    for hook in undo:
+        other.register_load_hook(hook)
+    for first in range(0, 120, 20):
+        buffer.extend(batch(first, 20))
+        buffer.dumps(tmp_path)
+        full = first + 20 >= CAPACITY
+        assert (save[0].shift, save[0].is_full) == ((0, True) if full else (20, False))
+        other.loads(tmp_path)
+        assert same(other[:], buffer[:])
+    buffer[5] = TensorDict({"state": torch.ones(3)}, [])  # a file that is there is written anew
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert same(other[:], buffer[:])
+    with pytest.raises(ValueError, match=r"in another form: buffer.register_load_hook .* Flat2TED\(\)"):
+        made(LazyTensorStorage(CAPACITY, compact_obs=compact)).loads(tmp_path)
+
+
+def test_a_hook_may_return_a_tensordict_without_rows(tmp_path: Path) -> None:
+    buffer, other = made(), made()
+    buffer.register_save_hook(lambda rows, path: TensorDict({"first": rows[0], "rest": rows[1:]}, []))
+    other.register_load_hook(lambda given: torch.cat([given["first"][None], given["rest"]]))
+    buffer.extend(batch(0, 60))
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert same(other[:], buffer[:])
 
 
 # -- while others write --------------------------------------------------------------------------------------------

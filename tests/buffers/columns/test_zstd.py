@@ -231,3 +231,35 @@ def test_the_extra_is_named_where_zstandard_is_missing(monkeypatch: pytest.Monke
 def test_options_are_checked(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ZstdColumn(3, (2,), torch.uint8, **options)
+
+
+def claiming(size: int, blocks: int) -> bytes:
+    """A zstd frame that says to hold so many bytes, and has a few blocks of none."""
+    return b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little") + bytes(3) * blocks + b"\x01\x00\x00"
+
+
+@pytest.mark.parametrize("shape", [(2**33,), (2**40, 3)])
+def test_a_state_that_claims_a_huge_shape_costs_nothing(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column is made for it before its rows are checked; nothing of that shape is compressed or decoded."""
+    monkeypatch.setattr(codec, "bytes", lambda size: pytest.fail(f"{size} bytes"), raising=False)
+    column = ZstdColumn(0, shape, torch.uint8)
+    frame, dictionary = claiming(column.value_bytes, 20), torch.zeros(0, dtype=torch.uint8)
+    rows, sizes = torch.frombuffer(bytearray(frame * 3), dtype=torch.uint8), torch.full((3,), len(frame))
+    refusal = rf"a compressed frame of {len(frame)} bytes claims {column.value_bytes}"
+    with pytest.raises(ValueError, match=refusal):
+        column.check_state_dict({"rows": rows, "sizes": sizes, "dictionary": dictionary})
+    dumped = {"rows": (rows, sizes), "dictionary": (dictionary, torch.zeros(3, dtype=torch.int64))}
+    with pytest.raises(ValueError, match=refusal):
+        column.restore([(torch.arange(3), dumped)], 3)
+
+
+def test_zeros_take_few_bytes_and_are_read() -> None:
+    """As many as a frame can hold for each of its bytes."""
+    column = ZstdColumn(2, (2**24,), torch.uint8)
+    column.write(0, torch.zeros(1, 2**24, dtype=torch.uint8))
+    state, again = column.state_dict(2), ZstdColumn(0, (2**24,), torch.uint8)
+    assert again.check_state_dict(state) == 2
+    again.load_state_dict(state)
+    assert not again.take(torch.tensor([0])).any()

@@ -279,3 +279,20 @@ def test_tensors_that_are_there_are_read_and_written_without_a_buffer() -> None:
     pair = TensorStorage((torch.arange(3), torch.zeros(3)))
     pair[2] = (4, 2.0)
     assert pair[2] == (4, 2.0) and pair[:][1].tolist() == [0.0, 0.0, 2.0]
+
+
+def test_expanded_memory_is_copied_before_rows_are_written() -> None:
+    """Its rows share memory: one that is written would change the others."""
+    same_row = torch.zeros(1, 3).expand(4, 3)
+    storage = TensorStorage(same_row)
+    storage[1] = torch.ones(3)
+    assert storage[:].sum(1).tolist() == [0, 3, 0, 0] and not same_row.any()
+    windows = torch.arange(6).unfold(0, 3, 1)
+    buffer = ReplayBuffer(TensorStorage((torch.zeros(1).expand(4), windows)))
+    buffer.extend((torch.ones(1), torch.ones(1, 3, dtype=torch.int64)))
+    assert buffer[:][0].tolist() == [1, 0, 0, 0]
+    assert buffer[:][1].tolist() == [[1, 1, 1], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+    own, shared = torch.arange(4), torch.zeros(1).expand(4)
+    rows = ReplayBuffer(TensorStorage(TensorDict({"own": own, "nested": {"shared": shared}}, [4])))
+    rows.extend(TensorDict({"own": torch.tensor([9]), "nested": {"shared": torch.ones(1)}}, [1]))
+    assert own.tolist() == [9, 1, 2, 3] and rows[:]["nested", "shared"].tolist() == [1, 0, 0, 0]

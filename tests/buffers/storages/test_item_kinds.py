@@ -243,6 +243,17 @@ def test_a_ring_of_items() -> None:
         buffer[1:] = "no list"
 
 
+def test_a_stack_is_written_over_items_one_by_one() -> None:
+    buffer = ReplayBuffer(storage=ListStorage(10))
+    buffer.extend([TensorDict({"a": torch.tensor(i)}, []) for i in range(5)])
+    buffer[3:4] = TensorDict({"a": torch.tensor([9])}, [1])
+    buffer[[0, 1]] = TensorDict({"a": torch.tensor([6, 7])}, [2])
+    buffer[2] = TensorDict({"a": torch.tensor(8)}, [])
+    assert [item["a"].item() for item in buffer[:]] == [6, 7, 8, 9, 4]
+    with pytest.raises(ValueError, match="1 slots need a list of as many items, got TensorDict"):
+        buffer[3:4] = TensorDict({"a": torch.tensor([9, 9])}, [2])
+
+
 def test_collate_fn_makes_the_batch() -> None:
     items = ReplayBuffer(
         storage=ListStorage(10), batch_size=3, collate_fn=lambda listed: "".join(sorted(set(listed)))

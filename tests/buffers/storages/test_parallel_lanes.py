@@ -103,7 +103,7 @@ def test_lanes_are_rings_side_by_side(
     lanes: Lanes, rows: int, sizes: list[int], compact: bool, ids: bool
 ) -> None:
     count = math.prod(lanes)
-    room = rows // count  # steps; what is left over stays empty
+    room = -(-rows // count)  # steps, rounded up
     buffer = buffer_of(lanes, rows, compact=compact, sampler=SliceSampler(slice_len=4), batch_size=40)
     written = 0
     slots: dict[int, int] = {}  # step by place
@@ -138,7 +138,7 @@ def test_lanes_are_rings_side_by_side(
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 def test_positions_are_step_and_lane(kind: Any) -> None:
-    buffer = buffer_of((3,), 10, kind=kind)
+    buffer = buffer_of((3,), 8, kind=kind)  # rounded up to 9
     assert buffer.extend(steps((3,), 0, 2)).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     assert len(buffer) == 6 and buffer[:].batch_size == (2, 3)
     assert (
@@ -200,6 +200,18 @@ def test_tensors_trees_and_given_ones() -> None:
     assert len(part) == 4 and part[:].tolist() == [[0, 1], [2, 3]]
 
 
+def test_a_slice_of_lanes_that_are_not_there_is_no_batch_of_zero_rows() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    buffer.extend(torch.arange(6).view(2, 3))
+    for index, lanes in [((0, slice(3, 4)), 2), ((slice(None), slice(2, None)), 2), ((..., slice(5, 9)), 2)]:
+        with pytest.raises(IndexError, match=rf"selects no lane: dimension 1 has {lanes} lanes"):
+            buffer[index]
+        with pytest.raises(IndexError, match="selects no lane"):
+            buffer[index] = torch.zeros(0)
+    assert buffer[0, 1:2].tolist() == [3] and buffer[:, 0:1].tolist() == [[0], [1], [2]]
+    assert buffer[..., 1].tolist() == [3, 4, 5] and buffer[5:, :].shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     "sampler", [SamplerWithoutReplacement(), PrioritizedSampler(60, alpha=0.7, beta=0.5)]
 )
@@ -226,7 +238,7 @@ def test_other_samplers_name_rows_by_position(sampler: Any) -> None:
         (
             steps((3,), 0, 2)[0],
             ValueError,
-            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]",
+            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]; for flat .* leave ndim out",
         ),
         (torch.zeros(3, 4), TypeError, "the storage holds tensordicts, got Tensor"),
         (

@@ -74,7 +74,9 @@ def test_values_and_flags_of_several_rollouts_have_more_steps() -> None:
 def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     buffer = made(3, tmp_path / "run")
     index = buffer.trajectory_index
+    assert len({entry["uuid"] for entry in index.values()}) == buffer.trajectory_counter == 3
     assert index[2] == {
+        "uuid": index[2]["uuid"],
         "trajectory_id": 2,
         "num_samples": T * B,
         "shape": (T, B),
@@ -83,7 +85,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     }
     buffer.close()
     again = made(path=tmp_path / "run")
-    assert again.trajectory_index == index
+    assert again.trajectory_index == index and again.trajectory_counter == 3
     again.clear()
     again.close()
     for number in (3, 4):  # numbers are given once, and rows counted on
@@ -589,3 +591,48 @@ def test_the_calls_of_rlinfs_tutorial(tmp_path: Path) -> None:
     buffer.clear_cache()
     buffer.clear()
     buffer.close(wait=True)
+
+
+def test_other_programs_find_the_index_and_the_metadata(tmp_path: Path) -> None:
+    """In a checkpoint, in that of each rank, and in a run's folder that was closed; loads read none of it."""
+
+    def check(folder: Path, buffer: TrajectoryReplayBuffer) -> None:
+        index = json.loads((folder / "trajectory_index.json").read_text())
+        assert index["trajectory_id_list"] == buffer.trajectory_ids
+        entries = {int(number): entry for number, entry in index["trajectory_index"].items()}
+        shaped = {number: {**entry, "shape": tuple(entry["shape"])} for number, entry in entries.items()}
+        assert shaped == buffer.trajectory_index
+        assert json.loads((folder / "metadata.json").read_text()) == {
+            "trajectory_format": "pt",
+            "size": len(buffer),
+            "total_samples": buffer.total_samples,
+            "trajectory_counter": buffer.trajectory_counter,
+            "seed": 1234,
+        }
+
+    buffer = made(3, tmp_path / "run")
+    for _ in range(2):
+        buffer.save_checkpoint(tmp_path / "saved")
+        check(tmp_path / "saved", buffer)
+        buffer.add_trajectories([fields(3)])
+    both = threading.Barrier(2, timeout=60)
+
+    def save(rank: int, one: TrajectoryReplayBuffer) -> None:
+        one.save_checkpoint(tmp_path / "ranks", local_rank=rank, world_size=2, barrier=both.wait)
+
+    second = made(2, tmp_path / "second")
+    threads = [threading.Thread(target=save, args=pair) for pair in enumerate((buffer, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(tmp_path / "ranks/rank-0-of-2", buffer)
+    check(tmp_path / "ranks/rank-1-of-2", second)
+    second.close()
+    check(tmp_path / "second", second)
+    for name in ("saved", "ranks", "second"):
+        loaded = TrajectoryReplayBuffer()
+        loaded.load_checkpoint(tmp_path / name)
+        assert loaded.total_samples > 0
+        loaded.close()
+    buffer.close()

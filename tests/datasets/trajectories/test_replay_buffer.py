@@ -505,7 +505,8 @@ def test_a_checkpoint_writes_no_rows(make: Any, tmp_path: Path, monkeypatch: pyt
         files, "write", lambda d, data: written.append(len(memoryview(data).cast("B"))) or write(d, data)
     )
     buffer.save_checkpoint(tmp_path / "saved")
-    assert len(written) == 1  # the manifest
+    assert len(written) == 3  # the manifest, and for other programs the index and the metadata
+    assert {"trajectory_index.json", "metadata.json"} < {path.name for path in (tmp_path / "saved").iterdir()}
     names = list((tmp_path / "saved").glob("*.rows"))
     assert names
     assert all(name.stat().st_nlink == 2 for name in names)

@@ -204,13 +204,13 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(transport: str, n
             served.add(int(collector.rollout()[IDS][0]) >> 40)
         for _ in range(5):
             next(collector)
-            team, here = gatherer.team, {filled.member for filled in gatherer._queue}
+            team, here = gatherer.team, {filled.member for filled in gatherer.queue}
             for member in team.members:
                 # An actor whose window was taken is asked for the next one at the next call.
                 asked = transport == "processes" or member.link.head is not None
-                while asked and member not in here | {event.member for event in team._events}:
+                while asked and member not in here | {event.member for event in team.arrived}:
                     team.transport.wait([member.link], None)
-                    team._hear([member])  # until its next window is here
+                    team.hear([member])  # until its next window is here
                 member.since -= 1000  # so slow is the learner
         assert collector.stats()["failures"] == 0
 

@@ -19,7 +19,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from flatroll.rollouts.workers.delivery import Tally
 from flatroll.rollouts.workers.transport import Note
-from flatroll.sharing import Nursery
+from flatroll.sharing import Nursery, WorkerDied
 
 pytestmark = pytest.mark.usefixtures("transport")
 PROCESSES = pytest.mark.parametrize("transport", ["processes"], indirect=True)
@@ -152,6 +152,45 @@ def test_shutdown(sync: bool, nursery: Nursery, transport: str, monkeypatch: pyt
         assert len(nursery.workers) == count
 
 
+def test_shutdown_does_not_wait_for_a_window_without_end(nursery: Nursery) -> None:
+    """Actors that answer beside their work, as step_timeout needs, end at their next step, too."""
+    count = len(nursery.workers)
+    collector = MultiAsyncCollector(
+        lambda: Seeded((10**9, 10**9)),
+        frames_per_batch=10**9,
+        step_timeout=300,
+        replay_buffer=ReplayBuffer(storage=LazyTensorStorage(10)),
+        nursery=nursery,
+    )
+    collector.start()
+    collector.shutdown(timeout=10**6)
+    assert len(nursery.workers) == count
+
+
+def test_a_thread_that_is_late_with_a_batch_replaces_no_worker(nursery: Nursery) -> None:
+    """It is still in the buffer when the workers end, and finds them gone."""
+    late, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def extend(self, batch: Any, final: Any = None) -> None:
+            late.set()
+            go.wait(300)
+
+    count = len(nursery.workers)
+    collector = MultiAsyncCollector(
+        Seeded, num_workers=2, frames_per_batch=4, on_failure="replace", replay_buffer=Slow(), nursery=nursery
+    )
+    collector.start()
+    late.wait(300)
+    collector.shutdown(timeout=0.1)
+    team = collector._supply.gatherer.team
+    with pytest.raises(WorkerDied):  # what the thread would find, if it looked once more
+        team.events(team.members)
+    go.set()
+    collector._supply.stop()
+    assert len(nursery.workers) == count and team.failures == 1
+
+
 @pytest.mark.parametrize("fault", [hangs, stop_myself])
 def test_shutdown_is_bounded(fault: Any, nursery: Nursery) -> None:
     collector = MultiAsyncCollector(lambda: Faulty(fault), frames_per_batch=2, nursery=nursery)
@@ -275,7 +314,7 @@ import gymnasium
 import numpy as np
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiCollector
-from flatroll.sharing import Nursery
+from flatroll.sharing import Nursery, WorkerDied
 
 class Env(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)

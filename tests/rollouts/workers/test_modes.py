@@ -308,9 +308,9 @@ def test_windows_wait_their_turn(nursery: Nursery) -> None:
             lag = collector.policy_version - 1 - batch["collector", "policy_version"].min()
             # each of the other workers is served at most once between two windows of one
             assert 0 <= lag <= 3 * (2 + 1)
-            while len(gatherer._queue) < 3 * 2:
+            while len(gatherer.queue) < 3 * 2:
                 for event in gatherer.team.events(gatherer.team.members):
-                    gatherer._take(event)
+                    gatherer.take(event)
         assert turns[1:] == [*turns[1:4]] * 9 + turns[1:3] and {*turns[1:4]} == {0, 1, 2}
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,7 +42,7 @@ def read_atari_dqn(
 
     Source: Agarwal, Schuurmans & Norouzi, An Optimistic Perspective on Offline Reinforcement Learning (2020).
     """
-    folder = Path(path)
+    folder = Path(path).absolute()
     parts = sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
     if not parts:
         raise FileNotFoundError(f"{folder} has no $store$_observation_ckpt.<number>.gz")
@@ -52,12 +51,9 @@ def read_atari_dqn(
         names = {kind: folder / f"$store$_{kind}_ckpt.{part}.gz" for kind in _KINDS}
         if missing := [name.name for name in names.values() if not name.is_file()]:
             raise FileNotFoundError(f"{folder} has no {missing[0]}")
-        try:
-            for batch in _part(names, games, frame_stack, chunk_rows):
-                games = int(batch["collector", "traj_ids"][-1])
-                yield batch
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{folder}: a file of part {part} is damaged ({error})") from None
+        for batch in _part(names, games, frame_stack, chunk_rows):
+            games = int(batch["collector", "traj_ids"][-1])
+            yield batch
         games += 1
 
 
@@ -67,12 +63,14 @@ def _part(
     with ExitStack() as stack:
         opened = {kind: stack.enter_context(gzip.open(name)) for kind, name in names.items()}
         streams = {
-            kind: ArrayStream(file, names[kind].name, names[kind].stat().st_size * _MOST_PER_BYTE)  # type: ignore[arg-type]
+            kind: ArrayStream(file, str(names[kind]), names[kind].stat().st_size * _MOST_PER_BYTE)  # type: ignore[arg-type]
             for kind, file in opened.items()
         }
         counts = {names[kind].name: stream.rows for kind, stream in streams.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"the files of a part must have one row for each step, got {counts}")
+            raise ValueError(
+                f"{names['observation'].parent}: the files of a part must have one row for each step, got {counts}"
+            )
         yield from _steps(streams, game, frame_stack, chunk_rows)
 
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import count_on, episode_of, files_in
+from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in
 from flatroll.layout.export import optional_package
 from flatroll.layout.hdf5 import h5_columns
 
@@ -52,7 +52,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
         yield from _episodes(arrays, "the data set", drop_unknown)
         return
     h5py = optional_package("h5py", "h5", "read_d4rl")
-    with h5py.File(source, "r") as file:
+    with damage_in(source), h5py.File(source, "r") as file:
         yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
 
 

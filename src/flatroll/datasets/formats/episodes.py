@@ -1,7 +1,16 @@
-"""What readers of files without our marks share: the files of a folder, and an episode from its columns."""
+"""What readers of other tools' files share: the files of a folder, errors that name them, an episode of its columns."""
 
+import lzma
+import stat
+import struct
+import tarfile
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -9,6 +18,64 @@ from tensordict import TensorDict
 
 from flatroll.layout.export import Array, from_numpy
 from flatroll.layout.keys import TRAJ_IDS
+
+#: What a file that is damaged or made up may raise as it is read.
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    tarfile.TarError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_LONGEST = 400  # characters of an error: a damaged file may have a name of a million
+
+
+@contextmanager
+def damage_in(file: str | Path) -> Iterator[None]:
+    """Return a context that reads a plain file; errors as `naming`, and for a pipe, a device or a folder ValueError."""
+    with naming(file):
+        if not stat.S_ISREG(
+            Path(file).stat().st_mode
+        ):  # opening a pipe would wait for somebody who writes into it
+            raise ValueError("it is no plain file")
+        yield
+
+
+@contextmanager
+def naming(place: str | Path) -> Iterator[None]:
+    """Return a context in which errors of what is read name the file or folder, and are of few words.
+
+    Raises:
+        FileNotFoundError, PermissionError, ImportError: as they were raised.
+        KeyError, TypeError, pickle.UnpicklingError: as they were raised, with the name.
+        ValueError: all that a library raises for what it cannot read.
+    """
+    try:
+        yield
+    except (FileNotFoundError, PermissionError, ImportError):
+        raise
+    except UNREADABLE as error:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        known = isinstance(error, KeyError | TypeError | ValueError | UnpicklingError)
+        if known and str(place) in text and len(text) <= _LONGEST:
+            raise
+        kinds = [kind for kind in (KeyError, TypeError, UnpicklingError) if isinstance(error, kind)]
+        short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        text = f"{place} cannot be read, or is damaged: {short or type(error).__name__}"
+        raise (*kinds, ValueError)[0](text) from None
 
 
 def episode_of(*parts: Any) -> TensorDict:
@@ -36,7 +103,7 @@ def episode_columns(
         states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` where the last next one is in no file: then it is the
             last state again, and ``("collector", "next_known")`` is False there.
         others: further columns ``[T, ...]`` by dotted name; a next state among them is taken as it is.
-        reward: ``[T]``; None if there is none.
+        reward: ``[T]``; floating dtypes stay, others become float32. None if there is none.
         terminated, truncated: ``[T]``.
     """
     length = len(terminated)
@@ -57,7 +124,9 @@ def episode_columns(
     is_init[:1] = True
     columns |= {"is_init": is_init, "collector.traj_ids": np.full(length, number)}
     if reward is not None:
-        columns["next.reward"] = np.asarray(reward, np.float32).reshape(length, 1)
+        given = np.asarray(reward)
+        floating = given if given.dtype.kind == "f" else given.astype(np.float32)
+        columns["next.reward"] = floating.reshape(length, 1)
     columns |= {f"next.{name}": flag for name, flag in flags.items()}
     columns["next.done"] = flags["terminated"] | flags["truncated"]
     return columns
@@ -87,8 +156,8 @@ def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) 
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
     if not isinstance(paths, str | Path):
-        return [Path(path) for path in paths]
-    path = Path(paths)
+        return [Path(path).absolute() for path in paths]
+    path = Path(paths).absolute()
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes)

@@ -1,7 +1,6 @@
 """Gen-DGRL, archives of pickled dicts of arrays: `read_gen_dgrl`, and `GenDGRLExperienceReplay`."""
 
 import io
-import lzma
 import pickle
 import pickletools
 import re
@@ -15,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import count_on, episode_of, files_in
+from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in, naming
 from flatroll.datasets.formats.npy import read_header
 from flatroll.datasets.ids import unknown_id
 from flatroll.layout.export import Array
@@ -68,27 +67,23 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
     """
     number = 0
-    try:
-        with tarfile.open(path, "r|*", tarinfo=_Member) as archive:
-            for member in archive:
-                if member.isdir():
-                    continue
-                if not member.isreg():
-                    raise ValueError(
-                        f"{path}: {member.name!r} is a link or a device, which may lead to other files"
-                    )
-                if member.size > max_bytes:
-                    raise ValueError(
-                        f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}"
-                    )
-                file = archive.extractfile(member)
-                assert file is not None
-                yield _episode(
-                    load_arrays(file.read(), f"{path}: {member.name}", max_bytes), number, member.name
+    with damage_in(path), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
+        for member in archive:
+            if member.isdir():
+                continue
+            if not member.isreg():
+                raise ValueError(
+                    f"{path}: {member.name!r} is a link or a device, which may lead to other files"
                 )
-                number += 1
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error})") from None
+            if member.size > max_bytes:
+                raise ValueError(
+                    f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}"
+                )
+            file = archive.extractfile(member)
+            assert file is not None
+            name = f"{path}: {member.name}"
+            yield _episode(load_arrays(file.read(), name, max_bytes), number, name)
+            number += 1
 
 
 class _Member(tarfile.TarInfo):
@@ -148,7 +143,8 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     {'rewards': array([1., 1.])}
     """
     stream = io.BytesIO(data)
-    shape, _, dtype = read_header(stream)
+    with naming(name):
+        shape, _, dtype = read_header(stream)
     if dtype.kind != "O" or shape != ():
         raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
     try:

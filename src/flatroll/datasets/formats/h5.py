@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
 from flatroll.disk.files import SteadyFile
 from flatroll.layout.checks import whole_number
@@ -65,7 +66,7 @@ def read_h5(
         ValueError, TypeError: as `h5_columns`; columns of different length.
     """
     h5py = optional_package("h5py", "h5", "import_h5")
-    with h5py.File(path, "r") as file:
+    with damage_in(path), h5py.File(path, "r") as file:
         columns = h5_columns(file)
         columns.pop(FIRST_ROWS, None)
         if not columns:

@@ -22,6 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
+from flatroll.datasets.formats.episodes import damage_in, naming
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
@@ -347,7 +348,12 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
         FileNotFoundError: a file that the folder should have is missing.
         ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
     """
-    root = Path(path)
+    root = Path(path).absolute()
+    with naming(root):
+        yield from _episodes(root, max_bytes)
+
+
+def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     info = _read_json(root / "meta/info.json")
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if not str(version).startswith("v3"):
@@ -378,14 +384,10 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 
 
 def _read_json(path: Path) -> Any:
-    if path.stat().st_size > _MOST_JSON:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes, more than {_MOST_JSON}: it describes no columns"
-        )
-    try:
+    with damage_in(path):
+        if (size := path.stat().st_size) > _MOST_JSON:
+            raise ValueError(f"{size} bytes, more than {_MOST_JSON}: it describes no columns")
         return json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _check_features(features: object, path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flatroll.datasets.formats.episodes import episode_columns, named_leaves
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
-from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
+from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, RESERVED, as_tuple, observation_keys
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
@@ -47,12 +47,14 @@ def write_minari(
         path: of the folder to be made.
         dataset_id: the name in the metadata, ``[namespace/]name-v<number>``.
         data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``. Default ``"hdf5"``.
-        observation_space, action_space: default: boxes over all values of the entries' dtypes.
+        observation_space, action_space: of the env, ``env.single_observation_space`` of a vector env. Default: those
+            that the buffer knows of its collector (``Collector(replay_buffer=)``, `ReplayBuffer.note_spec`).
         **metadata: more of it, such as ``author={"…"}`` and ``description="…"``.
 
     Raises:
-        ValueError: next observations are missing, or are not the observations of the next row (n-step data); a name has
-            "/" in it, which would be a group of Minari's files.
+        ValueError: a space is unknown, since a dtype says neither limits nor whether a number is one of a few; next
+            observations are missing, or are not the observations of the next row (n-step data); a name has "/" in it,
+            which would be a group of Minari's files.
     """
     minari = optional_package("minari", "minari", "export")
     storage_of = optional_package("minari.dataset.minari_storage", "minari", "export").MinariStorage
@@ -64,11 +66,16 @@ def write_minari(
         raise ValueError(
             f"entry {grouped[0]!r} has '/' in its name: rename it, it would be a group of Minari's files"
         )
+    if observation_space is None:
+        root = () if isinstance(observations, dict) else (OBSERVATION,)
+        observation_space = _space_of(observations, root, source, "observation_space")
+    if action_space is None:
+        action_space = _space_of(actions, (ACTION,), source, "action_space")
     path.mkdir()
     storage = storage_of.new(
         path,
-        observation_space=observation_space or _space_of(observations),
-        action_space=action_space or _space_of(actions),
+        observation_space=observation_space,
+        action_space=action_space,
         data_format=data_format,
         jpeg_encoding=False,
     )
@@ -144,38 +151,44 @@ def _nested(columns: Mapping[str, Array]) -> dict[str, Any]:
     return tree
 
 
-def _space_of(columns: Any) -> gym.Space[Any]:
-    """The space of all values that the dtypes can hold."""
+def _space_of(columns: Any, key: tuple[str, ...], source: Source, argument: str) -> gym.Space[Any]:
+    """The space of columns under ``key``, as the source knows it; ValueError that asks for the ``argument`` if not."""
     if isinstance(columns, dict):
-        return gym.spaces.Dict({name: _space_of(column) for name, column in columns.items()})
-    shape, dtype = columns.shape[1:], columns.dtype
-    kind: Any = dtype.type
-    if dtype.kind == "f":
-        return gym.spaces.Box(-np.inf, np.inf, shape, kind)
-    if dtype.kind == "b":
-        return gym.spaces.Box(0, 1, shape, kind)
-    limits = np.iinfo(kind)
-    return gym.spaces.Box(limits.min, limits.max, shape, kind)
+        parts = {name: _space_of(column, (*key, name), source, argument) for name, column in columns.items()}
+        return gym.spaces.Dict(parts)
+    space: gym.Space[Any] | None = source.space_of(key)
+    if space is None or (space.dtype, space.shape) != (columns.dtype, columns.shape[1:]):
+        raise ValueError(
+            f"{argument} must be given: nothing tells the space of {'.'.join(key)!r}, {columns.dtype} "
+            f"{list(columns.shape[1:])}. Pass {argument}=env.single_{argument}, or note the "
+            "collector's first: buffer.note_spec(collector.spec)"
+        )
+    return space
 
 
-def read_minari(source: "str | Path | MinariDataset", *, infos: bool = True) -> Iterator[TensorDict]:
+def read_minari(
+    source: "str | Path | MinariDataset", *, infos: bool = True, rename: Mapping[str, str] | None = None
+) -> Iterator[TensorDict]:
     """Yield the episodes of a Minari data set as flat batches ``[T]``.
 
     Of a data set that `write_minari` did not write: Dict observations stand at the root by name, parts of Tuples by
-    number; rewards (cast to float32), flags and ``is_init`` are ``[T, 1]``; ``("collector", "traj_ids")`` is the
-    episode's number. Infos of numbers are ``("info", name)`` and ``("next", "info", name)``, those that are missing at
-    the reset (T values, not T + 1) the latter only. Infos of text, and those that are not one a step, are left out.
+    number; rewards, flags and ``is_init`` are ``[T, 1]``; ``("collector", "traj_ids")`` is the episode's number.
+    Infos of numbers are ``("info", name)`` and ``("next", "info", name)``, those that are missing at the reset (T
+    values, not T + 1) the latter only. Infos of text, and those that are not one a step, are left out.
 
     Args:
         source: a `minari.MinariDataset`, or the path of a data set's ``data`` folder.
         infos: False leaves all infos out, as where episodes differ in them. Default True.
+        rename: new names of entries of the observations, ``{"action": "last_action"}``: those that have the name of one
+            of our columns need one. Default: none.
 
     Raises:
         ImportError: Minari is missing; the text names the extra.
         TypeError: observations or actions of text.
-        ValueError: episodes differ in their infos.
+        ValueError: episodes differ in their infos; an entry of the observations has the name of a column
+            (`flatroll.layout.RESERVED`), or ``rename`` names none.
     """
-    return map(from_numpy, read_minari_columns(open_minari(source), infos=infos))
+    return map(from_numpy, read_minari_columns(open_minari(source), infos=infos, rename=rename))
 
 
 def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
@@ -185,15 +198,21 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
 
-def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterator[dict[str, Array]]:
+def read_minari_columns(
+    data: "MinariDataset", *, infos: bool = True, rename: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Array]]:
     """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
+        if rename:
+            raise ValueError(
+                "rename is for sets of other makers: export wrote this one, under the names of its columns"
+            )
         yield from (_restore_episode(episode, record) for episode in data.iterate_episodes())
         return
     before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
-        columns = _columns_of(episode, infos)
+        columns = _columns_of(episode, infos, rename or {})
         kinds = {
             (name, array.dtype.name, array.shape[1:])
             for name, array in columns.items()
@@ -227,9 +246,24 @@ def _restore_episode(episode: "EpisodeData", record: list[Any]) -> dict[str, Arr
     return columns
 
 
-def _columns_of(episode: "EpisodeData", infos: bool) -> dict[str, Array]:
+def _columns_of(episode: "EpisodeData", infos: bool, rename: Mapping[str, str]) -> dict[str, Array]:
     length = len(episode)
-    leaves = _observation_leaves(episode)
+    seen = _observation_leaves(episode)
+    roots = {name.partition(".")[0]: name for name in seen}
+    if unknown := sorted(rename.keys() - roots.keys()):
+        raise ValueError(f"rename names {unknown[0]!r}, which is none of the observations {sorted(roots)}")
+    taken = RESERVED | ({"info"} if infos else set())
+    new = [rename.get(root, root) for root in roots]
+    for root, name in zip(roots, new, strict=True):
+        if name.partition(".")[0] in taken or new.count(name) > 1:
+            raise ValueError(
+                f"the observation's entry {root!r} cannot be the column {name!r}, which is another's name: give "
+                f"rename={{{root!r}: 'observed_{root}'}}"
+            )
+    leaves = {}
+    for name, array in seen.items():
+        root, dot, rest = name.partition(".")
+        leaves[f"{rename.get(root, root)}{dot}{rest}"] = array
     others = {name: np.asarray(array) for name, array in named_leaves(episode.actions, ACTION, _FOLDERS)}
     for name, values in named_leaves(episode.infos or {}, "info", _FOLDERS) if infos else ():
         array = np.asarray(values)
@@ -252,7 +286,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """A set of Minari, in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
 
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
-    by number. Rewards are float32; episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
+    by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
     numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
     Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
 
@@ -263,6 +297,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         load_from_local_minari: take the set from the folder in which Minari keeps those that were made or fetched here,
             and never fetch it. Default False: fetch it, unless it is there.
         infos: False leaves infos out, as is needed where episodes differ in them. Default True.
+        rename: new names of entries of the observations, see `read_minari`. Default: none.
 
     Attributes:
         metadata: what Minari knows of the set, in words and numbers.
@@ -282,9 +317,10 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         *,
         load_from_local_minari: bool = False,
         infos: bool = True,
+        rename: Mapping[str, str] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        self._local, self._infos = load_from_local_minari, infos
+        self._local, self._infos, self._rename = load_from_local_minari, infos, dict(rename or {})
         self.metadata: dict[str, Any] | None = None
         super().__init__(dataset_id, batch_size, **options)
         if self.metadata is None:  # converted by an earlier object
@@ -309,8 +345,8 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         data = open_minari(source)
         # Spaces and the like as text: what JSON can say.
         self.metadata = json.loads(json.dumps(data.storage.metadata, default=str))
-        return read_minari_columns(data, infos=self._infos)
+        return read_minari_columns(data, infos=self._infos, rename=self._rename)
 
     @override
     def _facts(self) -> dict[str, Any]:
-        return super()._facts() | {"metadata": self.metadata}
+        return super()._facts() | {"metadata": self.metadata, "options": {"rename": self._rename}}

@@ -1,11 +1,11 @@
 """NumPy's ``.npy`` form, read piece by piece from streams that nobody vouches for."""
 
 import math
-import tokenize
 from typing import IO, Any
 
 import numpy as np
 
+from flatroll.datasets.formats.episodes import naming
 from flatroll.layout.export import Array
 
 _LONGEST_HEADER = 10_000  # bytes, as NumPy's own limit
@@ -36,10 +36,8 @@ class ArrayStream:
     def __init__(self, stream: IO[bytes], name: str, max_bytes: int) -> None:
         self.name = name
         self._stream = stream
-        try:
+        with naming(name):
             shape, fortran, self.dtype = read_header(stream)
-        except (ValueError, TypeError, SyntaxError, OverflowError, tokenize.TokenError) as error:
-            raise ValueError(f"{name} does not begin as an array of NumPy does: {error}") from None
         if self.dtype.kind not in "biufc":
             raise TypeError(f"{name} must be of numbers or bools, got {self.dtype}")
         if not shape or (fortran and len(shape) > 1):
@@ -61,7 +59,8 @@ class ArrayStream:
         values = np.empty((count, *self.shape[1:]), self.dtype)
         into, done = memoryview(values.reshape(-1).view(np.uint8)), 0  # type: ignore[arg-type]
         while done < len(into):
-            piece = self._stream.read(min(len(into) - done, 1 << 20))
+            with naming(self.name):
+                piece = self._stream.read(min(len(into) - done, 1 << 20))
             if not piece:
                 raise ValueError(f"{self.name} ends after row {self._read}, its header says {self.rows} rows")
             into[done : done + len(piece)] = piece

@@ -245,7 +245,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             folder = self._folder
             fetched = self._fetch_with(self.dataset_id, folder)
-            self._source = folder if fetched is None else fetched
+            fetched = folder if fetched is None else fetched
+            # Each pass reads it again, wherever the program is then.
+            self._source = Path(fetched).absolute() if isinstance(fetched, str | Path) else fetched
         source = self._source
         if isinstance(source, Iterator):
             self._source = None  # it can be read once: the next pass fetches another one

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 
@@ -39,7 +39,7 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
     h5py = optional_package("h5py", "h5", "RobosetExperienceReplay")
     number = 0
     for seed, path in enumerate(files_in(paths, (".h5", ".hdf5"))):
-        with h5py.File(path, "r") as file:
+        with damage_in(path), h5py.File(path, "r") as file:
             trials: dict[str, dict[str, Any]] = {}
             for place, column in h5_columns(file).items():
                 trial, _, name = place.partition("/")

@@ -1,6 +1,5 @@
 """What writers of files share: rows of a batch or buffer in pieces, and files that appear when they are whole."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers import ReplayBuffer
+from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import Array
@@ -39,12 +39,14 @@ class Source(NamedTuple):
         read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``.
         chunk_rows: how many to read at a time.
         advance: is called with the number of rows that a writer is done with.
+        space_of: returns the Gymnasium space of an entry, or None: what the buffer knows of its collector's rows.
     """
 
     rows: int
     read: Callable[[Tensor], TensorDictBase]
     chunk_rows: int
     advance: Callable[[int], Any] = int
+    space_of: Callable[[NestedKey], Any] = lambda key: None
 
     def chunks(self) -> Iterator[TensorDictBase]:
         """Yield all rows in order, at most ``chunk_rows`` at a time."""
@@ -95,7 +97,8 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
 
     if chunk_rows is None:
         chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
-    return Source(rows, read, whole_number("chunk_rows", chunk_rows))
+    made = Source(rows, read, whole_number("chunk_rows", chunk_rows))
+    return made._replace(space_of=source.noted_space) if isinstance(source, ReplayBuffer) else made
 
 
 def first_rows(source: Source) -> Tensor | None:
@@ -201,6 +204,8 @@ def write_beside(path: str | Path) -> Iterator[Path]:
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield beside / target.name
-        os.rename(beside / target.name, target)
+        files.sync_all(beside / target.name)
+        files.rename(beside / target.name, target)
+        files.sync_folder(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensordict import TensorDict
 
+from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import Source
 from flatroll.layout.export import from_arrow, from_pandas, optional_package, to_arrow, to_pandas
 
@@ -96,7 +96,8 @@ def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
         ImportError: pyarrow is missing; the text names the extra.
         ValueError, TypeError: as `from_arrow`; a damaged file, more than ``max_bytes``.
     """
-    yield from map(from_arrow, row_groups(Path(path), max_bytes, needed_by="import_parquet"))
+    with damage_in(path):
+        yield from map(from_arrow, row_groups(Path(path), max_bytes, needed_by="import_parquet"))
 
 
 def row_groups(
@@ -120,17 +121,6 @@ def row_groups(
             yield table
 
 
-@contextmanager
-def damage_in(file: Path) -> Iterator[None]:
-    """Name the file in the errors of pyarrow."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-
-
 def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `from_arrow`.
 
@@ -139,7 +129,7 @@ def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     """
     pyarrow = optional_package("pyarrow", "arrow", "import_arrow")
     ipc = optional_package("pyarrow.ipc", "arrow", "import_arrow")
-    with pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
+    with damage_in(path), pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
             yield from_arrow(table)  # a copy: what is mapped cannot be written to
@@ -158,16 +148,16 @@ def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Ten
     """
     optional_package("pandas", "pandas", "import_pandas")
     parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
-    with damage_in(Path(path)):
+    with damage_in(path):
         about = parquet.read_schema(path).metadata or {}
-    attrs = _checked_attrs(about.get(_ATTRS, b"{}"))
-    for table in row_groups(Path(path), max_bytes, needed_by="import_pandas"):
-        frame = table.to_pandas()
-        frame.attrs = attrs
-        for name, (dtype, shape) in attrs.get("flatroll", {}).items():
-            if name in frame.columns and frame[name].dtype == object:
-                frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
-        yield from_pandas(frame)
+        attrs = _checked_attrs(about.get(_ATTRS, b"{}"))
+        for table in row_groups(Path(path), max_bytes, needed_by="import_pandas"):
+            frame = table.to_pandas()
+            frame.attrs = attrs
+            for name, (dtype, shape) in attrs.get("flatroll", {}).items():
+                if name in frame.columns and frame[name].dtype == object:
+                    frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
+            yield from_pandas(frame)
 
 
 def _checked_attrs(text: bytes) -> dict[str, Any]:

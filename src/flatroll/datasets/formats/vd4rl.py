@@ -1,7 +1,6 @@
 """V-D4RL: `read_vd4rl` for its episodes of pixels, in ``.npz`` or HDF5 files, and `VD4RLExperienceReplay`."""
 
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from flatroll.buffers import Compose, Resize, ToTensorImage
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
 from flatroll.datasets.formats.npy import read_whole
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
@@ -48,24 +47,22 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     """
     number = 0
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
-        for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):
-            if len(steps["action"]) > 1:
-                yield _episode(steps, number)
-                number += 1
+        with damage_in(path):
+            for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):
+                if len(steps["action"]) > 1:
+                    yield _episode(steps, number)
+                    number += 1
 
 
 def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
     steps: dict[str, Array] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            left = max_bytes
-            for member in archive.infolist():
-                with archive.open(member) as stream:
-                    name = member.filename.removesuffix(".npy")
-                    steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
-                left -= steps[name].nbytes
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged ({error})") from None
+    left = max_bytes
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as stream:
+                name = member.filename.removesuffix(".npy")
+                steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
+            left -= steps[name].nbytes
     yield from _cut(steps, path)
 
 

@@ -1,5 +1,6 @@
 """A replay buffer of whole trajectories, whose rows are files of a folder."""
 
+import json
 import os
 import tempfile
 import threading
@@ -8,12 +9,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
+from flatroll.datasets.folders import remove_folder
+from flatroll.datasets.trajectories.rlinf_folder import INDEX, METADATA
 from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
@@ -22,8 +26,9 @@ from flatroll.datasets.trajectories.rows import (
     rows_of,
     trajectory_fields,
 )
-from flatroll.datasets.trajectories.saving import RankSave, discard, remove_staged, stage
+from flatroll.datasets.trajectories.saving import RankSave, discard, stage
 from flatroll.datasets.trajectories.sources import (
+    LOADING,
     NOTES,
     OwnFolder,
     SavedTrajectories,
@@ -32,7 +37,7 @@ from flatroll.datasets.trajectories.sources import (
     restore,
     share,
 )
-from flatroll.disk import Version
+from flatroll.disk import Version, files
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -238,7 +243,8 @@ class TrajectoryReplayBuffer:
     def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
-            self._records.append((first, record))
+            known = record if record.uuid else record._replace(uuid=uuid4().hex)
+            self._records.append((first, known))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
         head = self.buffer.ring.head
@@ -281,6 +287,7 @@ class TrajectoryReplayBuffer:
                 return
             if self._discard is None:
                 self.storage.save(self.storage.path, {NOTES: self._state([r for _, r in self._records])})
+                self._write_index(Path(self.storage.path))
                 self.storage.close()
             else:
                 self._discard()
@@ -380,8 +387,13 @@ class TrajectoryReplayBuffer:
             return [record.number for _, record in self._records]
 
     @property
+    def trajectory_counter(self) -> int:
+        """Number of the next trajectory: how many were added so far, those that have gone included."""
+        return self._counter
+
+    @property
     def trajectory_index(self) -> dict[int, dict[str, Any]]:
-        """What is known of each trajectory by number, as RLinf's index has it: rows, ``[T, B]``, what was noted."""
+        """What is known of each trajectory by number, as RLinf's index has it: uuid, rows, ``[T, B]``, notes."""
         with self._turn:
             return {record.number: record.index_entry() for _, record in self._records}
 
@@ -398,7 +410,7 @@ class TrajectoryReplayBuffer:
         """As :meth:`is_ready`, to be awaited."""
         return self.is_ready(min_size)
 
-    def get_stats(self) -> dict[str, int]:
+    def get_stats(self) -> dict[str, int | float]:
         """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
         stats = self.buffer.stats()
         return {
@@ -422,6 +434,7 @@ class TrajectoryReplayBuffer:
         """Save trajectories and generator to a folder: all, or what was saved there before stays.
 
         No row is written a second time: the files get another name in the folder. ``auto_save_path`` will do, too.
+        Other programs find the trajectories in ``trajectory_index.json`` and ``metadata.json``, of RLinf's form.
 
         Args:
             save_path: of the folder.
@@ -445,11 +458,13 @@ class TrajectoryReplayBuffer:
             first = self._records[0][0] if self._records else self.buffer.ring.written
             if world_size == 1 or barrier is None:
                 self.storage.save(path, state, first=first)
+                self._write_index(path)
                 return
             ranks = RankSave(path, local_rank, world_size, barrier, self._versions.get(path.resolve()))
             self._versions[path.resolve()] = ranks.save(
                 lambda own: self.storage.save(own, state, overwrite=True, first=first)
             )
+            self._write_index(ranks.own)
 
     def load_checkpoint(
         self,
@@ -522,6 +537,22 @@ class TrajectoryReplayBuffer:
         end = self.storage.row_offset + self.buffer.ring.written
         return State(records, self._counter, digits, end).to_json()
 
+    def _write_index(self, folder: Path) -> None:
+        """Write RLinf's index and metadata of what was saved, for other programs: nothing is read back from them."""
+        index = self.trajectory_index
+        metadata = {
+            "trajectory_format": self.trajectory_format,
+            "size": self.size,
+            "total_samples": self.total_samples,
+            "trajectory_counter": self.trajectory_counter,
+            "seed": self.seed,
+        }
+        for name, facts in (
+            (INDEX, {"trajectory_index": index, "trajectory_id_list": list(index)}),
+            (METADATA, metadata),
+        ):
+            files.publish(folder, name, [json.dumps(facts).encode()], synced=self._sync)
+
     def _replace(self, checkpoint: SavedTrajectories) -> None:
         """Have the trajectories of a checkpoint instead of those that are there."""
         checkpoint.take_last(self.storage.max_size)
@@ -544,7 +575,7 @@ class TrajectoryReplayBuffer:
         folder = Path(self.storage.path)
         self._replace(SavedTrajectories(folder, pickled=False))
         self.storage.flush()
-        remove_staged(folder, sync=self._sync)
+        remove_folder(folder / LOADING)
 
     def _restore_own(self) -> None:
         """Restore the generator as it was saved with the rows that are there."""
@@ -562,7 +593,7 @@ class TrajectoryReplayBuffer:
         if is_loading(folder):
             self._load_staged()
             return
-        remove_staged(folder, sync=self._sync)
+        remove_folder(folder / LOADING)
         found = OwnFolder(folder, None)
         self._counter = found.counter
         self._note_records(found.records, found.first - self.storage.row_offset)

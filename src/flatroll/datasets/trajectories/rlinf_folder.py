@@ -4,39 +4,21 @@ Source: https://github.com/RLinf/RLinf, rlinf/data/storage/replay/buffer.py.
 """
 
 import json
-import struct
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatroll.datasets.formats.episodes import UNREADABLE
 from flatroll.datasets.trajectories.rows import MOST_NUMBERS, is_dense
 from flatroll.disk import DamagedFileError
 
 METADATA, INDEX = "metadata.json", "trajectory_index.json"
 _MOST = 64 << 20  # bytes of the index
-#: What a file that is damaged or made up may raise as it is read.
-_UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    UnpicklingError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
-)
 
 
 class RlinfFolder:
@@ -116,7 +98,7 @@ class RlinfFolder:
                 size = sum(_sizes(fields))
                 if self._ending == ".pt" and size > file.stat().st_size:
                     raise ValueError(f"its tensors claim {size:,} bytes, the file has fewer")
-            except _UNREADABLE as error:
+            except (*UNREADABLE, ImportError) as error:
                 raise DamagedFileError(f"{file}: no trajectory can be read from it ({error})") from None
             if left_out:
                 warnings.warn(

@@ -38,6 +38,7 @@ class TrajectoryRecord(NamedTuple):
         lanes: B; the rows are those of lane 0, then of lane 1, and so on.
         max_episode_length: as it was given; 0 if it was not.
         model_weights_id: as it was given.
+        uuid: that no other trajectory has, in hexadecimal digits; empty until the buffer gives it one.
     """
 
     number: int
@@ -45,6 +46,7 @@ class TrajectoryRecord(NamedTuple):
     lanes: int
     max_episode_length: int = 0
     model_weights_id: str = ""
+    uuid: str = ""
 
     @property
     def rows(self) -> int:
@@ -54,6 +56,7 @@ class TrajectoryRecord(NamedTuple):
     def index_entry(self) -> dict[str, Any]:
         """Return the trajectory's entry of RLinf's index."""
         return {
+            "uuid": self.uuid,
             "trajectory_id": self.number,
             "num_samples": self.rows,
             "shape": (self.steps, self.lanes),

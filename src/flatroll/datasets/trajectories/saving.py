@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flatroll.datasets.folders import remove_folder
 from flatroll.datasets.trajectories.rows import TrajectoryRecord
 from flatroll.datasets.trajectories.sources import (
     LOADING,
@@ -126,8 +127,8 @@ class RankSave:
 
 def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
     """Copy what is to be loaded into a folder of the run's folder: from then on the load goes on after a crash."""
-    remove_staged(folder, sync=sync)
     path, records = folder / LOADING, list[TrajectoryRecord]()
+    remove_folder(path)
     with Folder(path, write=True, sync=sync, keep=1) as staged:
         for rows, begun in checkpoint.read():
             staged.append({column_name(key): value for key, value in rows.items(True, True)})
@@ -135,17 +136,6 @@ def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
         counter = max([checkpoint.counter, *(record.number + 1 for record in records)])
         state = State(records, counter, checkpoint.generator, staged.end)
         staged.publish({NOTES: state.to_json()})
-
-
-def remove_staged(folder: Path, *, sync: bool) -> None:
-    """Remove what was staged, if anything: first what makes it count."""
-    path = folder / LOADING
-    if path.is_dir() and not path.is_symlink():
-        for number in Folder(path).versions():
-            files.remove(path / manifest_name(number))
-        if sync:
-            files.sync_folder(path)
-        shutil.rmtree(path)
 
 
 def discard(closing: Callable[[], Any], folder: str | os.PathLike[str], process: int) -> None:

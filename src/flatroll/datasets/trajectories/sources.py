@@ -26,6 +26,7 @@ from flatroll.datasets.trajectories.rows import (
     shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
+from flatroll.disk.folder import Listing
 from flatroll.layout.checks import whole_number
 
 NOTES = "trajectories"  # where the folder's notes have the state of the buffer
@@ -54,8 +55,8 @@ class State(NamedTuple):
         return [[list(record) for record in self.records], self.counter, self.generator, self.end]
 
     @classmethod
-    def from_json(cls, noted: Any) -> "State":
-        """Read a state; DamagedFileError if it is none."""
+    def from_json(cls, noted: Any, path: Path) -> "State":
+        """Read the state in a folder; DamagedFileError if it is none."""
         try:
             records, counter, generator, end = noted
             kinds = tuple(TrajectoryRecord.__annotations__.values())
@@ -73,7 +74,9 @@ class State(NamedTuple):
                 restore(torch.Generator(), generator)
             return cls(made, counter, generator, end)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DamagedFileError(f"the state of the trajectories cannot be read ({error!r})") from None
+            raise DamagedFileError(
+                f"{path}: the state of the trajectories cannot be read ({error!r:.200})"
+            ) from None
 
 
 def restore(generator: torch.Generator, digits: str) -> None:
@@ -108,7 +111,7 @@ class OwnFolder:
                     f"{path}: version {self.version.number} is of another run than the others"
                 )
             if isinstance(loaded.json, dict) and NOTES in loaded.json:
-                state = State.from_json(loaded.json[NOTES])
+                state = State.from_json(loaded.json[NOTES], path)
                 self.counter = state.counter
         if version is None:
             self.folder.recover()  # those that were written since, too
@@ -216,7 +219,7 @@ class SavedTrajectories:
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
-        if RlinfFolder.is_one(path):
+        if RlinfFolder.is_one(path) and not Listing.of(path).versions:  # our folders have such an index, too
             self.sources = [RlinfSource(path, pickled)]
         elif is_loading(path):  # a run that was ended while it loaded this
             self.sources = [OwnFolder(path / LOADING, None)]

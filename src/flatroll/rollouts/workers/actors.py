@@ -145,6 +145,11 @@ class CollectorActor:
         """Let ``collect`` call number ``window``, counted from 1, deliver the rows that there are."""
         self._signals.cut(window)
 
+    def stop(self) -> None:
+        """Let the window at work, and those that were asked for, end at the next step."""
+        if self._maker is not None:
+            self._signals.stop()
+
     def step_seconds(self) -> float:
         """Seconds since the step under way began, or the window if it has none yet; 0 while none is at work."""
         beat = float(self._signals.beat[0])
@@ -215,6 +220,7 @@ class Actors:
         self.version, self.weights = 0, None  # a reference; None: those that the policy was sent with
         self.makes_policies, self.writers_of_each = True, workers
         self.served = 0  # a running number of the messages that came
+        self._with_signals = with_signals
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
@@ -306,6 +312,9 @@ class Actors:
 
     def end(self, links: "Sequence[Actor]", timeout: float) -> None:
         ends = monotonic() + timeout
+        if timeout > 0 and self._with_signals:  # else `close` waits for the windows that were asked for
+            for link in links:
+                self.calls.call(link.actor, "stop", group=_ASIDE)
         closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
         while closing and (left := ends - monotonic()) > 0:
             ready = self.calls.wait(closing, left)

@@ -97,7 +97,7 @@ class InStep(Gatherer):
                 if not events:
                     return None
                 for event in events:
-                    self._take(event, limited)
+                    self.take(event, limited)
                 self._cut()
             asks, self._asks = self._asks, []
             self.team.frames += sum(ask.fresh for ask in asks)
@@ -120,7 +120,7 @@ class InStep(Gatherer):
             limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
         member.ask(ask.rows, limit)
 
-    def _take(self, event: Event, limited: bool) -> None:
+    def take(self, event: Event, limited: bool) -> None:
         """Note what came; what a lost member was asked for is asked of another."""
         asks = [ask for ask in self._asks if ask.member is event.member and not ask.answered]
         if not event.lost:
@@ -162,7 +162,8 @@ class InTurn(Gatherer):
 
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         super().__init__(team, frames_per_batch, total_frames, whole)
-        self._queue: list[Filled] = []  # windows in the order in which they came
+        #: Windows in the order in which they came.
+        self.queue: list[Filled] = []
         self._served: dict[int, int] = {}  # of each place: the number of its last window
         self._count = 0
         self._limits: dict[Member, int] = {}  # up to how many rows each is to collect
@@ -189,20 +190,21 @@ class InTurn(Gatherer):
                 if not member.ended:
                     member.link.go_on(windows)
             going = [member for member in self.team.members if not member.ended]
-            if not going and not self._queue:
+            if not going and not self.queue:
                 return []
-            events = self.team.events(going, wake, 0 if self._queue else None) if going else []
+            events = self.team.events(going, wake, 0 if self.queue else None) if going else []
             for event in events:
-                self._take(event)
-            if self._queue:
+                self.take(event)
+            if self.queue:
                 return [self._serve()]
             if not events:
                 return None
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
+        """Note what came: a window, that a member is done, or that one was lost."""
         member = event.member
         if event.window is not None:
-            self._queue.append(Filled(member, event.window, event.fresh))
+            self.queue.append(Filled(member, event.window, event.fresh))
             member.since = inf  # it may have to wait for a free slot, until one of its windows is served
         elif not event.lost:
             member.ended = True
@@ -217,8 +219,8 @@ class InTurn(Gatherer):
 
     def _serve(self) -> Filled:
         """Of the windows there are, one of the member that waits longest."""
-        filled = min(self._queue, key=lambda filled: self._served.get(filled.member.place, -1))
-        self._queue.remove(filled)
+        filled = min(self.queue, key=lambda filled: self._served.get(filled.member.place, -1))
+        self.queue.remove(filled)
         filled.member.since = monotonic()  # it has a free slot from now on
         self._served[filled.member.place] = self._count = self._count + 1
         self.team.frames += filled.fresh

@@ -152,14 +152,15 @@ class Team:
         self.waited = 0.0
         self.returns_key: Any = None  # of episodes' returns, if the envs count them
         self.members: list[Member] = []
-        self._events: list[Event] = []  # that came and were not returned yet
+        #: What has come and was not returned yet.
+        self.arrived: list[Event] = []
         self._begun = False
         try:
             for place in range(len(jobs)):
                 self.members.append(self._start(place))
             while waiting := [member for member in self.members if not member.ready]:
                 self._listen(waiting, self._time_left(waiting))
-            self._events.clear()  # of workers that had to be replaced: nobody has asked them for anything
+            self.arrived.clear()  # of workers that had to be replaced: nobody has asked them for anything
             self._begun = True
         except BaseException:
             self.end(0)
@@ -200,20 +201,20 @@ class Team:
         waiting = list(dict.fromkeys(waiting))  # a member may be asked for several windows
         while True:
             self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
-            if self._events or timeout is not None or (wake is not None and wake.is_set()):
-                events, self._events = self._events, []
+            if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
+                events, self.arrived = self.arrived, []
                 return events
 
     def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Wake | None = None) -> None:
         """Note what has come, waiting once if that is nothing."""
-        if not self._hear(waiting):
+        if not self.hear(waiting):
             began = monotonic()
             with self._interrupts.let_through():
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
-            self._hear(waiting)
+            self.hear(waiting)
         # What is here but not yet taken, as after Ctrl-C in a wait, was in time, however long ago it came.
-        here = {event.member for event in self._events}
+        here = {event.member for event in self.arrived}
         for member in waiting:
             if member not in here:
                 self._check_time(member)
@@ -247,7 +248,7 @@ class Team:
                 raise member.overdue
         link.kill()
 
-    def _hear(self, members: Sequence[Member]) -> bool:
+    def hear(self, members: Sequence[Member]) -> bool:
         """Note all that these members have sent, and then their failures; whether there was anything."""
         heard = False
         for member in members:
@@ -257,7 +258,7 @@ class Team:
                 except Exception as error:
                     if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
                         raise  # not the worker's
-                    self._events.append(self._failed(member, error))
+                    self.arrived.append(self._failed(member, error))
                     heard = True
                     break
                 if message is None:
@@ -269,7 +270,7 @@ class Team:
                     continue
                 note = content if kind == END else content.note
                 fresh, member.frames = note.frames - member.frames, note.frames
-                self._events.append(Event(member, note, None if kind == END else content, fresh))
+                self.arrived.append(Event(member, note, None if kind == END else content, fresh))
         return heard
 
     def _failed(self, member: Member, error: Exception) -> Event:
@@ -309,4 +310,5 @@ class Team:
 
     def end(self, timeout: float) -> None:
         """End all workers, at their next step; kill those that are left after ``timeout`` seconds."""
+        self._on_failure = "raise"  # a thread that is late with a batch must not replace them
         self.transport.end([member.link for member in self.members], timeout)

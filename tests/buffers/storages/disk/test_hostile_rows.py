@@ -8,8 +8,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from flatroll.__main__ import main
 from flatroll.buffers import DiskStorage, RandomSampler, ReplayBuffer
-from flatroll.disk import Folder, Ragged
+from flatroll.datasets import BaseDatasetExperienceReplay, convert
+from flatroll.disk import DamagedFileError, Folder, Ragged
 
 zstandard = pytest.importorskip("zstandard")
 ROWS = 20
@@ -162,3 +164,30 @@ def test_next_observations_of_another_dtype(tmp_path: Path) -> None:
         folder.publish(notes)
     with pytest.raises(ValueError, match="no next observations"):
         ReplayBuffer(storage=DiskStorage(path=tmp_path, read_only=True), sampler=RandomSampler())
+
+
+def test_damage_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
+    """A byte of the rows of one of several files: headers say nothing of it, ``verify`` reads them all."""
+    batch = TensorDict({"x": torch.arange(20), "next": {"done": torch.arange(20)[:, None] == 19}}, [20])
+    buffer = ReplayBuffer(storage=DiskStorage(100, tmp_path / "rows", flush_rows=5))
+    for first in range(0, 20, 5):
+        buffer.extend(batch[first : first + 5])
+        buffer.storage.flush()  # type: ignore[attr-defined]
+    buffer.storage.close()  # type: ignore[attr-defined]
+    convert([batch], tmp_path / "set", progress=False)
+    for path, options in ((tmp_path / "rows", {"max_size": 100}), (tmp_path / "set", {"read_only": True})):
+        DiskStorage(path=path, verify=True, **options).close()  # type: ignore[arg-type]
+        file = sorted(path.glob("*.rows"))[-1]
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 64
+        file.write_bytes(data)
+        with pytest.raises(DamagedFileError, match=rf"{file.name}: the checksum of '.*' is wrong"):
+            DiskStorage(path=path, verify=True, **options)  # type: ignore[arg-type]
+        storage = DiskStorage(path=path, **options)  # type: ignore[arg-type]  # and its lock was given back
+        assert len(ReplayBuffer(storage=storage)) == 20
+        storage.close()
+        assert main(["inspect", str(path)]) == 0
+        assert main(["inspect", str(path), "--verify"]) == 1
+    with pytest.raises(DamagedFileError, match="the checksum of"):
+        BaseDatasetExperienceReplay(tmp_path / "set", verify=True)
+    assert len(BaseDatasetExperienceReplay(tmp_path / "set")) == 20
