@@ -4,9 +4,34 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Once(Generic[R]):
+    """Calls ``function`` once, in the thread that comes first; others wait for it."""
+
+    def __init__(self, function: Callable[[], R]) -> None:
+        self._function: Callable[[], R] | None = function
+        self._outcome: Future[R] = Future()
+        self._lock = threading.Lock()
+
+    def run(self) -> "Future[R]":
+        """Return what came of the call, a result or an error."""
+        with self._lock:
+            if self._function is not None:
+                try:
+                    self._outcome.set_result(self._function())
+                except Exception as error:  # after Ctrl-C it is called again
+                    self._outcome.set_exception(error)
+                self._function = None
+        return self._outcome
+
+    def then(self, finish: Callable[[R], T]) -> T:
+        """Return ``finish`` of the result, or raise the error."""
+        return finish(self.run().result())
 
 
 class Prefetcher(Generic[T]):
@@ -19,34 +44,46 @@ class Prefetcher(Generic[T]):
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool: ThreadPoolExecutor | None = None
-        self._queue: deque[Future[T]] = deque()
+        self._queue: deque[tuple[Future[T], _Once[Any]]] = deque()  # results, and what reads their rows
         self._cleared = 0
         self._lock = threading.Lock()  # of the three above; never held while a result is begun
 
-    def next(self, begin: Callable[[], Callable[[], T]]) -> T:
+    def next(self, begin: Callable[[], tuple[Callable[[], R], Callable[[R], T]]]) -> T:
         """Return the oldest result and start computing new ones in its place.
 
-        ``begin`` is called in this thread, in order, and returns what a thread has to finish.
+        ``begin`` is called in this thread, in order, and returns ``(read, finish)``: a thread computes
+        ``finish(read())``. Writes do not change what ``finish`` makes of it.
         """
         while True:
             with self._lock:
                 # One more than count: the oldest is taken, and as many as there are threads stay under way.
                 if len(self._queue) > self._count:
-                    future = self._queue.popleft()
+                    future, _ = self._queue.popleft()
                     break
                 cleared = self._cleared
-            finish = begin()
+            read, finish = begin()
+            rows = _Once(read)
             with self._lock:
                 if cleared == self._cleared:  # else what was begun is to be forgotten, too
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
-                    self._queue.append(self._pool.submit(finish))
+                    self._queue.append((self._pool.submit(rows.then, finish), rows))
         return future.result()
+
+    def read_all(self) -> None:
+        """Read the rows of all pending results, in this thread where no other one has begun to.
+
+        What is written afterwards does not change these results. An error is raised by the result that it belongs to.
+        """
+        with self._lock:
+            pending = [rows for _, rows in self._queue]
+        for rows in pending:
+            rows.run()
 
     def results(self) -> list[T]:
         """Wait for all pending results and return them, oldest first, without removing them."""
         with self._lock:
-            futures = list(self._queue)
+            futures = [future for future, _ in self._queue]
         return [future.result() for future in futures]  # without the lock: others may go on meanwhile
 
     def replace(self, results: list[T]) -> None:
@@ -56,18 +93,18 @@ class Prefetcher(Generic[T]):
             for result in results:
                 future: Future[T] = Future()
                 future.set_result(result)
-                self._queue.append(future)
+                self._queue.append((future, _Once(lambda: None)))
 
     def wait(self) -> None:
         """Block until no thread is computing a result."""
         with self._lock:
-            futures = list(self._queue)
+            futures = [future for future, _ in self._queue]
         wait(futures)
 
     def clear(self) -> None:
         """Discard the pending results."""
         with self._lock:
-            for future in self._queue:
+            for future, _ in self._queue:
                 future.cancel()
             self._queue.clear()
             self._cleared += 1

@@ -53,6 +53,7 @@ from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
+Drawn: TypeAlias = tuple[Draw, Any]  # the rows of a sample, and their columns or items
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 #: Attributes that are made anew in another process and in a copy.
@@ -91,8 +92,9 @@ class ReplayBuffer(Facts):
         writer: where new rows go, default :class:`RoundRobinWriter`.
         collate_fn: makes a batch of what the storage gives: a list of items from `ListStorage`, else a batch.
         prefetch: samples made ahead by as many threads, default none; needs ``batch_size``. Rows are drawn in order
-            in the caller's thread, so samples do not depend on the threads, but up to ``prefetch`` of them were
-            drawn before the latest ``extend`` or ``update_priority``.
+            in the caller's thread, and a write first reads the rows of those samples, so samples do not depend on the
+            threads (unless a transform draws random numbers of its own there). Up to
+            ``prefetch`` of them were drawn before the latest ``extend`` or ``update_priority``.
         transform: applied to samples, see :meth:`append_transform`.
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
@@ -104,10 +106,10 @@ class ReplayBuffer(Facts):
     >>> from tensordict import TensorDict
     >>> from flatroll.buffers import LazyTensorStorage
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    >>> buffer.extend(TensorDict({"observation": torch.arange(6.0)}, [6]))
-    tensor([0, 1, 2, 3])
+    >>> buffer.extend(TensorDict({"observation": torch.arange(3.0)}, [3]))
+    tensor([0, 1, 2])
     >>> len(buffer), buffer[:]["observation"], buffer.sample().batch_size
-    (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
+    (3, tensor([0., 1., 2.]), torch.Size([2]))
     """
 
     #: What `note_spec` was told.
@@ -198,7 +200,8 @@ class ReplayBuffer(Facts):
     ) -> Tensor:
         """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
-        A batch of more rows than the storage leaves its last ones. Nothing is stored of a batch that raises an error.
+        Of a batch with more rows than the storage holds, the last ones are stored, and a warning says so once.
+        Nothing is stored of a batch that raises an error.
 
         Args:
             data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
@@ -246,6 +249,8 @@ class ReplayBuffer(Facts):
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
+        if self._prefetcher is not None:  # else whether a row is drawn anew would depend on the threads
+            self._prefetcher.read_all()
         with self.write_lock:
             # The first batch says whether trajectories are followed, so the ring is made with it.
             ring = self.ring if self.started else self._first_ring(data)
@@ -340,6 +345,8 @@ class ReplayBuffer(Facts):
     def overwrite(self, index: Any, data: Any) -> None:
         self._enter_to_write()
         self.writer.check_change(data)
+        if self._prefetcher is not None:
+            self._prefetcher.read_all()
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
@@ -425,17 +432,20 @@ class ReplayBuffer(Facts):
         size = self.sampler.check(size)
         # Samples made ahead are of the buffer's own size; one of another size is made apart.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
-            return self._draw_sample(size)()
+            read, finish = self._draw_sample(size)
+            return finish(read())
         made: Made = self._prefetcher.next(partial(self._draw_sample, size))
         return made
 
-    def _draw_sample(self, size: int) -> Callable[[], Made]:
-        """Draw rows in this thread; return the rest of the work, which any thread may do."""
+    def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
+        """Draw rows in this thread; return the rest of the work, which any thread may do: to read them, and to make a
+        sample of what was read."""
         with self.lock:
             ring = self.ring
             draw = self._draw(ring, size)
             ended = self.sampler.ran_out
-        return partial(self._finish_sample, ring, draw, size, ended)
+        read = partial(self.read_drawn, ring, draw, partial(self._draw, size=size), self._gather)
+        return read, partial(self._finish_sample, ended)
 
     def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
         """Let the sampler draw ``size`` rows, or draw these ``slots``, and with them what transforms read."""
@@ -452,10 +462,9 @@ class ReplayBuffer(Facts):
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
         return draw
 
-    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
-        """Read what was drawn, mark it, and put it through the transforms."""
-        storage = self.storage
-        draw, values = self.read_drawn(ring, draw, partial(self._draw, size=size), self._gather)
+    def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
+        """Mark the rows that were read, and put them through the transforms."""
+        storage, (draw, values) = self.storage, drawn
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
         structure, shape = storage.structure, draw.slots.shape
         if isinstance(structure, TensorDicts):
@@ -673,12 +682,18 @@ class ReplayBuffer(Facts):
                 priorities do not fit together.
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
+        self._load(state)
+
+    def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
+        """Restore a state. ``ring``, which `_check_state` returned of it while the buffer had the ring ``checked_for``,
+        saves a second check if it still has that one: then the storage has the same columns, too."""
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         state = _tables_of(state)
         with self.write_lock, self.lock:
-            ring = self._check_state(state)
+            if ring is None or checked_for is not self.ring:
+                ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
             # Sampler and writer go first, since a user's own can refuse; the rows cannot be brought back.
             before = self.sampler.state_dict(), self.writer.state_dict()
@@ -746,12 +761,12 @@ class ReplayBuffer(Facts):
         >>> import tempfile, torch
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
         >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
-        >>> rows = buffer.extend(torch.arange(6))
+        >>> rows = buffer.extend(torch.arange(3))
         >>> with tempfile.TemporaryDirectory() as path:
         ...     buffer.dumps(path)
         ...     other.loads(path)
         >>> other[:]
-        tensor([2, 3, 4, 5])
+        tensor([0, 1, 2])
         """
         options = SaveOptions(sync, keep, overwrite)
         self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
@@ -867,12 +882,14 @@ class ReplayBuffer(Facts):
         try:
             with self.write_lock, self.lock:
                 self._check_state(state, ring)
+                checked_for = self.ring
         except ValueError as error:
             error.add_note(f"while {path} was read")
             raise
 
         def apply() -> None:
-            self.load_state_dict(state)
+            # An empty state's ring goes on from the rows that are there when it is loaded.
+            self._load(state, None if state["ring"] is None else ring, checked_for)
             saved.folder = folder
             saved.note(self.ring)
 
@@ -1014,11 +1031,13 @@ class ReplayBuffer(Facts):
         plain = not self.transforms and not self.writer.stateful
         return self.started and storage.copies_rows and storage.own_column is None and plain
 
-    def _make_locks(self) -> None:
+    def _make_locks(self, ahead: list[Any] | None = None) -> None:
         self.lock = threading.Lock()  # bookkeeping: held for microseconds
         # One writer at a time, of all processes; taken before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
+        if self._prefetcher is not None and ahead:
+            self._prefetcher.replace(ahead)
         # The process that made these locks, and the one in which a use has nothing left to do first.
         self._process = self._ready_in = os.getpid()
         # Raises what ended a thread that writes into the buffer.
@@ -1074,12 +1093,14 @@ class ReplayBuffer(Facts):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
 
-        The steps that wait in step writers are stored first. A storage whose rows other processes share is not copied:
-        the pickle names its files.
+        The steps that wait in step writers are stored first, and samples made ahead go along. A storage whose rows
+        other processes share is not copied: the pickle names its files.
         """
         self.enter_process()
         self._store_steps()
+        ahead = self.made_ahead()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        state["ahead"] = ahead
         if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
             state["_home"] = self._home
         if self.storage.by_reference:
@@ -1088,23 +1109,27 @@ class ReplayBuffer(Facts):
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_home": os.getpid()} | state)
-        self._make_locks()
+        ahead = state.get("ahead", [])
+        self.__dict__.update(
+            {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
+        )
+        self._make_locks(ahead)
         # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
         self._ready_in = 0
         self.storage.reattach(self.ring)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
-        that wait in step writers are stored first."""
+        that wait in step writers are stored first, and samples made ahead go along."""
         self.enter_process()
         self._store_steps()
+        ahead = self.made_ahead()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
         other._home = os.getpid()
-        other._make_locks()
+        other._make_locks(ahead)
         other.storage.reattach(other.ring)
         return other
 

@@ -53,9 +53,6 @@ from flatroll.trees import MCTSForest, QueryModule, TensorDictMap
 from flatroll.wrappers import NextObservationDelta, StepCounter, as_vector_env
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 
-# The documents' samplers take no fill=: where episodes are short, their readers get short samples, and are told once.
-pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* has only:UserWarning")
-
 #: (document, section): a block that is no program, as printed.
 NO_PROGRAMS: dict[tuple[str, str], str] = {
     ("data package", "The Rationale Behind TED"): "observation.shape\n[200, 3]\naction.shape\n[199, 4]",
@@ -422,7 +419,7 @@ def test_memory_knob_7_memory_mapped_storage(compact_data: TensorDict) -> None:
         )
         rb_mmap.extend(compact_data)
         mmap_sample = rb_mmap.sample()
-        assert mmap_sample.batch_dims == 1 and 0 < len(mmap_sample) <= 40
+        assert mmap_sample.batch_size == (40,) and mmap_sample.reshape(-1, 20).batch_size == (2, 20)
 
 
 #: 1,000,000 frames in batches of 1,024.

@@ -127,7 +127,7 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, torch.Tensor):
             return delta  # on a device check_delta would wait: a collector asks it once for each batch
         check_delta(delta, before, after, key)
-        return delta.numpy()
+        return delta if delta.dtype is torch.bfloat16 else delta.numpy()  # NumPy has no bfloat16
 
 
 class NextObservationDelta(ObservationDelta):
@@ -142,7 +142,8 @@ class NextObservationDelta(ObservationDelta):
         env: anything `as_vector_env` takes.
         in_keys: the observation entries to treat (``"observation"``, or the keys of a Dict space). Default:
             all of them.
-        delta_dtype: a floating dtype. Default ``torch.float16``.
+        delta_dtype: a floating dtype. Default ``torch.float16``. With ``torch.bfloat16``, which NumPy does not have,
+            ``info["delta"]`` holds tensors.
 
     Raises:
         ValueError: ``delta_dtype`` is not floating, or a key is no observation entry.

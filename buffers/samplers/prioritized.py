@@ -16,7 +16,7 @@ from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
-from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, indexed, spans
+from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, fill, indexed, spans
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
@@ -396,7 +396,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         init_key: NestedKey | None = IS_INIT,
@@ -406,7 +406,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         span: Span = False,
         max_priority_within_buffer: bool = False,
         end_keys: Sequence[NestedKey] | None = None,
-        fill: bool | None = None,
+        fill: bool = True,
         max_policy_lag: int | None = None,
     ) -> None:
         before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
@@ -442,7 +442,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Draw slices with ``batch_size`` rows in all, fewer if some slices are short.
+        """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if some slices are short.
 
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
@@ -456,7 +456,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             raise index.too_short(least)
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
-        return draw if len(draw.slots) == batch_size else self._complete(draw, batch_size, length, ring, more)
+        return draw if len(draw.slots) == batch_size or not self.fill else fill(draw, batch_size, more)
 
     def _slices(
         self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int

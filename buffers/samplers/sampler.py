@@ -203,7 +203,7 @@ class Sampler(Facts, ABC):
     ...         slots = ring.slots_by_age(ranks, version)  # int64 [batch_size]
     ...         return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=RecencySampler(), batch_size=1000)
-    >>> rows = buffer.extend(torch.arange(6))
+    >>> rows = buffer.extend(torch.arange(2)), buffer.extend(torch.arange(2, 6))
     >>> sample = buffer.sample()
     >>> sorted(set(sample.tolist())), int((sample == 5).sum()) > int((sample == 2).sum())
     ([2, 3, 4, 5], True)

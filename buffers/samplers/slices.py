@@ -1,6 +1,5 @@
 """Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,18 +36,19 @@ class SliceSampler(Sampler):
         num_slices: slices per sample; ``slice_len`` is then ``batch_size // num_slices``.
         slice_len: rows per slice; ``num_slices`` is then ``batch_size // slice_len``. Both may be given if their
             product is the batch size.
-        end_key: bool entry that marks the last row of an episode, default ``("next", "done")``.
-        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some.
+        end_key: bool entry that marks the last row of an episode, default ``("next", "done")``. A list is ``end_keys``.
+        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some, or all
+            where they have trajectory ids.
         traj_key: integer entry, constant within a trajectory. Default: ``("collector", "traj_ids")`` or else
             ``"episode"`` if the first batch has one of them; without any, ``end_key`` and ``init_key`` decide.
         truncated_key: entry marked at the end of slices, default ``("next", "truncated")``; ``done`` and
             ``terminated`` are its neighbours. None leaves what the env said.
         strict_length: leave trajectories of fewer than ``slice_len`` rows out. Default False: they give shorter
-            slices, and the sample fewer rows.
-        fill: True draws on until the sample has exactly ``batch_size`` rows: more slices, and the last one is cut to
-            fit; ``num_slices`` then says how long slices are, not how many there will be. False: samples may be short.
-            Default None: the same, but a UserWarning says so once, if one has less than half of its rows. With
-            ``pad_output`` samples have ``batch_size`` rows anyway, padding counted, and nothing changes.
+            slices.
+        fill: where slices are short, draw further ones until the sample has exactly ``batch_size`` rows, and cut the
+            last one to fit; ``num_slices`` then says how long slices are, not how many there are. False: draw
+            ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows. Default True. With
+            ``pad_output`` samples have ``batch_size`` rows anyway, padding included, and ``fill`` has no effect.
         pad_output: repeat the last row of short slices up to ``slice_len`` and write a bool
             ``("collector", "mask")``, False at repeated rows. The mask is written even if nothing is short.
             Repeated rows have ``is_init`` False.
@@ -103,7 +103,7 @@ class SliceSampler(Sampler):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         strict_length: bool = False,
@@ -116,7 +116,7 @@ class SliceSampler(Sampler):
         end_keys: Sequence[NestedKey] | None = None,
         compile: bool | dict[str, Any] = False,
         use_gpu: bool | torch.device = False,
-        fill: bool | None = None,
+        fill: bool = True,
         max_policy_lag: int | None = None,
     ) -> None:
         self.freshness = freshness(max_policy_lag)
@@ -128,7 +128,10 @@ class SliceSampler(Sampler):
         one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
-        if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
+        both = end_key is not None and end_keys is not None
+        if isinstance(end_key, list):
+            end_key, end_keys = None, end_key
+        if both or (end_keys is not None and (isinstance(end_keys, str) or not len(end_keys))):
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
             )
@@ -136,7 +139,6 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._warned = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -164,7 +166,7 @@ class SliceSampler(Sampler):
 
         Raises:
             KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for, or all
-                ``end_keys``.
+                ``end_keys`` and ids.
             TypeError: done, terminated, truncated or the ``start_key`` is not bool.
             ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
         """
@@ -173,8 +175,6 @@ class SliceSampler(Sampler):
             if key is not None:
                 require(batch, key)
         ends = [key for key in self.end_keys or [] if batch.get(key, None) is not None]
-        if self.end_keys and not ends:
-            require(batch, self.end_keys[0])
         if self.start_key is not None:
             if self.start_key != HAS_STATE:
                 require(batch, self.start_key)
@@ -192,6 +192,8 @@ class SliceSampler(Sampler):
         init_key = IS_INIT if self.init_key is None else self.init_key
         end_key = ends[0] if ends else self.end_key
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
+        if self.end_keys and not ends and batch.get(keys.traj, None) is None:
+            require(batch, self.end_keys[0])
         return replace(keys, more_done=tuple(ends[1:])) if ends else keys
 
     def check(self, batch_size: int | None) -> int:
@@ -215,7 +217,7 @@ class SliceSampler(Sampler):
         return self.slice_len or batch_size // (self.num_slices or 1)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Draw slices with ``batch_size`` rows in all, fewer if slices are short and not padded."""
+        """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if slices are short and not padded."""
         index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
         marks = None
@@ -233,32 +235,11 @@ class SliceSampler(Sampler):
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
-        rows = len(draw.slots)
-        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._warned
-        if enough and not self.pad_output:
-            return draw
-        more = partial(draw_slices, length=length, follow=follow, **way)
-        return self._complete(draw, batch_size, length, ring, more)
-
-    def _complete(
-        self, draw: Draw, rows: int, length: int, ring: Ring, more: Callable[[int], Draw] | None = None
-    ) -> Draw:
-        """Pad the slices to ``length`` rows or let ``more`` draw on until there are ``rows``, if that was asked for;
-        else warn, once, if there are less than half of ``rows``."""
         if self.pad_output:
             return pad_slices(draw, length, ring)
-        if self.fill and more is not None:
-            return fill(draw, rows, more)
-        if 2 * len(draw.slots) < rows and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
-                f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
-                "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
-                "samples are wanted (this is said once)",
-                stacklevel=7,  # of buffer.sample()
-            )
-        return draw
+        if len(draw.slots) == batch_size or not self.fill:
+            return draw
+        return fill(draw, batch_size, partial(draw_slices, length=length, follow=follow, **way))
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Set ``is_init`` and done flags at the ends of each slice; missing columns are added.

@@ -12,7 +12,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.sampler import Sampler, freshness, mark_single_rows
-from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed
+from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed, pad_slices
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
@@ -111,7 +111,7 @@ class SamplerWithoutReplacement(PassSampler):
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
-    >>> rows = buffer.extend(torch.arange(7))
+    >>> rows = buffer.extend(torch.arange(2)), buffer.extend(torch.arange(2, 7))
     >>> [sample.tolist() for sample in buffer]
     [[2, 3], [4, 5], [6]]
     """
@@ -159,7 +159,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     a random phase, so that it may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is
     one slice.
 
-    Every sample has the same number of slices (but see ``fill``), the last one of a pass fewer. It sets ``ran_out``,
+    Every sample has exactly ``batch_size`` rows (see ``fill``), the last one of a pass fewer. It sets ``ran_out``,
     which ends an iteration over the buffer, and the next sample begins a new pass; so does the first one after any
     write, since what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass
     that was begun goes on after ``load_state_dict``.
@@ -169,8 +169,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         slice_len: rows per slice.
         drop_last: leave out the slices at the end of a pass that do not fill a batch. Default False: they are a
             smaller sample.
-        fill: True makes samples of exactly ``batch_size`` rows, as many slices as that takes, the last one of a pass
-            fewer. The next sample goes on with the rest of the slice that was cut. Else see `SliceSampler`.
+        fill: take as many slices as ``batch_size`` rows need; the next sample goes on with the rest of the slice that
+            was cut. False: take ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows.
+            Default True.
         end_key, end_keys: mark the last row of an episode.
         traj_key: constant within a trajectory.
         truncated_key: marked at the end of slices.
@@ -197,7 +198,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     >>> step = torch.arange(9)
     >>> rows = buffer.extend(TensorDict({"step": step, "episode": step // 5}, [9]))
     >>> [sample["step"].tolist() for sample in buffer]
-    [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     """
 
     _not_at = "the slices of a pass lie where they were cut"
@@ -209,7 +210,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         num_slices: int | None = None,
         slice_len: int | None = None,
         drop_last: bool = False,
-        end_key: NestedKey | None = None,
+        end_key: NestedKey | list[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
         strict_length: bool = False,
@@ -221,7 +222,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         end_keys: Sequence[NestedKey] | None = None,
         compile: bool | dict[str, Any] = False,
         use_gpu: bool | torch.device = False,
-        fill: bool | None = None,
+        fill: bool = True,
         max_policy_lag: int | None = None,
     ) -> None:
         super().__init__(
@@ -269,7 +270,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
         if not self._fills:
-            return self._complete(draw, len(starts) * length, length, ring)
+            return pad_slices(draw, length, ring) if self.pad_output else draw
         if len(draw.slots) > batch_size:
             if (
                 self._left is not None
@@ -281,7 +282,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     @property
     def _fills(self) -> bool:
         """Whether samples are counted in rows, not in slices."""
-        return bool(self.fill) and not self.pad_output
+        return self.fill and not self.pad_output
 
     @override
     def _amount(self, left: Tensor, count: int) -> int:

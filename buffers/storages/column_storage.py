@@ -206,6 +206,7 @@ class ColumnStorage(Storage):
                 read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
             )
         if skip:
+            self.warn_left_out(skip)
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
         if self.compact_obs:
             return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))

@@ -45,7 +45,10 @@ class ListStorage(Storage):
             raise TypeError("ListStorage follows no trajectories: use LazyTensorStorage with a slice sampler")
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
-        items = apart(batch)[0 if whole else -self.max_size :]
+        items = apart(batch)
+        if not whole and len(items) > self.max_size:
+            self.warn_left_out(len(items) - self.max_size)
+            items = items[-self.max_size :]
         return Rows(len(items), items=items)
 
     @override

@@ -1,6 +1,7 @@
 """The base class of storages, which hold the rows of a replay buffer."""
 
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -141,6 +142,7 @@ class Storage(Facts, ABC):
     compiled: bool = False
     filling: bool = False
     loads_whole: bool = False
+    _warned_left_out = False
 
     def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
         self.max_size = self._asked = whole_number("max_size", max_size)
@@ -366,6 +368,16 @@ class Storage(Facts, ABC):
             ValueError: entries, shapes or dtypes that differ from the first batch, or no ``final`` where it is needed.
             MemoryError: what the columns need is not there.
         """
+
+    def warn_left_out(self, rows: int) -> None:
+        """Warn, once, that a batch has ``rows`` more rows than there is room for: its first ones are not stored."""
+        if not self._warned_left_out:
+            self._warned_left_out = True
+            warnings.warn(
+                f"the batch has {rows + self.capacity} rows, the storage holds {self.capacity}: the first {rows} are "
+                f"not stored. Use max_size={rows + self.capacity}, or shorter batches (this is said once)",
+                stacklevel=5,  # of buffer.extend()
+            )
 
     @abstractmethod
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:

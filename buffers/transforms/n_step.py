@@ -20,6 +20,7 @@ from flatroll.layout.keys import (
     MASK,
     NEXT,
     NEXT_KNOWN,
+    STEPS_TO_NEXT_OBS,
     TRAJ_IDS,
     NestedKey,
     as_tuple,
@@ -30,7 +31,7 @@ from flatroll.layout.keys import (
     under_next,
 )
 
-STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
+STEPS, GAMMA, NONTERMINAL = STEPS_TO_NEXT_OBS, "gamma", "nonterminal"
 
 
 class NStep(Transform):
@@ -310,8 +311,8 @@ class MultiStepTransform(NStep):
 
     So ``reward + gamma**k * value(next observation) * ~terminated`` is the n-step target at every row: nothing is
     bootstrapped beyond a terminal state, and truncated, cut and newest rows bootstrap from the last observation
-    known. Deltas, ``("next", "delta", <obs>)``, are decoded on the way: leave `NextObservationDelta` out. What other
-    transforms do to samples, they do to n-step transitions: these are made first.
+    known. Deltas, ``("next", "delta", <obs>)``, are decoded on the way, with or without a `NextObservationDelta` beside
+    it. What other transforms do to samples, they do to n-step transitions: these are made first.
 
     The sampler marks its rows afterwards: the last row of a slice is done and truncated unless it is terminated.
     Rows whose window ends the episode are done in mid-slice, and whoever splits at ``done`` splits there. The rows' own

@@ -9,7 +9,7 @@ from torch import Tensor
 from flatroll.buffers.transforms.transform import Transform, keys_argument
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.delta import signed
-from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_key, require
+from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
 
 class NextStateReconstructor(Transform):
@@ -24,8 +24,9 @@ class NextStateReconstructor(Transform):
     Args:
         keys: root entries to put back, a list or tuple of keys; one string is one key. A nested key goes
             inside a list: ``[("agents", "obs")]``.
-        traj_key: integer entry, constant within a trajectory.
-        done_key: bool entry, True at the last row of an episode.
+        traj_key: integer entry, constant within a trajectory. None: not read.
+        done_key: bool entry, True at the last row of an episode. None: not read; without ``traj_key`` too, and without
+            ``is_init``, a batch is one trajectory.
         step_count_key: integer entry that rises by one per row, checked if given.
         fill_value: what to write where the next row is unknown, default NaN.
         strict: whether ``traj_key``, ``done_key`` and ``step_count_key`` must be there.
@@ -49,8 +50,8 @@ class NextStateReconstructor(Transform):
         self,
         keys: NestedKey | Sequence[NestedKey] = ("observation",),
         *,
-        traj_key: NestedKey = TRAJ_IDS,
-        done_key: NestedKey = DONE,
+        traj_key: NestedKey | None = TRAJ_IDS,
+        done_key: NestedKey | None = DONE,
         step_count_key: NestedKey | None = None,
         fill_value: float = float("nan"),
         strict: bool = True,
@@ -85,7 +86,10 @@ class NextStateReconstructor(Transform):
         present = [key for key in keys if td.get(key, None) is not None]
         for key in keys if self.strict else []:
             require(td, key)
-        if present or ends is None:
+        if ends is None and not keys and td.get(IS_INIT, None) is None:
+            ends = torch.zeros(len(td), dtype=torch.bool, device=td.device)
+            ends[-1:] = True
+        elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
             ends = marked if ends is None else marked | ends.to(marked.device)
         if self.step_count_key is not None and self.step_count_key in present:

@@ -29,7 +29,8 @@ from flatroll.estimators.values.evaluate import (
     state_values,
 )
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.kernels.scan import zeroed
+from flatroll.estimators.values.order import check_observations, check_runs, check_steps
+from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (
@@ -37,6 +38,7 @@ from flatroll.layout.keys import (
     MASK,
     NEXT_KNOWN,
     REWARD,
+    STEP_COUNT,
     TRAJ_IDS,
     VALID,
     KeyNames,
@@ -48,6 +50,7 @@ from flatroll.layout.keys import (
     require,
     under_next,
 )
+from flatroll.layout.tensordict_seam import get_entry
 from flatroll.modules import set_recurrent_mode
 
 BootstrapMissing = Literal["error", "current", "mask"]
@@ -190,6 +193,7 @@ class ValueEstimator(TensorDictModuleBase):
         "steps_to_next_obs": "steps_to_next_obs",
         "is_init": IS_INIT,
         "traj_ids": TRAJ_IDS,
+        "step_count": STEP_COUNT,
         "mask": MASK,
         "valid": VALID,
         "sample_log_prob": "action_log_prob",
@@ -197,6 +201,8 @@ class ValueEstimator(TensorDictModuleBase):
     gamma: float | Tensor
     #: The attributes that are discounts, decays or thresholds: a number, or one per row.
     factor_names: ClassVar[tuple[str, ...]] = ("gamma",)
+    #: Whether the rows of a run must follow one another; if not, they may come in any order.
+    sums_along: ClassVar[bool] = True
     #: Whether the value target depends on the values of the rows, not only on those of the next ones.
     target_needs_value: ClassVar[bool] = False
 
@@ -230,7 +236,8 @@ class ValueEstimator(TensorDictModuleBase):
                 "for that, too (average_gae=True, average_adv=True or average_rewards=True)"
             )
         self.number("gamma", gamma, options.get("device"))
-        self._warn_once = WarnOnce()
+        self._warn_once, self._warn_of_order = WarnOnce(), WarnOnce()
+        self._calls = 0
         self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
             advantage=options.get("advantage_key"),
@@ -255,8 +262,8 @@ class ValueEstimator(TensorDictModuleBase):
         Args:
             keys: ``advantage``, ``value_target`` and ``value`` are written, the value under ``"next"``, too;
                 ``reward``, ``done`` and ``terminated`` are read under ``"next"``; the others are
-                ``steps_to_next_obs``, ``is_init``, ``traj_ids``, ``mask``, ``valid`` and ``sample_log_prob`` (read by
-                V-trace alone). None leaves a name as it is.
+                ``steps_to_next_obs``, ``is_init``, ``traj_ids``, ``step_count``, ``mask``, ``valid`` and
+                ``sample_log_prob`` (read by V-trace alone). None leaves a name as it is.
 
         Raises:
             ValueError: there is no such key.
@@ -311,7 +318,9 @@ class ValueEstimator(TensorDictModuleBase):
         Raises:
             KeyError: an entry is missing; the text names what writes it.
             TypeError: the reward is not floating, or a flag not bool.
-            ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
+            ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch; or rows
+                that do not follow one another inside a run, as their ``"step_count"`` says, else the next
+                observations of some. Only batches on the host are looked at, in the first calls and every 16th.
         """
         parameters = Parameters(params, target_params)
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
@@ -415,6 +424,8 @@ class ValueEstimator(TensorDictModuleBase):
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
         if batch.get(NEXT_KNOWN, None) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
+        if ends.is_cpu and not is_tracing():  # elsewhere values are not there yet
+            self._check_order(batch, at, factors)
         if next_value is not None and next_value.shape == batch.batch_size:
             next_value = next_value.unsqueeze(-1)
         if next_value is not None and next_value.shape != reward.shape:
@@ -486,6 +497,29 @@ class ValueEstimator(TensorDictModuleBase):
             advantage = advantage.masked_fill(~rows, 0.0)
             target = torch.where(rows, target, values.value)
         return reward, advantage, target, Values(values.value, values.next_value, valid)
+
+    def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:
+        """Refuse rows of a batch on the host that do not follow one another, where that matters.
+
+        That takes a tenth of a call with few rows, so only the first calls and every 16th one look.
+        """
+        self._calls += 1
+        if self._calls > 4 and self._calls % 16:
+            return
+        keys, inputs = self.places, self._inputs
+        # One stream over the rows takes the next value of a row from the row behind.
+        stream = self.shifted or (
+            inputs is not None
+            and (inputs.recurrent or any(get_entry(batch, key) is None for key in inputs.next_observed))
+        )
+        if not (self.sums_along or stream):
+            return
+        lmbda = factors.get("lmbda")
+        if self.sums_along and not (isinstance(lmbda, float) and lmbda == 0.0):
+            check_runs(batch, at, keys["done"], self._warn_of_order)
+        counted = check_steps(batch, at, keys["step_count"], keys["mask"])
+        if not counted and inputs is not None and get_entry(batch, keys["steps_to_next_obs"]) is None:
+            check_observations(batch, at, inputs.observed, self._warn_of_order)
 
     def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
         """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""

@@ -142,6 +142,8 @@ class TD0Estimator(ValueEstimator):
         tensor([2., 1.])
     """
 
+    sums_along = False
+
     def __init__(
         self,
         *,

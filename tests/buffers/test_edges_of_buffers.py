@@ -107,7 +107,8 @@ def test_lanes_round_the_capacity_up_to_whole_steps() -> None:
         buffer.extend(TensorDict({"x": torch.zeros(101, 2)}, [101, 2]))
     with pytest.raises(TypeError, match="meta tensor"):
         buffer.extend(TensorDict({"x": torch.zeros(7, 7, device="meta")}, [7, 7]))
-    buffer.extend(TensorDict({"x": torch.arange(150).view(3, 50)}, [3, 50]))
+    with pytest.warns(UserWarning, match="the batch has 150 rows, the storage holds 102"):
+        buffer.extend(TensorDict({"x": torch.arange(150).view(3, 50)}, [3, 50]))
     assert len(buffer) == buffer.stats()["capacity"] == buffer._storage.max_size == 102
     assert buffer.oldest_first()["x"].tolist() == [[i, 50 + i, 100 + i] for i in range(16, 50)]
     for other in (ReplayBuffer(storage=LazyTensorStorage(size, ndim=2)) for size in (100, 102)):
@@ -300,3 +301,23 @@ def test_a_dataset_is_sampled_where_it_is() -> None:
     buffer = ReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=4)
     data[:] = 1.0
     assert (buffer.sample() == 1).all()
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_rows_that_do_not_fit_are_told_once(storage: Any) -> None:
+    buffer = ReplayBuffer(storage=storage(10))
+    with pytest.warns(
+        UserWarning, match="the batch has 25 rows, the storage holds 10: the first 15 are not"
+    ) as told:
+        buffer.extend(torch.arange(25))
+        buffer.extend(torch.arange(30))
+    assert len(told) == 1 and told[0].filename == __file__
+    assert sorted(map(int, buffer[:])) == list(range(20, 30))
+
+
+def test_a_writer_that_chooses_among_all_rows_leaves_none_out_unseen() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="x")
+    )
+    buffer.extend(TensorDict({"x": torch.arange(9.0)}, [9]))  # a warning would be an error
+    assert sorted(buffer[:]["x"].tolist()) == [5, 6, 7, 8]

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,3 +180,65 @@ def test_several_threads_sample_empty_and_save() -> None:
     for reader in readers:
         reader.join()
     assert not errors
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
+def test_copies_have_the_samples_made_ahead(duplicate: Any) -> None:
+    """A pass without replacement that goes on in a copy has every row once."""
+    buffer = made(2, sampler=SamplerWithoutReplacement(), capacity=24)
+    buffer.extend(rows(0, 24))
+    first = buffer.sample()
+    other = duplicate(buffer)
+    rest = [buffer.sample()["n"] for _ in range(2)]
+    assert torch.equal(torch.cat([first["n"], *rest]).sort().values, torch.arange(24))
+    assert all(torch.equal(other.sample()["n"], n) for n in rest)
+
+
+def test_samples_among_writes_do_not_depend_on_the_threads() -> None:
+    """A row is never overwritten between its draw and its reading, so it is never drawn anew in a thread."""
+    found = []
+    for slow in (False, True):
+        taken = []
+        buffer = made(2, capacity=20)
+        if slow:
+            buffer.storage.read_rows = partial(slowly, buffer.storage.read_rows)  # type: ignore[method-assign]
+        for first in range(0, 300, 10):
+            buffer.extend(rows(first, 10))
+            taken.append(buffer.sample()["n"])
+        found.append(torch.stack(taken))
+    assert torch.equal(*found)
+
+
+def slowly(read: Any, *args: Any, **options: Any) -> Any:
+    threading.Event().wait(0.002)
+    return read(*args, **options)
+
+
+def test_a_write_does_not_wait_for_transforms() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def transform(td: TensorDict) -> TensorDict:
+        entered.set()
+        assert go.wait(30)
+        return td
+
+    buffer = made(1, transform=transform)
+    buffer.extend(rows(0, 50))
+    reader = threading.Thread(target=buffer.sample)
+    reader.start()
+    assert entered.wait(30)
+    buffer.extend(rows(50, 10))  # the thread holds one sample; the next one has not begun to be read
+    go.set()
+    reader.join(30)
+    assert not reader.is_alive() and int(buffer.sample()["n"].max()) < 50
+
+
+def test_a_failed_or_forgotten_sample_holds_up_no_write() -> None:
+    buffer = made(2, transform=lambda td: 1 // 0)
+    buffer.extend(rows(0, 50))
+    with pytest.raises(ZeroDivisionError):
+        buffer.sample()
+    buffer.extend(rows(50, 10))
+    buffer[0:10] = rows(0, 10)
+    buffer.empty()
+    buffer.extend(rows(0, 50))

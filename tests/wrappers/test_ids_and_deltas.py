@@ -99,6 +99,15 @@ def test_a_delta_that_does_not_fit_is_an_error(framework):
     assert restored.squeeze(-1).tolist() == [1, 1e5, 2] * 2
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_deltas_in_bfloat16(framework):
+    """NumPy has no such dtype: the wrapper gives tensors."""
+    env = as_vector_env(Jumps([0, 1, 1e5, 2]), framework=framework)
+    batch, _ = collect(NextObservationDelta(env, delta_dtype=torch.bfloat16), 6)
+    delta = batch["next", "delta", "observation"]
+    assert torch.equal(delta.flatten(), torch.tensor([1, 1e5 - 1, 2 - 1e5] * 2).bfloat16())
+
+
 def test_small_deltas_are_lost_only_below_what_is_documented():
     """The error is at most 3e-8, or 2**-11 of the difference, as the docstring says."""
     values = np.cumsum([0, 1e-9, 1e-7, 1e-3, 1, 100]).astype(np.float64)

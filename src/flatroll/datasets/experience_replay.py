@@ -24,8 +24,7 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
-from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.replay_buffer import Made
+from flatroll.buffers.replay_buffer import Drawn, Made
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.datasets.fetch import fetch_url
 from flatroll.datasets.folders import Batch, convert, recover_place
@@ -269,8 +268,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return super().next_sample(rows)
 
     @override
-    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
-        data, info, ended = super()._finish_sample(ring, draw, size, ended)
+    def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
+        data, info, ended = super()._finish_sample(ended, drawn)
         if self.split_trajs:
             data = split_trajectories(data)
         if self.pin_memory and torch.cuda.is_available():

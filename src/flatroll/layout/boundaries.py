@@ -20,8 +20,8 @@ def run_ends(
     batch: TensorDictBase,
     *,
     is_init_key: NestedKey = IS_INIT,
-    done_key: NestedKey = DONE,
-    traj_key: NestedKey = TRAJ_IDS,
+    done_key: NestedKey | None = DONE,
+    traj_key: NestedKey | None = TRAJ_IDS,
     mask_key: NestedKey = MASK,
 ) -> Tensor:
     """Mark the last row of every run of consecutive rows.
@@ -35,8 +35,8 @@ def run_ends(
         batch: tensordict of batch size ``[N]`` or ``[*B, T]``; time is the last batch dim, and no run goes
             from one row of the leading dims to the next.
         is_init_key: bool ``[*B, T]`` or ``[*B, T, 1]``, True on the first row of a trajectory or slice.
-        done_key: bool of the same shape, True on the last row of an episode.
-        traj_key: integer of the same shape, constant within a trajectory.
+        done_key: bool of the same shape, True on the last row of an episode. None: not read.
+        traj_key: integer of the same shape, constant within a trajectory. None: not read.
         mask_key: bool of the same shape, True on real rows; it ends runs but does not replace the others.
 
     Returns:
@@ -56,9 +56,11 @@ def run_ends(
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
     keys = (done_key, is_init_key, mask_key)
-    done, is_init, mask = (marker(batch, key) if batch.get(key, None) is not None else None for key in keys)
-    ids = batch.get(traj_key, None)
-    if ids is not None:
+    done, is_init, mask = (
+        None if key is None or batch.get(key, None) is None else marker(batch, key) for key in keys
+    )
+    ids = None if traj_key is None else batch.get(traj_key, None)
+    if ids is not None and traj_key is not None:
         ids = flat_column(ids, batch, traj_key)
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.checks import floating_dtype, not_a_string
-from flatroll.layout.keys import DELTA, NestedKey, as_tuple, next_key, require
+from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -130,7 +130,8 @@ class RestoreNextObservation:
 
     The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get
     their own next observation like all others. Floats come back within the rounding of the delta's dtype,
-    integers exactly. `flatroll.wrappers.NextObservationDelta` is the other side.
+    integers exactly. Beside a `MultiStepTransform`, which restores them itself, it changes nothing.
+    `flatroll.wrappers.NextObservationDelta` is the other side.
 
     Args:
         in_keys: observation keys to restore. Default: every one that has a delta.
@@ -180,6 +181,8 @@ class RestoreNextObservation:
         present = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
         used = present if self.in_keys is None else self.in_keys
         missing = [key for key in used if key not in present]
+        if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:
+            return td  # a MultiStepTransform has restored them
         if missing or not present:
             wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(

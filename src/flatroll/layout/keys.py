@@ -30,6 +30,7 @@ MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
 POLICY_VERSION = ("collector", "policy_version")  #: How often the policy had been updated.
+STEPS_TO_NEXT_OBS = "steps_to_next_obs"  #: Of n-step transitions: steps from the observation to the next one.
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"
 

@@ -10,7 +10,6 @@ from flatroll.buffers import LazyTensorStorage, PrioritizedSampler, RandomSample
 ORDERED = [name for name in STORAGES if name not in ("list", "stack")]
 
 
-@pytest.mark.filterwarnings("ignore:a sample of 12 rows has only")
 @pytest.mark.parametrize("number", range(len(ORDERED)))
 def test_every_storage_with_some_sampler_and_checkpointer(number: int, tmp_path: Path) -> None:
     """``python -m resume_product`` (in tests/support) goes through all."""

@@ -1,7 +1,6 @@
-"""``fill=True``: samples of slices have exactly ``batch_size`` rows."""
+"""Samples of slices have exactly ``batch_size`` rows, unless ``fill=False``."""
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +123,7 @@ def test_a_filled_pass_has_every_row_once(world: Any, shuffle: bool, drop_last: 
         empty.sample()
 
 
-def test_the_short_sample_at_the_end_of_a_filled_pass_is_not_warned_about(world: Any) -> None:
+def test_the_last_sample_of_a_filled_pass_is_short(world: Any) -> None:
     buffer = buffer_of(SliceSamplerWithoutReplacement(slice_len=8, fill=True), 40)
     buffer.extend(short_ones(world))  # 48 rows
     assert [len(sample) for sample in buffer] == [40, 8]  # a warning would be an error
@@ -306,29 +305,41 @@ def test_filling_leaves_the_chances_of_starts_alone(world: Any, name: str, by: s
     assert square < 27.9, counts  # of 8 - 1 degrees of freedom: one in 4,000
 
 
-# --- the warning --------------------------------------------------------------------------------------------
+# --- the default --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{"slice_len": 8}, {"num_slices": 4}])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_short_sample_is_told_once(world: Any, name: str) -> None:
-    buffer = buffer_of(SAMPLERS[name](slice_len=8), 32)
+def test_samples_are_filled_by_default(world: Any, name: str, options: dict[str, int]) -> None:
+    """Without a warning, whatever the trajectories' lengths: short ones take part, and every sample can be reshaped."""
+    buffer = buffer_of(SAMPLERS[name](**options), 32)
     buffer.extend(short_ones(world))
-    with pytest.warns(UserWarning, match=r"has only \d+: .*slice_len=8.*fill=True\)") as told:
-        buffer.sample()
-        buffer.sample()
-    assert len(told) == 1 and told[0].filename == __file__
+    for _ in range(20):
+        sample = buffer.sample()
+        last = name == "without replacement" and len(sample) == 16  # of a pass over 48 rows
+        assert (last or len(sample) == 32) and sample.reshape(-1, 8).shape[1] == 8
 
 
-def test_samples_of_half_their_rows_and_more_are_not_told(world: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        half = buffer_of(SliceSampler(slice_len=6), 12)
-        half.extend(world.to_batch(world.episode(0, 0, 3)))
-        assert len(half.sample()) == 6
-        for options in ({"fill": True}, {"fill": False}, {"pad_output": True}):
-            buffer = buffer_of(SliceSampler(slice_len=8, **options), 32)  # type: ignore[arg-type]
-            buffer.extend(short_ones(world))
-            buffer.sample()
-        one_left = buffer_of(SliceSamplerWithoutReplacement(slice_len=3), 12)
-        one_left.extend(world.to_batch([s for e in range(5) for s in world.episode(0, e, 3)]))
-        assert [len(sample) for sample in one_left] == [12, 3]  # the end of a pass is no short sample
+def test_priorities_of_a_filled_sample_are_those_of_its_starts(world: Any) -> None:
+    """Weights and updates of further slices are as right as those of the first ones, the cut one's included."""
+    buffer = buffer_of(PrioritizedSliceSampler(CAPACITY, alpha=1.0, beta=1.0, eps=0.0, slice_len=8), 32)
+    rows = buffer.extend(short_ones(world))
+    first = buffer[:]["is_init"][:, 0]
+    priority = torch.where(first, torch.arange(len(rows)) % 5 + 1.0, 0.0)
+    buffer.update_priority(rows, priority)
+    for _ in range(10):
+        sample, info = buffer.sample(return_info=True)
+        starts = sample["is_init"][:, 0]
+        of_row = priority[info["index"]][starts][starts.cumsum(0) - 1]
+        torch.testing.assert_close(info["priority_weight"], priority[first].min() / of_row)
+        priority[info["index"][starts]] = of_row[starts] % 5 + 1
+        buffer.update_priority(info["index"], priority[info["index"]], generation=info["index_generation"])
+
+
+def test_without_filling_short_samples_stay_short(world: Any) -> None:
+    half = buffer_of(SliceSampler(slice_len=6, fill=False), 12)
+    half.extend(world.to_batch(world.episode(0, 0, 3)))
+    assert len(half.sample()) == 6
+    one_left = buffer_of(SliceSamplerWithoutReplacement(slice_len=3), 12)
+    one_left.extend(world.to_batch([s for e in range(5) for s in world.episode(0, e, 3)]))
+    assert [len(sample) for sample in one_left] == [12, 3]  # the end of a pass

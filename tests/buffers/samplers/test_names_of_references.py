@@ -51,6 +51,26 @@ def test_any_of_several_end_keys_ends_a_trajectory(cls: Any, compact: bool) -> N
         buffer[:] = TensorDict({"won": flags(9, 2)}, [9])
 
 
+@pytest.mark.parametrize("cls", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
+def test_a_list_as_end_key_is_end_keys(cls: Any) -> None:
+    first: Any = (9, 0.7, 0.9) if cls is PrioritizedSliceSampler else ()
+    sampler = cls(*first, slice_len=9, end_key=["won", ("sub", "lost")])
+    assert sampler.end_keys == ["won", ("sub", "lost")] and sampler.end_key is None
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler)
+    buffer.extend(batch_of(won=flags(9, 1), sub=TensorDict({"lost": flags(9, 4)}, [9])))
+    assert buffer.index is not None and buffer.index.trajectories == 3
+
+
+@pytest.mark.parametrize("key", ["episode", ("collector", "traj_ids"), "own"])
+def test_without_any_of_the_end_keys_ids_tell_trajectories_apart(key: Any) -> None:
+    sampler = SliceSampler(slice_len=2, end_keys=["a", "b"], traj_key=key if key == "own" else None)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler)
+    batch = batch_of()
+    batch[key] = torch.arange(9) // 3
+    buffer.extend(batch)
+    assert buffer.index is not None and buffer.index.trajectories == 3
+
+
 def test_end_keys_that_cannot_be_used_are_refused() -> None:
     for options in ({"end_keys": []}, {"end_keys": "done"}, {"end_keys": ["a"], "end_key": "b"}):
         with pytest.raises(TypeError, match="end_keys must be a list of entries, without end_key"):

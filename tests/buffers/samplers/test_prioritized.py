@@ -76,7 +76,7 @@ class Twins:
         }
         if slices:
             numbers |= {"num_slices": 4, "strict_length": self.strict, "span": (False, cut)}
-            sampler: Any = PrioritizedSliceSampler(capacity, self.alpha, 0.5, **numbers)
+            sampler: Any = PrioritizedSliceSampler(capacity, self.alpha, 0.5, fill=False, **numbers)
         else:
             sampler = PrioritizedSampler(capacity + 2, self.alpha, 0.5, **numbers)
         self.hooks = options["hooks"] or self.within

@@ -96,7 +96,7 @@ def test_all_rows_come_equally_often(
 def filled(world: Any, lengths: list[int], length: int, **options: Any) -> ReplayBuffer:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(200),
-        sampler=SliceSampler(slice_len=length, **options),
+        sampler=SliceSampler(slice_len=length, fill=False, **options),
         batch_size=40 * length,
         generator=torch.Generator().manual_seed(0),
     )

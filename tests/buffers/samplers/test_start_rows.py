@@ -62,7 +62,7 @@ def test_any_windows_in_a_ring_that_wraps(
     lengths: list[int], windows: list[int], stride: int, length: int, capacity: int, by: Any, strict: bool
 ) -> None:
     """Two interleaved writers; windows cut trajectories, and their first rows are marked too."""
-    sampler = SliceSampler(slice_len=length, by=by, strict_length=strict)
+    sampler = SliceSampler(slice_len=length, by=by, strict_length=strict, fill=False)
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(capacity), sampler=sampler, generator=torch.Generator().manual_seed(0)
     )

@@ -292,7 +292,7 @@ def sliced(
 ) -> ReplayBuffer:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(2000, compact_obs=options.pop("compact", False)),
-        sampler=SliceSamplerWithoutReplacement(**options),
+        sampler=SliceSamplerWithoutReplacement(**{"fill": False} | options),
         batch_size=batch_size,
         generator=seeded(seed),
     )

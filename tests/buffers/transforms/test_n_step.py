@@ -12,7 +12,15 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatroll.buffers import LazyTensorStorage, MultiStep, MultiStepTransform, ReplayBuffer, SliceSampler
+from flatroll.buffers import (
+    Compose,
+    LazyTensorStorage,
+    MultiStep,
+    MultiStepTransform,
+    NextObservationDelta,
+    ReplayBuffer,
+    SliceSampler,
+)
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout import encode_delta, run_ends
 
@@ -410,3 +418,32 @@ def test_rows_read_by_position_look_no_further_than_they_may(world: Any) -> None
     assert torch.equal(last, rows["next", "step_count"])
     assert int(last.max()) == 14
     assert rows["steps_to_next_obs"][:4].flatten().tolist() == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("in_keys", [None, ["observation"]])
+def test_deltas_may_be_restored_before_or_after(world: Any, first: bool, in_keys: list[str] | None) -> None:
+    """The same n-step transitions as of full rows."""
+    steps = [s for e in range(4) for s in world.episode(0, e, 6)]
+    batch = batch_of(world, steps)
+    delta = encode_delta(batch["observation"], batch["next", "observation"])
+    small = batch.exclude(("next", "observation"))
+    small["next", "delta", "observation"] = delta
+    restore = NextObservationDelta(in_keys=in_keys)
+    both = [restore, MultiStepTransform(n_steps=3, gamma=0.9)]
+    samples = []
+    for rows, transform in (
+        (batch, MultiStepTransform(n_steps=3, gamma=0.9)),
+        (small, Compose(*both) if first else Compose(*both[::-1])),
+    ):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(24),
+            sampler=SliceSampler(slice_len=4),
+            batch_size=8,
+            transform=transform,
+            generator=torch.Generator().manual_seed(0),
+        )
+        buffer.extend(rows)
+        samples.append(buffer.sample())
+    assert set(samples[0].keys(True, True)) == set(samples[1].keys(True, True))
+    assert torch.equal(samples[0]["next", "observation"], samples[1]["next", "observation"])

@@ -183,3 +183,30 @@ def test_wide_unsigned_observations_are_filled(world: Any, dtype: torch.dtype) -
     batch["observation"] = batch["observation"].to(dtype)
     filled = NextStateReconstructor(fill_value=7)(batch)["next", "observation"]
     assert filled.dtype == dtype and filled[:, 2].tolist() == [1, 2, 3, 7]
+
+
+@pytest.mark.parametrize("key", ["traj_key", "done_key"])
+def test_a_marker_that_is_none_is_not_read(key: str) -> None:
+    """The other one alone says where trajectories end; without both a batch is one trajectory."""
+    entry = {"traj_key": ("collector", "traj_ids"), "done_key": ("next", "done")}[key]
+    done = torch.tensor([False, False, True, False, False])
+    batch = TensorDict(
+        {"observation": torch.arange(5.0), ("collector", "traj_ids"): torch.tensor([0, 1, 1, 1, 1])}, [5]
+    )
+    batch["next", "done"] = done
+    ends = {"traj_key": [2, 4], "done_key": [0, 4]}[key]
+    for given in (batch, batch.exclude(entry)):
+        after = NextStateReconstructor(**{key: None})(given)["next", "observation"]  # type: ignore[arg-type]
+        assert after.isnan().nonzero().flatten().tolist() == ends
+    whole = NextStateReconstructor(traj_key=None, done_key=None)
+    assert whole(batch)["next", "observation"].isnan().nonzero().flatten().tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"traj_key": None}, {"done_key": None}, {"traj_key": None, "done_key": None}]
+)
+def test_slices_are_kept_apart_without_markers(world: Any, options: dict[str, None]) -> None:
+    buffer = compact_buffer(
+        world, world.episode(0, 0, 50), SliceSampler(slice_len=10), NextStateReconstructor(**options), 20
+    )
+    assert nan_rows(buffer.sample()) == [9, 19]

@@ -202,7 +202,6 @@ def check(storage: str, sampler: str, writer: str, checkpointer: str, path: Path
 
 def main() -> None:
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "a sample of .* rows has only")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     for kinds in itertools.product(STORAGES, SAMPLERS, WRITERS, CHECKPOINTERS):

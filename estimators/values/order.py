@@ -1,0 +1,158 @@
+"""Notices rows that do not follow one another: of a batch that was shuffled, or drawn row by row.
+
+What is read is on the host: on a device, in ``torch.compile`` and in ``torch.func`` transforms values cannot be read
+without waiting, so nothing is checked there.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.layout.keys import NestedKey, marker, next_key
+from flatroll.layout.tensordict_seam import get_entry
+
+Array: TypeAlias = NDArray[Any]
+
+_PAIRS = 32  # rows whose next observation is compared with the observation of the row behind
+_SEARCHED = 1 << 26  # bytes of observations that are searched for one that stands elsewhere
+_FEW = 16  # rows of a batch that may well be single steps
+_WAY_OUT = (
+    "Call the estimator on the batch as it was collected, before you shuffle, index or filter its rows (TD0Estimator "
+    "takes rows in any order), or set is_init where a run begins"
+)
+
+
+def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask_key: NestedKey) -> bool:
+    """Check that step counts go up by one inside each run; return whether there are any.
+
+    Args:
+        batch: ``[*B, T]``, on the host.
+        at: its boundaries.
+        step_key: integer entry ``[*B, T]`` or ``[*B, T, 1]``.
+        mask_key: bool entry, False at padding, which is not checked.
+
+    Raises:
+        ValueError: a row does not follow the one before it.
+    """
+    step: Tensor | None = get_entry(batch, step_key)
+    if step is None or step.numel() != at.ends.numel() or step.is_floating_point() or step.is_complex():
+        return False
+    numbers: Array = step.reshape(-1).numpy()
+    last: Array = at.ends.reshape(-1).numpy()
+    follows = np.equal(numbers[1:] - numbers[:-1], 1)  # the row behind each row
+    follows |= last[:-1]
+    if follows.all():
+        return True
+    follows |= at.terminated.reshape(-1).numpy()[:-1]
+    if get_entry(batch, mask_key) is not None:
+        follows |= ~marker(batch, mask_key).reshape(-1).numpy()[:-1]
+    gaps = np.flatnonzero(~follows)
+    if len(gaps):
+        row = int(gaps[0])
+        raise ValueError(
+            f"{_named(batch, row)}: {step_key!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
+        )
+    return True
+
+
+def check_observations(
+    batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey], warn: Callable[[str], None]
+) -> None:
+    """Check some rows inside runs: their next observation must be the observation of the row behind.
+
+    Where most are not, and the next observations stand at no other row (so they may have been changed on purpose, as
+    random crops do), it warns.
+
+    Args:
+        batch: ``[*B, T]``, on the host.
+        at: its boundaries.
+        observed: keys of the observations; those without a next entry are left out.
+        warn: called with a text.
+
+    Raises:
+        ValueError: the next observation of a row is that of another row than the one behind.
+    """
+    count, size = at.ends.numel(), batch.batch_size
+    if count < 2:
+        return
+    every = max((count - 1) // _PAIRS, 1)
+    here: Any = slice(0, count - 1, every)
+    behind: Any = slice(1, None, every)
+    if len(size) > 1:
+        numbers = np.arange(count)
+        here, behind = np.unravel_index(numbers[here], size), np.unravel_index(numbers[behind], size)
+    follows: Array = at.ends.numpy()[here]
+    unequal, columns = np.zeros_like(follows), list[tuple[Tensor, Tensor]]()
+    for key in observed:
+        root, after = get_entry(batch, key), get_entry(batch, next_key(key))
+        if root is not None and after is not None and root.shape == after.shape and root.dtype == after.dtype:
+            columns.append((root, after))
+            unequal |= (_bits(after)[here] != _bits(root)[behind]).reshape(len(follows), -1).any(1)
+    if follows[unequal].all():
+        return
+    # Rarely from here on: deltas of low precision, NaN, and the errors.
+    follows = follows | at.terminated.numpy()[here]
+    rows = torch.arange(count)[: count - 1 : every]
+    flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
+    followed = torch.stack([_follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
+    wrong = rows[~(followed | torch.from_numpy(follows))].tolist()
+    searched = _SEARCHED // max(sum(root[0].nbytes for root, _ in flat), 1)
+    for row in wrong[:4]:
+        found = torch.stack([(root[:searched] == after[row]).all(1) for root, after in flat]).all(0)
+        if bool(found.any()):
+            raise ValueError(
+                f"{_named(batch, row)}: its next observation is that of row {int(found.nonzero()[0])}. {_WAY_OUT}"
+            )
+    if 2 * len(wrong) > len(follows) - np.count_nonzero(follows):
+        warn(
+            f"{_named(batch, wrong[0])}: its next observation is another one, as of most rows. {_WAY_OUT}. (If next "
+            "observations were changed on purpose, ignore this; it is said once)"
+        )
+
+
+def check_runs(
+    batch: TensorDictBase, at: Boundaries, done_key: NestedKey, warn: Callable[[str], None]
+) -> None:
+    """Warn if nearly every row of ``batch`` ``[*B, T]``, on the host, is a run of its own that is not done."""
+    count = at.ends.numel()
+    if count < _FEW or 10 * int(np.count_nonzero(at.ends.numpy())) < 9 * count:
+        return
+    single = at.ends & ~at.terminated
+    if get_entry(batch, done_key) is not None:
+        single &= ~marker(batch, done_key)
+    if (alone := int(single.sum())) >= 0.9 * count:
+        warn(
+            f"{alone} of {count} rows are runs of one row that are not done, so there is nothing to sum along: call "
+            "the estimator before rows are stored or shuffled, sample slices (SliceSampler), or use TD0Estimator"
+        )
+
+
+def _follow(before: Tensor, after: Tensor, behind: Tensor) -> Tensor:
+    """Whether ``after``, the next observations of ``before``, are the observations ``behind``: bool ``[K]`` of
+    ``[K, F]``. NaN may be anything, and so may what a delta of low precision rounds away."""
+    equal = after == behind
+    if not bool(equal.all()) and after.is_floating_point():
+        # bfloat16 keeps 8 bits of a difference; the sum is rounded once more
+        slack = (after - before).abs() * 2**-8 + behind.abs() * (2 * torch.finfo(behind.dtype).eps)
+        equal |= ~((after - behind).abs() > slack)
+    return equal.all(1)
+
+
+def _bits(column: Tensor) -> Array:
+    """The column as an array that tells rows apart: NumPy has no bfloat16."""
+    column = column.detach()
+    array: Array = (column.view(torch.int16) if column.dtype is torch.bfloat16 else column).numpy()
+    return array
+
+
+def _named(batch: TensorDictBase, row: int) -> str:
+    """Say that a row, by its number among all, does not lead to the row behind."""
+    *series, step = np.unravel_index(row, batch.batch_size)
+    where = f" of series {tuple(map(int, series))}" if series else ""
+    return f"row {int(step) + 1}{where} does not follow row {int(step)} in its run"
