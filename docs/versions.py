@@ -74,11 +74,16 @@ def table() -> str:
 
 
 def oldest(*instead: str) -> list[str]:
-    """The lower bound of each package that is always needed, as a pin; `instead` has other pins."""
+    """The lower bounds of what is always needed and of what the tests use, as pins; `instead` has other pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = [re.sub(r">=([\w.]+).*", r"==\1", line) for line in project["dependencies"]]
-    named = {pin.partition("==")[0] for pin in instead}
-    return [*(pin for pin in pins if pin.partition("==")[0] not in named), *instead]
+    extras = project["optional-dependencies"]
+    used = re.match(r"flatroll\[(.*)\]", extras["test"][0])[1].split(",")
+    pins = {}
+    for line in [*project["dependencies"], *(line for name in used for line in extras[name])]:
+        name, bound = re.match(r"([\w.-]+)>=([\w.]+)", line).groups()
+        pins[name] = bound
+    pins.update(pin.split("==") for pin in instead)
+    return [f"{name}=={pin}" for name, pin in pins.items()]
 
 
 def installed(name: str) -> str:

@@ -143,6 +143,10 @@ def test_a_marker_without_its_methods_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_entries_inside_an_info_entry_are_stored(mode: Any) -> None:
+    if mode == "SameStep" and tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
+        pytest.skip(
+            "before Gymnasium 1.4 the wrapper leaves out the first step of an episode that began in a step"
+        )
     env = RecordEpisodeStatistics(make_scripted(Script(2, lengths=[[3], [2]]), autoreset_mode=mode))
     batch = rollout(env, num_steps=6, info_keys=[("episode", "r"), ("episode", "l")])
     ended = batch["next", "done"].squeeze(-1)

@@ -111,7 +111,9 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
     if isinstance(spec, Categorical):
         if not spec.shape:
-            return spaces.Discrete(spec.n, start=spec.start, dtype=dtype)
+            # int64 is the default, and all there is before Gymnasium 1.2.2.
+            options = {} if dtype in (None, np.int64) else {"dtype": dtype}
+            return spaces.Discrete(spec.n, start=spec.start, **options)
         shape = tuple(spec.shape)
         return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))
     if isinstance(spec, MultiCategorical):

@@ -235,6 +235,8 @@ class Wake:
     True
     """
 
+    _read = _write = -1
+
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         self._set = False
@@ -254,5 +256,6 @@ class Wake:
         return self._read
 
     def __del__(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        if self._read >= 0:  # Ctrl-C may come before
+            os.close(self._read)
+            os.close(self._write)
