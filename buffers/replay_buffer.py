@@ -682,12 +682,18 @@ class ReplayBuffer(Facts):
                 priorities do not fit together.
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
+        self._load(state)
+
+    def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
+        """Restore a state. ``ring``, which `_check_state` returned of it while the buffer had the ring ``checked_for``,
+        saves a second check if it still has that one: then the storage has the same columns, too."""
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         state = _tables_of(state)
         with self.write_lock, self.lock:
-            ring = self._check_state(state)
+            if ring is None or checked_for is not self.ring:
+                ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
             # Sampler and writer go first, since a user's own can refuse; the rows cannot be brought back.
             before = self.sampler.state_dict(), self.writer.state_dict()
@@ -876,12 +882,14 @@ class ReplayBuffer(Facts):
         try:
             with self.write_lock, self.lock:
                 self._check_state(state, ring)
+                checked_for = self.ring
         except ValueError as error:
             error.add_note(f"while {path} was read")
             raise
 
         def apply() -> None:
-            self.load_state_dict(state)
+            # An empty state's ring goes on from the rows that are there when it is loaded.
+            self._load(state, None if state["ring"] is None else ring, checked_for)
             saved.folder = folder
             saved.note(self.ring)
 
@@ -944,8 +952,7 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        # Before tables of that size are made; lanes round it up, to less than twice as many.
-        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
+        if capacity > self.storage.most_rows:  # before tables of that size are made
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1150,7 +1157,10 @@ def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
 
 def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict with its tables as the parts of a buffer take them."""
-    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
+    found = state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
+    if not isinstance(found.get("ring"), dict | None):
+        raise damaged(f"its ring is a {type(found['ring']).__name__}")
+    return found
 
 
 pickle_by_value(ReplayBuffer)

@@ -195,6 +195,8 @@ class ActionLimits:
         assert space.shape is not None
         #: Arrays of the space's shape; infinite where a Box has no bound.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
+        same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
+        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # of all places
 
     @property
     def is_limited(self) -> bool:
@@ -202,7 +204,13 @@ class ActionLimits:
         return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
 
     def problem(self, actions: np.ndarray[Any, Any]) -> str | None:
-        """What is wrong with actions ``[N, *S]``, NaN included; None if nothing is. Two passes over them."""
+        """What is wrong with actions ``[N, *S]``, NaN included; None if nothing is."""
+        if self._ends is not None:  # two passes, many times faster than by place
+            low, high = self._ends
+            if np.minimum.reduce(actions, axis=None) >= low and np.maximum.reduce(actions, axis=None) <= high:
+                return None
+        elif ((actions >= self.low) & (actions <= self.high)).all():
+            return None
         least, most = actions.min(0), actions.max(0)
         inside = (self.low <= least) & (most <= self.high)
         if inside.all():

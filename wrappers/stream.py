@@ -1,6 +1,7 @@
 """`VectorStream`: the interface that every adapted vector env has, with flags shared by all markers."""
 
 from collections.abc import Callable
+from traceback import extract_tb
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -309,9 +310,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def _explain(self, error: Exception) -> None:
         """Raise ValueError, from the error of the env's step, for a vector of rewards and for actions out of range."""
-        if "array element with a sequence" in str(
-            error
-        ):  # SyncVectorEnv writes rewards and flags into arrays
+        *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv writes rewards and flags into arrays
+        if last.filename.endswith("sync_vector_env.py") and "array element with a sequence" in str(error):
             raise ValueError(_one_reward("an array")) from error
         if self._on_host:
             for path, limits in action_limits(self.single_action_space):

@@ -189,9 +189,9 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
-        rows = self._cut(state)
+        rows, expected = self._cut(state), self.value_bytes
         try:
-            wrong = next((i for i, row in enumerate(rows) if frame_size(row) != self.value_bytes), None)
+            wrong = next((i for i, row in enumerate(rows) if frame_size(row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
@@ -199,7 +199,7 @@ class ZstdColumn(Column):
         except _zstandard().ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
         if wrong is not None:
-            raise damaged(f"its compressed row {wrong} is not one of {self.value_bytes} bytes")
+            raise damaged(f"its compressed row {wrong} is not one of {expected} bytes")
         return count
 
     @override

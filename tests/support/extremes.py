@@ -74,7 +74,7 @@ class Wide(gym.Env[Any, Any]):
 def large_windows(nursery: Nursery, megabytes: int, windows: int = 6) -> dict[str, Any]:
     """Windows of so many MB of observations; the memory is given back at the end."""
     rows, size = 40, megabytes * 2**20 // 40 // 4
-    free = psutil.virtual_memory().available
+    memory = psutil.Process().memory_info().rss
     began = time.monotonic()
     with MultiAsyncCollector(
         lambda: Wide(size), frames_per_batch=rows, slots=1, compact_obs=True, nursery=nursery
@@ -90,7 +90,7 @@ def large_windows(nursery: Nursery, megabytes: int, windows: int = 6) -> dict[st
         del obs, first
         seconds = (time.monotonic() - began) / windows
     gc.collect()
-    left = (free - psutil.virtual_memory().available) >> 20
+    left = (psutil.Process().memory_info().rss - memory) >> 20
     return {"MB": bytes_of_window >> 20, "wrong": wrong, "s/window": round(seconds, 2), "MB left": left}
 
 

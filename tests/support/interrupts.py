@@ -39,7 +39,8 @@ class Press:
             sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_back in self._last:
+        # An object is made, and called, by a function in C.
+        if frame.f_back in self._last and frame.f_code.co_name not in ("__init__", "__call__"):
             assert frame.f_back is not None
             self._entered.add(frame.f_back)
         name = frame.f_code.co_filename

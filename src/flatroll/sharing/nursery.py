@@ -23,7 +23,6 @@ from flatroll.sharing.worker import (
     ENDED,
     FAILED,
     KILL,
-    READY,
     RUN,
     START,
     STARTED,
@@ -167,6 +166,10 @@ class Nursery:
             ) from error
         self._workers.append(worker)
         return worker
+
+    def prepare(self) -> None:
+        """Wait until workers can be started; errors as those of `start`. `start` waits by itself."""
+        self._helper.prepare()
 
     @property
     def helper(self) -> "subprocess.Popen[bytes]":
@@ -357,20 +360,36 @@ class _Helper:
         """Whether this process made it; False in a forked copy, which must let the workers be."""
         return os.getpid() == self._owner
 
-    def start(self, number: int, name: str) -> Worker:
-        """Have a worker forked, and wait until it is."""
+    def prepare(self) -> None:
+        """Wait until it has imported what it is to."""
         if not self.is_mine():
             raise RuntimeError(
                 f"this nursery belongs to process {self._owner}, which made it: make another one"
             )
+        with self._lock:
+            while not self._ready:
+                self._control.feed()
+                if broken := self._control.pop(BROKEN):
+                    broken[1].throw("the process that starts workers")
+                if self._control.has_messages():  # READY, which stays there: Ctrl-C cannot lose it
+                    self._ready = True
+                elif self._control.ended:
+                    raise self._gone()
+                else:
+                    self._control.wait()
+
+    def _gone(self) -> RuntimeError:
+        return RuntimeError(
+            "the process that starts workers is gone: it was killed, or the nursery is closed"
+        )
+
+    def start(self, number: int, name: str) -> Worker:
+        """Have a worker forked, and wait until it is."""
+        self.prepare()
         (ours, theirs), (report, reported) = Channel.pair(), Channel.pair()
         worker = Worker(self, number, name, ours, report)
         try:
             with self._lock:
-                if not self._ready:
-                    if (message := self._control.receive(READY, BROKEN))[0] == BROKEN:
-                        message[1].throw("the process that starts workers")
-                    self._ready = True
                 self._control.send(START, (number, theirs, reported))
             for sent in (theirs, reported):
                 sent.forget()
@@ -380,9 +399,7 @@ class _Helper:
                 self._control.feed()
                 if broken := self._control.pop(BROKEN):
                     broken[1].throw("the process that starts workers")
-            raise RuntimeError(
-                "the process that starts workers is gone: it was killed, or the nursery is closed"
-            ) from None
+            raise self._gone() from None
         finally:
             for sent in (theirs, reported):
                 sent.forget()

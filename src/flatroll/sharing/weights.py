@@ -152,5 +152,5 @@ def _fence() -> None:
     that do not keep that order. Memory accesses may move into a critical section but not out of it, so one pair of
     acquire and release lets two of them pass each other inside; two pairs do not."""
     for _ in range(2):
-        _FENCE.acquire()
-        _FENCE.release()
+        with _FENCE:  # not acquire() and release(): Ctrl-C between the two would leave it locked
+            pass

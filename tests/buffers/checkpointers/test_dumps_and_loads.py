@@ -37,6 +37,7 @@ from flatroll.buffers import (
     TensorStorage,
     TensorStorageCheckpointer,
 )
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.disk import files
 from flatroll.layout import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
@@ -309,6 +310,35 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
         third.loads(tmp_path / "one")
     with pytest.raises(ValueError, match="an ensemble was saved: load it into a ReplayBufferEnsemble"):
         made().loads(tmp_path)
+
+
+def test_a_load_checks_once_unless_the_buffer_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    saved.extend(batch(0, 30))
+    saved.dumps(tmp_path)
+    restored: list[TrajectoryIndex] = []
+    load = TrajectoryIndex.load_state_dict
+
+    def count(ring: TrajectoryIndex, state: dict[str, Any]) -> None:
+        restored.append(ring)
+        load(ring, state)
+
+    monkeypatch.setattr(TrajectoryIndex, "load_state_dict", count)
+    buffer = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    buffer.loads(tmp_path)
+    assert same(buffer[:], saved[:]) and restored == [buffer.ring]
+    _, apply = buffer.load_version(tmp_path, None, False)
+    apply()
+    assert same(buffer[:], saved[:]) and len(restored) == 2
+
+    other = made(LazyTensorStorage(CAPACITY, codec=ZSTD), SliceSampler(slice_len=4))
+    _, apply = other.load_version(tmp_path, None, False)
+    other.extend(batch(0, 5).exclude("state"))  # by another thread: the first rows have no such entry
+    with pytest.raises(ValueError, match=r"as batch\['state'\], this storage keeps nothing"):
+        apply()
+    assert len(other) == 5
 
 
 class HalfColumn(TensorColumn):

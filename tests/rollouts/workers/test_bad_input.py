@@ -149,6 +149,18 @@ def test_a_buffer_that_refuses_rows_says_whose(nursery: Nursery) -> None:
     assert any("in the rows of worker " in note for note in caught.value.__notes__)
 
 
+def test_a_buffer_of_running_normalisations_in_workers_warns(nursery: Nursery) -> None:
+    def normalized() -> gym.Env[Any, Any]:
+        return gym.wrappers.NormalizeObservation(Seeded())
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    with pytest.warns(
+        UserWarning, match="NormalizeObservation scales each row by the statistics of its step"
+    ):
+        MultiSyncCollector(normalized, frames_per_batch=4, replay_buffer=buffer, nursery=nursery).shutdown()
+    MultiSyncCollector(normalized, frames_per_batch=4, nursery=nursery).shutdown()
+
+
 def test_more_workers_than_cores_is_a_note(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
     count = 2 + len(os.sched_getaffinity(0))
     with MultiAsyncCollector(Seeded, num_workers=count, frames_per_batch=4, nursery=nursery) as collector:

@@ -157,7 +157,8 @@ def test_shutdown_does_not_wait_for_a_window_without_end(nursery: Nursery) -> No
     count = len(nursery.workers)
     collector = MultiAsyncCollector(
         lambda: Seeded((10**9, 10**9)),
-        frames_per_batch=10**9,
+        frames_per_batch=10**4,
+        trajs_per_batch=1,  # so that no window ever comes
         step_timeout=300,
         replay_buffer=ReplayBuffer(storage=LazyTensorStorage(10)),
         nursery=nursery,
@@ -167,6 +168,7 @@ def test_shutdown_does_not_wait_for_a_window_without_end(nursery: Nursery) -> No
     assert len(nursery.workers) == count
 
 
+@PROCESSES
 def test_a_thread_that_is_late_with_a_batch_replaces_no_worker(nursery: Nursery) -> None:
     """It is still in the buffer when the workers end, and finds them gone."""
     late, go = threading.Event(), threading.Event()

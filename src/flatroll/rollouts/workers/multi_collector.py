@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import refuse_hidden_weights, state_of
 from flatroll.rollouts.workers.arguments import (
@@ -193,30 +194,46 @@ class MultiCollector(Facts):
             self._transport.close()
             raise
         self._begin(0, writer, seeds)
+        if replay_buffer is not None and self._supply.gatherer.team.scaled:
+            warn_of_scales(stacklevel=2)
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
         """Start the workers; ``frames`` rows were collected before, and numbers up to ``writer`` and children of
         ``seeds`` used up."""
-        modes, interrupts = self._modes, Interrupts()
+        interrupts, team = Interrupts(), None
         self._seed_sequence, self._begun_at = seeds, frames
         try:
-            team = Team(
-                self._transport,
-                self._jobs,
-                first_writer=writer,
-                writers=self._writers if self._with_ids else 0,
-                seeds=seeds,
-                random_frames=self._random_frames,
-                frames=frames,
-                interrupts=interrupts,
-                on_failure=modes.on_failure,
-                max_failures=modes.max_failures,
-                step_timeout=modes.step_timeout,
-                start_timeout=modes.start_timeout,
-            )
+            # Ctrl-C comes in the waits alone: elsewhere a worker that was just started might be forgotten.
+            with interrupts:
+                team = self._make_team(writer, seeds, frames, interrupts)
+                self._make_supply(team, interrupts)
         except BaseException:
+            if team is not None:
+                team.end(0)
             self._transport.close()
             raise
+
+    def _make_team(
+        self, writer: int, seeds: np.random.SeedSequence, frames: int, interrupts: Interrupts
+    ) -> Team:
+        modes = self._modes
+        return Team(
+            self._transport,
+            self._jobs,
+            first_writer=writer,
+            writers=self._writers if self._with_ids else 0,
+            seeds=seeds,
+            random_frames=self._random_frames,
+            frames=frames,
+            interrupts=interrupts,
+            on_failure=modes.on_failure,
+            max_failures=modes.max_failures,
+            step_timeout=modes.step_timeout,
+            start_timeout=modes.start_timeout,
+        )
+
+    def _make_supply(self, team: Team, interrupts: Interrupts) -> None:
+        modes = self._modes
         given = team, self.frames_per_batch, self._total, self._whole
         gatherer: Gatherer = (
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)

@@ -96,6 +96,7 @@ class Processes:
         self._first_version = 0
 
     def share(self, state: Mapping[str, Tensor]) -> None:
+        self.nursery.prepare()  # here a Ctrl-C ends the wait
         self._weights = SharedWeights(state)
 
     @property

@@ -121,7 +121,9 @@ class Supply:
 
     def start(self) -> None:
         """Let a thread deliver until all is collected."""
+        self.stop()  # one whose start Ctrl-C interrupted, and that may still begin
         self._thread = _Thread(lambda wake: self.next(True, wake) is not None, self._note_failure)
+        self._thread.start()  # only now: a thread that nobody knows would run beside the next one
 
     @property
     def is_running(self) -> bool:
@@ -169,7 +171,6 @@ class _Thread(threading.Thread):
         super().__init__(name="collector", daemon=True)
         self._step, self._tell, self._wake = step, tell, Wake()
         self._error: BaseException | None = None
-        self.start()
 
     def run(self) -> None:
         try:
@@ -183,7 +184,7 @@ class _Thread(threading.Thread):
     def stop(self, timeout: float | None = None) -> None:
         """Let it end, and wait until it has, ``timeout`` seconds at most; a second call does nothing."""
         self._wake.set()
-        if self is not threading.current_thread():
+        if self is not threading.current_thread() and self.is_alive():
             self.join(timeout)
 
     def raise_error(self) -> None:

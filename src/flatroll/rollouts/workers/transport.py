@@ -59,10 +59,12 @@ class Ready(NamedTuple):
     Attributes:
         returns: key of episodes' returns, if the env counts them.
         row_bytes: bytes of a row as far as the collector's spec says.
+        scaled: whether a running normalisation scales the env's observations.
     """
 
     returns: Any
     row_bytes: int
+    scaled: bool = False
 
 
 class Note(NamedTuple):
@@ -235,6 +237,8 @@ class Wake:
     True
     """
 
+    _read = _write = -1
+
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         self._set = False
@@ -254,5 +258,6 @@ class Wake:
         return self._read
 
     def __del__(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        if self._read >= 0:  # Ctrl-C may come before
+            os.close(self._read)
+            os.close(self._write)
