@@ -72,7 +72,8 @@ class SoftActorCritic(OffPolicyLoss):
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
         **OffPolicyLoss.default_keys,
-        "sample_log_prob": "action_log_prob",
+        "value": "state_value",  # of a value_network
+        "log_prob": "action_log_prob",  # read by nothing here; scripts set it
     }
     log_alpha: Tensor
     target_entropy: Any  # a number, a buffer or "auto"
@@ -133,13 +134,12 @@ class SoftActorCritic(OffPolicyLoss):
             self.target_entropy = target_entropy
         else:
             raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
-        self.set_keys(**keys_written_by(actor_network))
+        written = keys_written_by(actor_network)
+        self.set_keys(action=written.get("action"), log_prob=written.get("sample_log_prob"))
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
         """Change the keys of entries; ``action`` may be a list, of an action of several parts."""
-        if "log_prob" in keys:  # another name of the same
-            keys["sample_log_prob"] = keys.pop("log_prob")
         super().set_keys(**cast(Any, keys))
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
         state_value: Any = getattr(self, "value_network", None)
@@ -308,11 +308,6 @@ class SACLoss(SoftActorCritic):
         T. Haarnoja et al., Soft actor-critic algorithms and applications, https://arxiv.org/abs/1812.05905; the first
         version: Soft actor-critic, https://arxiv.org/abs/1801.01290
     """
-
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        **SoftActorCritic.default_keys,
-        "value": "state_value",
-    }
 
     def __init__(
         self,

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from disk_recorder import Disk, Recorder, check_all, check_rows, check_version, go_on, rows, saves, states
+from disk_recorder import (
+    Disk,
+    Recorder,
+    check_all,
+    check_rows,
+    check_version,
+    go_on,
+    links,
+    rows,
+    saves,
+    states,
+)
 
 from flatroll.disk import DamagedFileError, Folder, files
 
@@ -22,6 +33,7 @@ def test_every_crash_leaves_the_old_version_or_the_new_one() -> None:
     counts = check_all(23, count=9, most=3)
     assert counts["versions"] > 20
     assert counts["versions, no log"] > 20
+    assert counts["links"] > 20
     assert counts["log"] > 20
     assert counts["unsynced"] > 100
 
@@ -49,12 +61,15 @@ def test_an_interrupt_as_merged_files_go(tmp_path: Path, monkeypatch: pytest.Mon
     assert Folder(tmp_path).recover() == range(end + 2)
 
 
-@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("kind", ["log", "no log", "links"])
 @pytest.mark.parametrize("left_out", ["sync", "sync_folder"])
-def test_the_states_show_a_sync_that_is_left_out(left_out: str, log: bool, tmp_path: Path) -> None:
+def test_the_states_show_a_sync_that_is_left_out(left_out: str, kind: str, tmp_path: Path) -> None:
     """The harness itself: without the syncs of a save, some power loss loses an acknowledged version."""
-    with Recorder() as recorder:
-        saves(recorder, tmp_path / "recorded", sync=True, count=3, log=log)
+    with Recorder(only=tmp_path / "recorded") as recorder:
+        if kind == "links":
+            links(recorder, tmp_path / "recorded", count=3)
+        else:
+            saves(recorder, tmp_path / "recorded", sync=True, count=3, log=kind == "log")
     operations = [operation for operation in recorder.operations if operation[0] != left_out]
     lost = 0
     for i, (_, marks, contents) in enumerate(states(operations, 4)):

@@ -26,13 +26,17 @@ Contents = dict[str, bytes]
 class Recorder:
     """Carries out the operations of `flatroll.disk.files` and writes them down; ``fail(operation)`` may raise instead.
 
-    Use it as a context: inside, the functions of the module are replaced.
+    Use it as a context: inside, the functions of the module are replaced. With ``only``, operations in other folders
+    are carried out alone.
     """
 
-    REPLACED = ("create", "write", "sync", "close", "rename", "remove", "sync_folder")
+    REPLACED = ("create", "write", "sync", "close", "rename", "link", "remove", "sync_folder", "sync_all")
 
-    def __init__(self, fail: Callable[[Operation], None] = lambda operation: None) -> None:
+    def __init__(
+        self, fail: Callable[[Operation], None] = lambda operation: None, only: Path | None = None
+    ) -> None:
         self.operations: list[Operation] = []
+        self.only = only
         self.paths: dict[int, str] = {}
         self.fail = fail
         self.real = {name: getattr(files, name) for name in self.REPLACED}
@@ -54,14 +58,20 @@ class Recorder:
         self.operations.append(operation)
         self.fail(operation)
 
+    def note_in(self, folder: Path, *operation: Any) -> None:
+        if self.only in (None, folder):
+            self.note(*operation)
+
     def create(self, path: Path) -> int:
-        self.note("create", path.name)
+        self.note_in(path.parent, "create", path.name)
         descriptor: int = self.real["create"](path)
-        self.paths[descriptor] = path.name
+        if self.only in (None, path.parent):
+            self.paths[descriptor] = path.name
         return descriptor
 
     def write(self, descriptor: int, data: Any) -> None:
-        self.note("write", self.paths[descriptor], bytes(data))
+        if descriptor in self.paths:
+            self.note("write", self.paths[descriptor], bytes(data))
         self.real["write"](descriptor, data)
 
     def sync(self, descriptor: int) -> None:
@@ -74,15 +84,23 @@ class Recorder:
             self.note("close", None)
 
     def rename(self, source: Path, target: Path) -> None:
-        self.note("rename", source.name, target.name)
+        self.note_in(target.parent, "rename", source.name, target.name)
         self.real["rename"](source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """What the file holds may not be on the disk yet."""
+        self.note_in(target.parent, "link", target.name, source.read_bytes())
+        self.real["link"](source, target)
+
     def remove(self, path: Path) -> None:
-        self.note("remove", path.name)
+        self.note_in(path.parent, "remove", path.name)
         self.real["remove"](path)
 
     def sync_folder(self, path: Path) -> None:
-        self.note("sync_folder", path.name)
+        self.note_in(path, "sync_folder", path.name)
+
+    def sync_all(self, path: Path) -> None:
+        self.note_in(path.parent, "sync", path.name)
 
 
 class Disk:
@@ -99,6 +117,11 @@ class Disk:
         kind, *values = operation
         if kind == "create":
             self.written.append(bytearray())
+            self.synced.append(b"")
+            self.names[values[0]] = len(self.written) - 1
+            self.changes.append(("set", values[0], self.names[values[0]]))
+        elif kind == "link":
+            self.written.append(bytearray(values[1]))
             self.synced.append(b"")
             self.names[values[0]] = len(self.written) - 1
             self.changes.append(("set", values[0], self.names[values[0]]))
@@ -224,6 +247,25 @@ def saves(recorder: Recorder, path: Path, *, sync: bool, count: int, log: bool =
             recorder.mark("done", number)
 
 
+def links(recorder: Recorder, path: Path, *, count: int) -> None:
+    """Versions of the rows of another folder, which never syncs; its files are linked, merged ones anew."""
+    head = end = 0
+    with (
+        Folder(path.parent / "linked", write=True, sync=False, segment_bytes=1500) as source,
+        Folder(path, write=True, log=False) as folder,
+    ):
+        for number in range(1, count + 1):
+            added, head = 3 + number * 5 % 11, max(head, end - 24)
+            plan = {"head": head, "end": end + added, "epochs": {}}
+            source.append(rows(end, end + added), end)
+            source.drop_before(head)
+            recorder.mark("begin", number, plan)
+            folder.adopt(source.segments)
+            folder.publish(plan["end"], {"state": torch.full((7,), number)}, head=head)
+            end = end + added
+            recorder.mark("done", number)
+
+
 def check_version(path: Path, marks: list[Operation], *, exact: bool) -> int:
     """The folder holds the last acknowledged version or the one that was under way; returns its number, 0 for none."""
     plans = {mark[2]: mark[3] for mark in marks if mark[1] == "begin"}
@@ -292,14 +334,17 @@ def go_on(path: Path) -> None:
 
 def check_all(stride: int, *, count: int = 13, most: int = 6) -> dict[str, int]:
     """Record and check; returns how many states there were of each kind, and of how many nothing could be loaded."""
-    counts = {"versions": 0, "versions, no log": 0, "unsynced": 0, "unsynced, none to load": 0, "log": 0}
+    kinds = ("versions", "versions, no log", "links", "unsynced", "log")
+    counts = dict.fromkeys([*kinds, "unsynced, none to load"], 0)
     warnings.simplefilter("ignore", RuntimeWarning)  # of damage, which is what most of the states are
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing here depends on a real disk
     with tempfile.TemporaryDirectory(dir=memory) as place:
-        for kind in ("versions", "versions, no log", "unsynced", "log"):
-            with Recorder() as recorder:
-                path = Path(place) / kind
-                if kind == "log":
+        for kind in kinds:
+            path = Path(place) / kind
+            with Recorder(only=path) as recorder:
+                if kind == "links":
+                    links(recorder, path, count=count)
+                elif kind == "log":
                     log(recorder, path, count=2 * count)
                 else:
                     saves(recorder, path, sync=kind != "unsynced", log=kind == "versions", count=count)

@@ -428,7 +428,7 @@ def trial(way: Way, path: Path, number: int, mode: str) -> tuple[int, int, str]:
     if not child:
         code = 0
         try:
-            faulthandler.dump_traceback_later(60, exit=True)
+            faulthandler.dump_traceback_later(300, exit=True)
             _real["write"](complaint, f"calls {go(way, path, number, mode, telling)}".encode())
         except BaseException:
             restore()

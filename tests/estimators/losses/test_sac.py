@@ -334,3 +334,39 @@ def test_values_that_the_acting_network_wrote_are_not_the_critics() -> None:
     critic = TensorDictModule(nn.Linear(3, 4), ["observation"], ["worth"])
     with pytest.raises(KeyError, match=r"wrote no entry 'action_value': its out_keys are \['worth'\]"):
         DiscreteSACLoss(discrete_actor(), critic)(batch)
+
+
+def test_a_tensor_for_target_entropy() -> None:
+    loss, batch = made(False, target_entropy=torch.tensor(-2.0), alpha_init=0.5)
+    expected = made(False, target_entropy=-2.0, alpha_init=0.5)[0]
+    for number in (-2.0, -3.0):
+        loss.target_entropy.fill_(number)  # a buffer, which a schedule may change
+        expected.target_entropy = number
+        losses = []
+        for each in (loss, expected):
+            each.load_state_dict(loss.state_dict(), strict=False)
+            torch.manual_seed(1)
+            losses.append(each(batch)["loss_alpha"])
+        torch.testing.assert_close(*losses)
+    assert loss.state_dict()["target_entropy"] == -3.0
+
+
+@each_kind
+def test_delays_are_attributes_and_scripts_may_name_the_log_probability(discrete: bool) -> None:
+    loss, _ = made(discrete, delay_actor=True, delay_qvalue=False)
+    assert loss.delay_actor and not loss.delay_qvalue
+    assert discrete or loss.delay_value
+    loss.set_keys(log_prob="log_p", value="worth")
+    assert (loss.tensor_keys.log_prob, loss.tensor_keys.value) == ("log_p", "worth")
+
+
+def test_the_action_has_the_key_that_the_actor_writes() -> None:
+    net = TensorDictModule(lambda x: (x, torch.ones_like(x)), ["observation"], ["loc", "scale"])
+    choose = ProbabilisticTensorDictModule(["loc", "scale"], ["act"], distribution_class=Gaussian)
+    parts: list[Any] = [net, choose]
+    value = TensorDictModule(
+        lambda o, a: (o + a).sum(-1, keepdim=True), ["observation", "act"], ["state_action_value"]
+    )
+    loss = SACLoss(ProbabilisticTensorDictSequential(*parts), [value])
+    batch = transitions().exclude("action").set("act", torch.zeros(ROWS, 3))
+    assert loss(batch)["loss_qvalue"].isfinite() and loss.tensor_keys.action == "act"

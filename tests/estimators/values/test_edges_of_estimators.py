@@ -307,3 +307,11 @@ def test_a_termination_before_the_rows_left_out_stands(batch_of: BatchOf) -> Non
     assert out["shifted_valid"].tolist() == [True] * 5 + [False]
     residual = batch["next", "reward"][4] - out["state_value"][4]
     torch.testing.assert_close(out["advantage"][4], residual)
+
+
+def test_several_columns_of_done_are_refused(batch_of: BatchOf) -> None:
+    batch = batch_of([(4, "terminated")])
+    batch["next", "done"] = batch["next", "done"].expand(4, 3)
+    text = re.escape("batch[('next', 'done')] must have shape (4,) or (4, 1), got (4, 3)")
+    with pytest.raises(ValueError, match=text):
+        GAE(**OPTIONS, value_network=norm_critic())(batch)
