@@ -216,12 +216,15 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
 def apply_inverses(
     transforms: Sequence[TransformLike], data: object, final: TensorDictBase | None = None
 ) -> Any:
-    """Put a batch to store through the ``inv`` of the transforms that have one, the last transform first.
+    """Put a batch to store, or each item of a list, through the ``inv`` of the transforms that have one, the last
+    transform first.
 
     Raises:
         TypeError: a transform returned None.
         ValueError: a transform changed the number of rows, by which ``final`` counts, or an observation in it.
     """
+    if isinstance(data, list):
+        return [apply_inverses(transforms, item) for item in data]
     result = data
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)

@@ -436,3 +436,26 @@ def test_torchrl_transforms_work_in_our_buffers() -> None:
     data["obs"] += 1
     buffer.extend(data)
     assert torch.equal(buffer[:]["obs"], rows()["observation"] + 1)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_items_of_a_list_go_through_inv_one_by_one(foreign: bool) -> None:
+    transform: Any
+    if foreign:
+        theirs = pytest.importorskip("torchrl.envs.transforms")
+        transform = theirs.Compose(theirs.UnsqueezeTransform(-1, in_keys=["x"], in_keys_inv=["x"]))
+    else:
+        transform = Squeezed(in_keys_inv=["x"], out_keys_inv=["x"])
+    buffer = ReplayBuffer(storage=ListStorage(4), transform=transform)
+    items = [TensorDict({"x": torch.full((2, 1), float(i))}, []) for i in range(3)]
+    buffer.add(items[0])
+    buffer.extend(items[1:])
+    assert [tuple(buffer[i]["x"].shape) for i in range(3)] == [(2,)] * 3
+
+
+class Squeezed(Transform):
+    def forward(self, td: Any) -> Any:
+        return td
+
+    def _inv_apply_transform(self, value: Any) -> Any:
+        return value.squeeze(-1)
