@@ -952,8 +952,7 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        # Before tables of that size are made; lanes round it up, to less than twice as many.
-        if capacity > self.storage.max_size * (1 if self.storage.ndim == 1 else 2):
+        if capacity > self.storage.most_rows:  # before tables of that size are made
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1158,7 +1157,10 @@ def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
 
 def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict with its tables as the parts of a buffer take them."""
-    return state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
+    found = state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
+    if not isinstance(found.get("ring"), dict | None):
+        raise damaged(f"its ring is a {type(found['ring']).__name__}")
+    return found
 
 
 pickle_by_value(ReplayBuffer)

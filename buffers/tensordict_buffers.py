@@ -203,7 +203,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **options: Unpack[Options],
     ) -> None:
         storage = ListStorage() if storage is None else storage
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, dtype)
+        sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, dtype)
         super().__init__(storage, sampler=sampler, **options)
 
 
@@ -240,7 +240,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **options: Unpack[Options],
     ) -> None:
         storage = ListStorage() if storage is None else storage
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
+        sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, reduction=reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
 
 

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +24,13 @@ def same_draws() -> None:
     """Random numbers of this process are the same in each run, whichever tests run before."""
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c() -> None:
+    """Ctrl-C is heard also where a shell that started the tests in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

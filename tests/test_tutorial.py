@@ -64,6 +64,9 @@ def test_knob_2_next_state_reconstructor(sample: TensorDict) -> None:
     boundary = torch.cat([traj[1:] != traj[:-1], torch.tensor([True])]) | done
     assert boundary.nonzero(as_tuple=True)[0].tolist() == rows
     assert torch.equal(following[:19], sample["observation"][1:20])
+    flags = ("done", "observation", "reward", "terminated", "truncated")
+    expected = ["('collector', 'traj_ids')", *(f"('next', '{name}')" for name in flags)]
+    assert sorted(str(k) for k in sample.keys(True, True))[:6] == expected
 
 
 def test_knob_3_next_observation_delta(data: TensorDict, delta_data: TensorDict) -> None:

@@ -293,6 +293,11 @@ class Storage(Facts, ABC):
         """Number of rows that fit: ``max_size``, of which a `TensorStorage` uses whole steps of all lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
+    @property
+    def most_rows(self) -> int:
+        """What ``max_size`` may be rounded up to by lanes that are not known yet, at most."""
+        return self.max_size if self.ndim == 1 or self.lanes else 2 * self.max_size - 1
+
     def room(self, lanes: torch.Size) -> int:
         """Return ``max_size`` with so many lanes: the one asked for, rounded up to whole steps of all lanes."""
         return -(-self._asked // lanes.numel()) * lanes.numel()

@@ -295,5 +295,7 @@ def _with_own_rows(leaf: Any) -> Any:
     """A tensor, or a tensordict of them, copied where values share memory: a row written would change others."""
     if isinstance(leaf, TensorDictBase):
         return leaf.apply(_with_own_rows)
+    if leaf.layout is not torch.strided:
+        return leaf
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     return leaf.clone(memory_format=torch.contiguous_format) if leaf.numel() > extent else leaf

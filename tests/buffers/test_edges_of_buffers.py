@@ -20,10 +20,12 @@ from flatroll.buffers import (
     LazyTensorStorage,
     ListStorage,
     NextObservationDelta,
+    PrioritizedSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SliceSampler,
     TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -119,6 +121,27 @@ def test_lanes_round_the_capacity_up_to_whole_steps() -> None:
         ValueError, match="room for 102 rows, this storage for 108: make it with max_size=102"
     ):
         ReplayBuffer(storage=LazyTensorStorage(107, ndim=2)).load_state_dict(state)
+
+
+def test_priorities_follow_the_rounded_capacity() -> None:
+    rows = TensorDict({"x": torch.arange(150).view(3, 50)}, [3, 50])
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=0.7, beta=0.5, storage=LazyTensorStorage(100, ndim=2), batch_size=8
+    )
+    buffer.extend(rows)
+    assert len(buffer) == 102 and buffer.sample().batch_size == (8,)
+    own = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), sampler=PrioritizedSampler(100, 0.7, 0.5))
+    with pytest.raises(ValueError, match="give PrioritizedSampler at least max_capacity=102"):
+        own.extend(rows)
+
+
+@pytest.mark.parametrize("ring", [3, ("dict", 3), (["dict", []], {"0.raw": 1}), ("text", {})])
+def test_a_state_whose_ring_is_made_up(ring: object) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(torch.arange(3))
+    with pytest.raises(ValueError, match="the state is damaged"):
+        buffer.load_state_dict({**buffer.state_dict(), "ring": ring})
+    assert buffer[:].tolist() == [0, 1, 2]
 
 
 def test_numbers_by_the_names_of_others() -> None:

@@ -99,13 +99,17 @@ def to_plain(tree: Any) -> Any:
     """
     try:
         return pack(tree, host=False)
-    except TypeError:
+    except (TypeError, ValueError):
         return tree
 
 
 def from_plain(value: Any) -> Any:
     """Return the tree of which `to_plain` made ``value``; ValueError if it is damaged."""
-    return unpack(*value) if type(value) is tuple and len(value) == 2 else value
+    if type(value) is not tuple or len(value) != 2:
+        return value
+    if not isinstance(value[1], dict) or not all(isinstance(part, Tensor) for part in value[1].values()):
+        raise damaged("a part of it has no tensors")
+    return unpack(*value)
 
 
 def to_text(value: Any) -> str:

@@ -135,6 +135,9 @@ def test_bytes_are_those_of_the_columns(world: Any, kind: Any, compact: bool) ->
         "bytes_per_row": 0,
         "bytes": 0,
         "bytes_saved": 0,
+        "size": 0,
+        "write_count": 0,
+        "utilization": 0.0,
     }
     buffer.extend(world.to_batch(world.episode(0, 0, 30) + world.episode(0, 1, 8)[:5]))
     # observation 3 * 4, step_count 8, is_init 1, id 8; next: reward 4, done, terminated and truncated 1 each
@@ -154,6 +157,9 @@ def test_bytes_are_those_of_the_columns(world: Any, kind: Any, compact: bool) ->
         "bytes_saved": storage.bytes_saved,
         "trajectories": 2,
         "open_trajectories": 1,
+        "size": 35,
+        "write_count": 35,
+        "utilization": 0.35,
     }
 
 

@@ -71,6 +71,12 @@ def test_each_actor_gives_the_stream_of_a_single_collector(sync):
         assert len(of_writer(rows, 6)) < len(of_writer(rows, 5))
 
 
+def test_an_actor_of_two_workers_gives_rows_of_both():
+    options = {"sync": True, "frames_per_batch": 12, "total_frames": 24}
+    with collect(FakeRay(), workers_per_actor=2, writer=4, **options) as actors:
+        assert [(batch[IDS] >> 40).tolist() for batch in actors] == [[4] * 6 + [5] * 6] * 2
+
+
 def test_compact_batches_of_several_actors_have_one_final():
     options = {"sync": True, "frames_per_batch": 11, "total_frames": 44}
     dense = collect(FakeRay(), num_collectors=2, **options)

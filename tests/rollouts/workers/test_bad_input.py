@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ LOCK = threading.Lock()
         (Seeded, {"postproc": lambda batch: None}, TypeError, "postproc returned None"),
         (Seeded, {"postproc": lambda batch: batch.sum()}, TypeError, "a tensordict with a first dimension"),
         (Seeded, {"postproc": lambda batch: batch.set("text", ["a"] * 10)}, TypeError, "column 'text' is no tensor"),
-        ([Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")], {}, ValueError,
+        ([Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)], {}, ValueError,
          r"the same columns: of 'observation', worker 0 gives torch.float32 \[3\] and worker 1 torch.float64 \[3\]"),
     ],
 )  # fmt: skip
@@ -79,7 +80,7 @@ def test_refusals(env: Any, options: dict[str, Any], error: Any, message: str, n
 
 
 def test_batches_of_one_worker_each_have_the_same_columns_too(nursery: Nursery) -> None:
-    envs = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")]
+    envs = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)]
     collector = MultiAsyncCollector(envs, frames_per_batch=10, nursery=nursery)
     with (
         pytest.raises(ValueError, match=r"same columns: of 'observation', worker \d gives torch.float"),
@@ -137,7 +138,7 @@ def test_weights_that_an_update_would_not_reach(nursery: Nursery) -> None:
 
 
 def test_a_buffer_that_refuses_rows_says_whose(nursery: Nursery) -> None:
-    double = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")]
+    double = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)]
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
     with (
         MultiAsyncCollector(double, frames_per_batch=4, replay_buffer=buffer, nursery=nursery) as collector,
@@ -146,6 +147,18 @@ def test_a_buffer_that_refuses_rows_says_whose(nursery: Nursery) -> None:
         while True:
             next(collector)
     assert any("in the rows of worker " in note for note in caught.value.__notes__)
+
+
+def test_a_buffer_of_running_normalisations_in_workers_warns(nursery: Nursery) -> None:
+    def normalized() -> gym.Env[Any, Any]:
+        return gym.wrappers.NormalizeObservation(Seeded())
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    with pytest.warns(
+        UserWarning, match="NormalizeObservation scales each row by the statistics of its step"
+    ):
+        MultiSyncCollector(normalized, frames_per_batch=4, replay_buffer=buffer, nursery=nursery).shutdown()
+    MultiSyncCollector(normalized, frames_per_batch=4, nursery=nursery).shutdown()
 
 
 def test_more_workers_than_cores_is_a_note(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:

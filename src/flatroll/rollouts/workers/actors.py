@@ -76,7 +76,8 @@ class CollectorActor:
 
     def _start(self, job: Job, own: dict[str, Any]) -> Ready:
         self._given, self._signals = GivenWeights(), Signals()
-        if own.pop("workers") == 1:
+        workers = own.pop("workers")
+        if workers == 1:
             torch.set_num_threads(own["num_threads"])
             self._maker = WindowMaker(job, self._signals, self._given, 0)
             self._collector = self._maker.collector
@@ -87,6 +88,7 @@ class CollectorActor:
         self._collector = multi_collector(
             job.create_env_fn,
             job.policy,
+            num_workers=workers,
             policy_factory=job.policy_factory,
             frames_per_batch=job.frames_per_batch,
             trajs_per_batch=job.trajs_per_batch,

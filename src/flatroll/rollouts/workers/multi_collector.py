@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import refuse_hidden_weights, state_of
 from flatroll.rollouts.workers.arguments import (
@@ -193,6 +194,8 @@ class MultiCollector(Facts):
             self._transport.close()
             raise
         self._begin(0, writer, seeds)
+        if replay_buffer is not None and self._supply.gatherer.team.scaled:
+            warn_of_scales(stacklevel=2)
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
         """Start the workers; ``frames`` rows were collected before, and numbers up to ``writer`` and children of

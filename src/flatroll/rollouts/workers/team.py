@@ -151,6 +151,7 @@ class Team:
         #: Seconds that the owner has waited for workers.
         self.waited = 0.0
         self.returns_key: Any = None  # of episodes' returns, if the envs count them
+        self.scaled = False  # whether a running normalisation scales the envs' observations
         self.members: list[Member] = []
         #: What has come and was not returned yet.
         self.arrived: list[Event] = []
@@ -267,6 +268,7 @@ class Team:
                 member.since, heard = monotonic(), True
                 if kind == READY:
                     member.ready, self.returns_key = True, content.returns
+                    self.scaled = content.scaled
                     continue
                 note = content if kind == END else content.note
                 fresh, member.frames = note.frames - member.frames, note.frames

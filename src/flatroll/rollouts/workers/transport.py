@@ -59,10 +59,12 @@ class Ready(NamedTuple):
     Attributes:
         returns: key of episodes' returns, if the env counts them.
         row_bytes: bytes of a row as far as the collector's spec says.
+        scaled: whether a running normalisation scales the env's observations.
     """
 
     returns: Any
     row_bytes: int
+    scaled: bool = False
 
 
 class Note(NamedTuple):

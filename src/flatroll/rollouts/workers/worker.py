@@ -17,6 +17,7 @@ from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.workers.transport import Job, Note, Ready
 from flatroll.sharing.block import Block, BlockColumn, Table
 from flatroll.sharing.channel import Closed
+from flatroll.wrappers.adapt_env import scales_by_running_statistics
 from flatroll.wrappers.markers import RewardSum, find_wrapper
 
 
@@ -67,12 +68,12 @@ class WindowMaker:
     def ready(self) -> Ready:
         """What the owner is told once the collector is made."""
         collector = self.collector
-        returns = find_wrapper(
-            collector.env[0] if isinstance(collector.env, tuple) else collector.env, RewardSum
-        )
+        env = collector.env[0] if isinstance(collector.env, tuple) else collector.env
+        returns = find_wrapper(env, RewardSum)
         leaves: Any = collector.spec.items(True, True)
         row_bytes = sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
-        return Ready(None if returns is None else next_key(returns.key), row_bytes)
+        scaled = scales_by_running_statistics(env)
+        return Ready(None if returns is None else next_key(returns.key), row_bytes, scaled)
 
     def ask(self, rows: int, limit: int) -> None:
         """Make windows of ``rows`` rows from now on, until ``limit`` are collected in all (-1: no end)."""
