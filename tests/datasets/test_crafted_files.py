@@ -51,6 +51,15 @@ def test_a_pipe_is_no_file(number: int, pipe: Path) -> None:
         readers()[number](pipe)
 
 
+def test_a_pipe_in_a_folder_is_no_file(tmp_path: Path) -> None:
+    from flatroll.export import import_lerobot
+
+    (tmp_path / "meta").mkdir()
+    os.mkfifo(tmp_path / "meta/info.json")
+    with pytest.raises(ValueError, match=r"info\.json cannot be read, or is damaged: it is no plain file"):
+        import_lerobot(tmp_path)
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_what_is_no_such_file_is_named(number: int, tmp_path: Path) -> None:
     (tmp_path / "file.h5").write_bytes(b"\x93NUMPY" + b"a" * 10**6)

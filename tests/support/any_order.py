@@ -451,12 +451,21 @@ class Load(Save):
 
 
 class LogStorage(Extend):
-    """A storage whose rows are files."""
+    """A storage whose rows are files. Rows that reached a file are not taken back: the folder is opened anew."""
 
     def made_buffer(self) -> ReplayBuffer:
-        path = Path(tempfile.mkdtemp(dir=self.folder))
-        storage = DiskStorage(64, path, segment_bytes=4000)
-        return ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=3), batch_size=12)
+        self.path = getattr(self, "path", None) or Path(tempfile.mkdtemp(dir=self.folder))
+        self.storage = DiskStorage(64, self.path, segment_bytes=4000)
+        return ReplayBuffer(storage=self.storage, sampler=SliceSampler(slice_len=3), batch_size=12)
+
+    def after(self, result: Any, where: str | None) -> None:
+        try:
+            super().after(result, where)
+        except RuntimeError as error:
+            assert where is not None and "anew, which has them" in str(error)
+            self.storage.close()
+            self.buffer = self.made_buffer()
+            super().after(result, where)
 
 
 class Copies(Extend):
@@ -552,6 +561,9 @@ class Program:
         self.saves = Path(tempfile.mkdtemp(dir=folder))
         self.interrupts = 0
         next(self.filling)
+        # Numba loads a kernel under a lock of its own, which a child would find held if a thread is at it.
+        self.copies()
+        self.ring.buffer.extend(self.ring.buffer[:0])
 
     def take(self) -> None:
         """Take a batch; a loop hands it over without a place for Ctrl-C, as the builtin `next` does not."""
@@ -606,6 +618,8 @@ class Program:
                 break
             except KeyboardInterrupt:
                 self.interrupts += 1
+            except ChildProcessError:  # Ctrl-C came when it was waited for already: its status is lost
+                return
         assert status == 0, f"the child: {os.waitstatus_to_exitcode(status)}"
 
     def threads(self) -> None:

@@ -44,7 +44,8 @@ class Press:
             assert frame.f_back is not None
             self._entered.add(frame.f_back)
         name = frame.f_code.co_filename
-        if self._muted or name.endswith("/fake_ray.py"):  # in place of other processes, which hear no Ctrl-C
+        # What stands for other processes hears no Ctrl-C, and what is raised in __del__ Python drops.
+        if self._muted or name.endswith("/fake_ray.py") or frame.f_code.co_name == "__del__":
             self._muted += 1
             frame.f_trace_lines = False
             return self._leave

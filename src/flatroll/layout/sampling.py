@@ -15,7 +15,6 @@ from torch.distributions import (
     Distribution,
     Independent,
     TanhTransform,
-    Transform,
     TransformedDistribution,
 )
 
@@ -60,8 +59,8 @@ def draw(
     if root is not None:
         base = root.rsample(shape) if reparametrize else root.sample(shape)
         return *_through(dist, base), base
-    together = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
-    if callable(together):
+    together: Any = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
+    if together is not None:
         sample, log_prob = together(shape)
     else:  # the distribution may know the very tensor that it made
         sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
@@ -98,15 +97,15 @@ def saturated(dist: Distribution, action: Tensor) -> Tensor | None:
     return None
 
 
-def _parts(dist: TransformedDistribution) -> list[Transform]:
+def _parts(dist: TransformedDistribution) -> list[Any]:
     """Its own transforms, one by one."""
-    parts: list[Transform] = []
+    parts: list[Any] = []
     for transform in dist.transforms:
         parts += transform.parts if isinstance(transform, ComposeTransform) else [transform]
     return parts
 
 
-def _transforms(dist: Distribution) -> list[Transform]:
+def _transforms(dist: Distribution) -> list[Any]:
     """What turns a base sample into a sample, in this order."""
     if _is_independent(dist):
         return _transforms(dist.base_dist)
@@ -136,7 +135,7 @@ def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
     for part in parts:
         before, sample = sample, part(sample)
-        slope = part.log_abs_det_jacobian(before, sample)  # type: ignore[no-untyped-call]
+        slope = part.log_abs_det_jacobian(before, sample)
         log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
         dims += part.codomain.event_dim - part.domain.event_dim
     return sample, log_prob

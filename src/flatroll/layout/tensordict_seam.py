@@ -206,9 +206,11 @@ def base_keys_of(policy: Any) -> list[NestedKey]:
     """Return where :func:`call_policy` may keep what the policy's actions are made of."""
     if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
         return []
-    sampler: Any = _parts(policy.__dict__)[-1]
-    is_one = isinstance(sampler, ProbabilisticTensorDictModule) and keeps_base(sampler)
-    return [base_sample_key(key) for key in sampler.dist_sample_keys] if is_one else []
+    sampler = _parts(policy.__dict__)[-1]
+    if not isinstance(sampler, ProbabilisticTensorDictModule) or not keeps_base(sampler):
+        return []
+    action_keys: list[Any] = sampler.dist_sample_keys
+    return [base_sample_key(key) for key in action_keys]
 
 
 def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
@@ -228,11 +230,12 @@ def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
 
 def _sample_and_score(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
     """What the sampler does, with the log-probability of the value before a transform, which is kept."""
-    action_keys: list[Any] = sampler.dist_sample_keys
     if (interaction_type() or sampler.default_interaction_type) is InteractionType.RANDOM:
         parts = components(sampler.get_dist(batch))
-        log_prob_keys: list[Any] = sampler.log_prob_keys
-        if None in parts or (list(parts) == action_keys and len(log_prob_keys) == len(parts)):
+        action_keys: list[Any] = sampler.dist_sample_keys
+        log_prob_keys: list[Any] = sampler.log_prob_keys or []
+        alike = None in parts or list(parts) == action_keys
+        if alike and len(parts) == len(action_keys) == len(log_prob_keys):
             for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
                 action, log_prob, base = draw(part, reparametrize=part.has_rsample)
                 batch.set(key, action)

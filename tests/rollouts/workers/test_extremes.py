@@ -1,10 +1,9 @@
-"""Tiny and huge windows, no room in /dev/shm, a REPL and a notebook; long: ``python tests/support/extremes.py``."""
+"""Tiny and huge windows, and what was typed at a prompt.
 
-import sys
-from pathlib import Path
+``python tests/support/extremes.py`` is the long form, which also fills /dev/shm and runs a notebook.
+"""
 
-import pytest
-from extremes import FOUND, large_windows, notebook, repl, tiny_windows, without_shared_folder
+from extremes import FOUND, large_windows, repl, tiny_windows
 
 from flatroll.sharing import Nursery
 
@@ -21,16 +20,3 @@ def test_large_windows(nursery: Nursery) -> None:
 
 def test_what_was_typed_at_a_prompt_goes_to_workers() -> None:
     assert FOUND in repl()
-
-
-def test_what_was_typed_in_a_notebook_goes_to_workers(tmp_path: Path) -> None:
-    pytest.importorskip("nbclient")
-    assert FOUND in notebook(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts are Linux's")
-def test_nothing_is_needed_in_dev_shm() -> None:
-    found = without_shared_folder()
-    if found is None:
-        pytest.skip("nobody may mount a folder here")
-    assert FOUND in found
