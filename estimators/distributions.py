@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import Distribution, Independent, TransformedDistribution, kl_divergence
 
 from flatroll.estimators.masked import WarnOnce, on_host
 from flatroll.layout.keys import NestedKey, as_tuple
@@ -86,18 +86,14 @@ def distribution_for(
     return head.get_dist(read), work
 
 
-def part_key(
-    part: NestedKey | None, actions: Sequence[NestedKey], actor_network: TensorDictModuleBase
-) -> NestedKey:
+def part_key(part: NestedKey, actions: Sequence[NestedKey], actor_network: TensorDictModuleBase) -> NestedKey:
     """Return the key of a part of the action, of the name that it has in :func:`~flatroll.layout.sampling.components`.
 
     Args:
-        part: the name; None, the action has no parts.
+        part: the name.
         actions: the keys of the action.
         actor_network: an actor that declares other keys than its parts' has them under the one it declares.
     """
-    if part is None:
-        return actions[0]
     declared: list[NestedKey] | None = getattr(actor_network, "dist_sample_keys", None)
     if declared and as_tuple(part) not in map(as_tuple, declared):
         return (*as_tuple(actions[0]), *as_tuple(part))
@@ -120,8 +116,11 @@ def log_prob_of(
     """
     shape = dist.batch_shape
     # log_prob() would broadcast [N, 1] against [N] to [N, N] without a word
-    log_prob = score(dist, action, base) if action.shape[: len(shape)] == shape else None
-    if base is None and warn is not None and not warn.warned and on_host(action):
+    log_prob: Tensor | None = None
+    if action.shape[: len(shape)] == shape:
+        log_prob = dist.log_prob(action) if base is None else score(dist, action, base)
+    squashes = isinstance(dist, (TransformedDistribution, Independent))
+    if squashes and base is None and warn is not None and not warn.warned and on_host(action):
         lost = saturated(dist, action)
         if lost is not None and (count := int(lost.sum())):
             warn(

@@ -37,7 +37,6 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     flat_column,
-    key_list,
     marker,
     missing_marker,
     renamed,
@@ -297,7 +296,8 @@ class LossModule(TensorDictModuleBase):
 
     def keys_of(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
-        return key_list(self.key(name))
+        key = self.key(name)
+        return key if isinstance(key, list) else [key]
 
     def entry(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.

@@ -455,9 +455,9 @@ class PolicyGradientLoss(LossModule):
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
-            log_probs = []
+            actions, log_probs = self.keys_of("action"), []
             for key, part in parts.items():
-                key = part_key(key, self.keys_of("action"), self.actor_network)
+                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
                     raise self.missing(inputs, key, ACTION)

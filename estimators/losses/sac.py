@@ -373,7 +373,7 @@ class SACLoss(SoftActorCritic):
 
     def _acted(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """A shallow copy of the batch with an action drawn anew, and its log-probability ``[*B]``."""
-        copy, log_probs = shallow_copy(work), []
+        copy, actions, log_probs = shallow_copy(work), self.keys_of("action"), []
         for key, part in components(dist).items():
             if not part.has_rsample:
                 raise TypeError(
@@ -381,7 +381,8 @@ class SACLoss(SoftActorCritic):
                     "for discrete actions take DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
-            set_entry(copy, part_key(key, self.keys_of("action"), self.actor_network), action)
+            place = actions[0] if key is None else part_key(key, actions, self.actor_network)
+            set_entry(copy, place, action)
             log_probs.append(joint(log_prob, work))
         # parts of an action are independent: their log-probabilities add up
         return copy, reduce(torch.add, log_probs)

@@ -361,7 +361,7 @@ class VTrace(ValueEstimator):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
             of_parts = []  # parts of an action are independent: their log-probabilities add up
             for key, dist in components(distribution(self.actor_network, part)).items():
-                key = part_key(key, actions, self.actor_network)
+                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
                 action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
                 base = get_entry(batch, base_sample_key(key))
                 base = None if base is None else flat_rows(base, dims)[start:stop]

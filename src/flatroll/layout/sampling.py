@@ -18,7 +18,7 @@ from torch.distributions import (
     TransformedDistribution,
 )
 
-from flatroll.layout.keys import NestedKey, as_tuple
+from flatroll.layout.keys import NestedKey
 
 
 def base_sample_key(action: NestedKey) -> NestedKey:
@@ -27,7 +27,7 @@ def base_sample_key(action: NestedKey) -> NestedKey:
     >>> base_sample_key("action")
     ('base_sample', 'action')
     """
-    return ("base_sample", *as_tuple(action))
+    return ("base_sample", action) if isinstance(action, str) else ("base_sample", *action)
 
 
 def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
@@ -68,12 +68,12 @@ def draw(
     return sample, log_prob, None
 
 
-def score(dist: Distribution, action: Tensor, base: Tensor | None = None) -> Tensor:
-    """Return the log-probability ``[*B]`` of an action; of its base sample, where that is given and made the action.
+def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
+    """Return the log-probability ``[*B]`` of the base sample that an action was made of.
 
     An action that has changed since then (random exploration, clipping) is scored as it is.
     """
-    if base is None or _root(dist) is None:
+    if _root(dist) is None:
         log_prob: Tensor = dist.log_prob(action)
         return log_prob
     made, log_prob = _through(dist, base)
