@@ -519,7 +519,7 @@ class ValueEstimator(TensorDictModuleBase):
             check_runs(batch, at, keys["done"], self._warn_of_order)
         counted = check_steps(batch, at, keys["step_count"], keys["mask"])
         if not counted and inputs is not None and get_entry(batch, keys["steps_to_next_obs"]) is None:
-            check_observations(batch, at, inputs.observed, self._warn_of_order)
+            check_observations(batch, at, inputs.observed)
 
     def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
         """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""

@@ -61,19 +61,15 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
     return True
 
 
-def check_observations(
-    batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey], warn: Callable[[str], None]
-) -> None:
+def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey]) -> None:
     """Check some rows inside runs: their next observation must be the observation of the row behind.
 
-    Where most are not, and the next observations stand at no other row (so they may have been changed on purpose, as
-    random crops do), it warns.
+    Next observations that stand at no row are accepted: they may have been changed on purpose, as random crops do.
 
     Args:
         batch: ``[*B, T]``, on the host.
         at: its boundaries.
         observed: keys of the observations; those without a next entry are left out.
-        warn: called with a text.
 
     Raises:
         ValueError: the next observation of a row is that of another row than the one behind.
@@ -109,11 +105,6 @@ def check_observations(
             raise ValueError(
                 f"{_named(batch, row)}: its next observation is that of row {int(found.nonzero()[0])}. {_WAY_OUT}"
             )
-    if 2 * len(wrong) > len(follows) - np.count_nonzero(follows):
-        warn(
-            f"{_named(batch, wrong[0])}: its next observation is another one, as of most rows. {_WAY_OUT}. (If next "
-            "observations were changed on purpose, ignore this; it is said once)"
-        )
 
 
 def check_runs(

@@ -84,5 +84,5 @@ def test_a_header_that_python_cannot_parse_is_named(tmp_path: Path) -> None:
         member.size = len(content)
         with tarfile.open(tmp_path / "set.tar", "w") as archive:
             archive.addfile(member, io.BytesIO(content))
-        with pytest.raises(ValueError, match=r"set\.tar: 0\.npy cannot be read"):
+        with pytest.raises(ValueError, match=r"set\.tar: 0\.npy (cannot be read|must hold)"):  # as NumPy is
             list(read_gen_dgrl(tmp_path / "set.tar"))

@@ -618,6 +618,8 @@ class Program:
                 break
             except KeyboardInterrupt:
                 self.interrupts += 1
+            except ChildProcessError:  # Ctrl-C came when it was waited for already: its status is lost
+                return
         assert status == 0, f"the child: {os.waitstatus_to_exitcode(status)}"
 
     def threads(self) -> None:

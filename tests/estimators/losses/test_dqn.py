@@ -349,7 +349,7 @@ def test_padded_slices_count_their_real_rows_only(batch_of: BatchOf) -> None:
     for pad in (False, True):
         buffer = ReplayBuffer(
             storage=LazyTensorStorage(9),
-            sampler=SliceSampler(slice_len=4, pad_output=pad),
+            sampler=SliceSampler(slice_len=4, pad_output=pad, fill=False),
             batch_size=32,
             generator=torch.Generator().manual_seed(0),
         )
