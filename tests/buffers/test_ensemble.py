@@ -156,7 +156,7 @@ def test_slices_are_laid_end_to_end(world: Any) -> None:
     """Marks tell slices of one trajectory apart, across members too."""
     members = []
     for writer, length in enumerate((3, 9)):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=4))
+        buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=4, fill=False))
         buffer.extend(world.to_batch(world.episode(writer, 0, length, end="")))
         members.append(buffer)
     rb = ReplayBufferEnsemble(*members, sample_from_all=True, stack=False, batch_size=16)

@@ -51,7 +51,7 @@ class Machine(RuleBasedStateMachine):
         self.model = self.world.Model(capacity)
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(capacity, compact_obs=self.compact),
-            sampler=SliceSampler(slice_len=5, by=by),
+            sampler=SliceSampler(slice_len=5, by=by, fill=False),
             batch_size=20,
             generator=torch.Generator().manual_seed(seed),
         )

@@ -14,6 +14,13 @@ from flatroll.export import export, import_minari
 minari = pytest.importorskip("minari")
 for library in ("h5py", "pyarrow"):
     pytest.importorskip(library)
+OBSERVATIONS = gym.spaces.Dict(
+    observation=gym.spaces.Box(0, 1, (2,)),
+    pixels=gym.spaces.Box(0, 255, (6, 5, 3), np.uint8),
+    arm=gym.spaces.Dict(
+        angle=gym.spaces.Box(0, 1, (1,), np.float64), level=gym.spaces.Box(0, 9, (), np.int16)
+    ),
+)
 each_format = pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
 
 
@@ -28,6 +35,7 @@ def saved(rows: TensorDict, home: Path, name: str, **options: Any) -> Any:
     place = home / "flatroll" / f"{name}-v0"
     place.parent.mkdir(exist_ok=True)
     place.mkdir()
+    options |= {"observation_space": OBSERVATIONS, "action_space": gym.spaces.Discrete(5)}
     export(rows, place / "data", "minari", dataset_id=f"flatroll/{name}-v0", **options)
     return minari.load_dataset(f"flatroll/{name}-v0")
 

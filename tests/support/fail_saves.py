@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -116,8 +117,10 @@ def checkpoints(make: Callable[[Path], ReplayBuffer], close: Callable[[Any], Any
         except BaseException:
             close((buffer, None))
             raise
-        if not first and len(buffer):  # a log of rows that no version knows
-            buffer.empty()
+        if not first and len(buffer):  # rows of a log that no version knows: another log is begun
+            close((buffer, None))
+            shutil.rmtree(path / "rows")
+            return begin(path)
         return (buffer, checkpoint), first
 
     def step(run: Any, number: int) -> None:

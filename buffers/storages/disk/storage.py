@@ -154,8 +154,10 @@ class DiskStorage(ColumnStorage):
             if max_size is None and not len(rows) and not read_only:
                 raise ValueError(f"max_size must be given for a new folder, {path} has no rows")
             self._log = RowLog(folder, FlushRule(flush_rows, flush_seconds), self.max_size, layout)
-        except BaseException:
+        except BaseException as error:
             folder.close()
+            if isinstance(error, ValueError) and str(folder.path) not in str(error):
+                error.add_note(f"while {folder.path} was opened")
             raise
         self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
         self._ring: Ring | None = None

@@ -53,7 +53,9 @@ def preprocess(
     parts = dest.parent / f".{dest.name}.parts"
     stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
     first = parts / str(bounds[0][0])
-    if first.exists() and _load(first)[1] != stamp:  # pieces of another function, or of other rows
+    # Pieces of another function, or of other rows, or those that a process that died was removing.
+    there = [path for path in parts.iterdir() if path.name.isdigit()] if parts.exists() else []
+    if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
     # The first piece says how rows are kept; it is made here.
     work = _Work(open_rows(source), fn, parts, stamp, None)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -551,6 +552,8 @@ class TrajectoryReplayBuffer:
             (INDEX, {"trajectory_index": index, "trajectory_id_list": list(index)}),
             (METADATA, metadata),
         ):
+            with suppress(FileNotFoundError):  # of a process that died
+                files.remove(folder / f"{name}{files.TEMPORARY}")
             files.publish(folder, name, [json.dumps(facts).encode()], synced=self._sync)
 
     def _replace(self, checkpoint: SavedTrajectories) -> None:
