@@ -1,5 +1,6 @@
 """Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -234,7 +235,14 @@ class SliceSampler(Sampler):
                 way["span"] = spans(self.span, length)
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
-        draw = draw_slices(batch_size // length, length, follow=follow, **way)
+        count = batch_size // length
+        if self.fill and not (self.pad_output or self.strict_length):
+            # Slices of short trajectories are short, so more are drawn at once: were the lengths distributed
+            # exponentially, slices would hold mean * (1 - exp(-length / mean)) rows. An eighth more, for chance.
+            mean = len(index) / max(index.trajectories, 1)
+            if mean < 2 * length:
+                count = math.ceil(9 * batch_size / (8 * mean * (1 - math.exp(-length / mean))))
+        draw = draw_slices(count, length, follow=follow, **way)
         if self.pad_output:
             return pad_slices(draw, length, ring)
         if len(draw.slots) == batch_size or not self.fill:
@@ -361,7 +369,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
     The slices are the first ones of a longer draw: which of them are kept depends on nothing that comes after.
 
     Args:
-        first: the slices drawn so far, at least one.
+        first: the slices drawn so far, at least one; they may have more rows than that.
         rows: how many rows there shall be.
         more: draws so many further slices, each of at least one row.
     """
@@ -371,7 +379,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
         slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
-    return cut(_join(parts), rows)
+    return cut(_join(parts) if len(parts) > 1 else first, rows)
 
 
 def cut(draw: Draw, rows: int) -> Draw:

@@ -30,6 +30,7 @@ READER_OF_CODE = "datasets/trajectories/rlinf_folder.py"
 OTHERS = {
     ("buffers/sharing.py", "pickle"),
     ("datasets/preprocess.py", "pickle"),  # an error's name
+    ("datasets/formats/episodes.py", "pickle"),  # an error's name
     ("datasets/formats/d4rl.py", "import_module"),
     ("layout/export.py", "import_module"),
 }
