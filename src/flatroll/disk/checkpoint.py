@@ -190,6 +190,8 @@ class Checkpoint:
             states, generators, extra = others["parts"], others["rng"], others["extra"]
         except KeyError:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
+        if not isinstance(extra, dict):
+            raise damaged(f"what was saved along is a {type(extra).__name__}")
         if not isinstance(states, dict) or states.keys() != self._parts.keys():
             raise ValueError(
                 f"the version has the parts {sorted(states)}, this Checkpoint {sorted(self._parts)}: make it with the "

@@ -230,11 +230,13 @@ class Folder:
         """Give the lock back; what was published stays."""
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
-            if (
-                process == os.getpid()
-            ):  # also if processes that were forked meanwhile have the descriptor, too
-                files.unlock(descriptor)
-            files.close(descriptor)
+            try:
+                if (
+                    process == os.getpid()
+                ):  # also if processes that were forked meanwhile have the descriptor, too
+                    files.unlock(descriptor)
+            finally:
+                files.close(descriptor)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
