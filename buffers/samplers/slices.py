@@ -240,7 +240,7 @@ class SliceSampler(Sampler):
             # Slices of short trajectories are short, so more are drawn at once: were the lengths distributed
             # exponentially, slices would hold mean * (1 - exp(-length / mean)) rows. An eighth more, for chance.
             mean = len(index) / max(index.trajectories, 1)
-            if mean < 2 * length:
+            if 0 < mean < 2 * length:
                 count = math.ceil(9 * batch_size / (8 * mean * (1 - math.exp(-length / mean))))
         draw = draw_slices(count, length, follow=follow, **way)
         if self.pad_output:

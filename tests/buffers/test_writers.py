@@ -28,6 +28,7 @@ from flatroll.buffers import (
     TensorStorage,
 )
 from flatroll.buffers.index.top_k_ring import RankedRing
+from flatroll.disk.state_tree import from_plain
 
 
 def scored(scores: Any, first: int = 0) -> TensorDict:
@@ -257,7 +258,7 @@ def test_a_state_of_another_kind_is_refused() -> None:
     small = top(2)
     small.extend(scored([1.0]))
     with pytest.raises(ValueError, match="a ring of 2 rows, this one has 3"):
-        RankedRing(3).load_state_dict(small.state_dict()["ring"])
+        RankedRing(3).load_state_dict(from_plain(small.state_dict()["ring"]))
 
 
 def test_an_emptied_buffer_begins_anew() -> None:

@@ -29,6 +29,7 @@ from flatroll.buffers import (
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
+from flatroll.disk.state_tree import from_plain
 
 CAPACITY, LENGTH = 40, 7
 MARKED = {"is_init", ("next", "done")}
@@ -149,6 +150,14 @@ def same(left: Any, right: Any) -> bool:
     if hasattr(left, "__dict__") and not isinstance(left, type):
         return same(vars(left), vars(right))
     return bool(left == right)
+
+
+def state_of(buffer: Any) -> dict[str, Any]:
+    """The state of a buffer, with its tables as arrays, in which every field can be changed."""
+    state: dict[str, Any] = buffer.state_dict()
+    if "items" in state["storage"]:
+        state["storage"]["items"] = from_plain(state["storage"]["items"])
+    return state | {name: from_plain(state[name]) for name in ("ring", "ahead")}
 
 
 # -- by name: what once ended the process, never ended, or was taken in silence ----------------------------------------
@@ -284,6 +293,7 @@ def ensembles() -> None:
     rb = ReplayBufferEnsemble(filled("plain", 30), filled("slices", 30), batch_size=8)
     other = ReplayBufferEnsemble(filled("plain", 60), filled("slices", 60), batch_size=8)
     state, before = other.state_dict(), rb.state_dict()
+    state["members"][1]["ring"] = from_plain(state["members"][1]["ring"])
     state["members"][1]["ring"]["state"]["end"] = 2**40
     try:
         rb.load_state_dict(state)
@@ -364,10 +374,11 @@ def mutated(value: Any, draw: random.Random) -> Any:
 
 def fuzz(kind: str, count: int, seed: int) -> tuple[int, int]:
     """Mutate the state of a buffer ``count`` times; return how many were refused and loaded."""
-    draw, good = random.Random(f"{kind} {seed}"), filled(kind, 60).state_dict()
+    draw, buffer = random.Random(f"{kind} {seed}"), filled(kind, 60)
+    packed, tables = buffer.state_dict(), state_of(buffer)
     verdicts = [0, 0]
     for i in range(count):
-        crafted, path = copy.deepcopy(good), ()
+        crafted, path = copy.deepcopy(packed if draw.random() < 0.2 else tables), ()
         for _ in range(draw.choice([1, 1, 1, 2])):
             path = draw.choice(list(leaves(crafted)))
             target = crafted
@@ -386,14 +397,14 @@ def main(count: int = 15, seed: int = 0) -> None:
         assert not refused(kind, filled(kind, 60).state_dict()), f"a good state of {kind} was refused"
     taken = []
     for number, (kind, change) in enumerate(CRAFTED):
-        state = copy.deepcopy(filled(kind, 60).state_dict())
+        state = copy.deepcopy(state_of(filled(kind, 60)))
         change(state)
         print("crafted", number, kind, file=sys.stderr, flush=True)
         if not refused(kind, state):
             taken.append((number, kind))
     assert not taken, f"crafted states that were loaded: {taken}"
     for kind, change in REBUILT:
-        good = filled(kind, 60).state_dict()
+        good = state_of(filled(kind, 60))
         bad, buffer, twin = copy.deepcopy(good), new(kind), new(kind)
         change(bad)
         buffer.load_state_dict(bad)

@@ -395,8 +395,11 @@ def test_the_owner_ends_with_its_buffer() -> None:
 
 def test_a_copy_of_an_owned_buffer_has_no_handle_in_another_process() -> None:
     def work(pipe: Connection, buffer: ReplayBuffer, pickled: bytes) -> None:
+        with pytest.raises(RuntimeError, match=f"belongs to process {os.getppid()}"):
+            buffer.extend(rows(1.0))
         for other in (buffer, pickle.loads(pickled)):
-            other.extend(rows(1.0))  # its own rows
+            if other is not buffer:
+                other.extend(rows(1.0))  # its own rows
             try:
                 other.handle()
             except RuntimeError as error:
@@ -406,9 +409,9 @@ def test_a_copy_of_an_owned_buffer_has_no_handle_in_another_process() -> None:
     buffer.extend(rows(0.0))
     buffer.handle()
     with Child(work, buffer, pickle.dumps(buffer)) as child:
-        for _ in range(2):
+        for expected in (4, 8):
             count, text = child.get()
-            assert count == 8
+            assert count == expected
             assert f"of the one that process {os.getpid()} owns: call handle() there" in text
     assert len(buffer) == 4
 

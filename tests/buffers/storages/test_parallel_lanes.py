@@ -238,7 +238,7 @@ def test_other_samplers_name_rows_by_position(sampler: Any) -> None:
         (
             steps((3,), 0, 2)[0],
             ValueError,
-            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]; for flat .* leave ndim out",
+            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]; for .* batches leave ndim out",
         ),
         (torch.zeros(3, 4), TypeError, "the storage holds tensordicts, got Tensor"),
         (
