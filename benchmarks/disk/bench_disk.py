@@ -104,7 +104,7 @@ def bytes_of_second_save(rows: int, folder: Path) -> float:
         buffer.dumps(folder)
     with Counted() as more:
         for _ in range(10):
-            buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
+            buffer.extend(batch(int(buffer.stats()["rows_written"]), rows // 100))
             buffer.dumps(folder)
     return more.bytes / 10 / full.bytes
 
@@ -124,7 +124,7 @@ def times(rows: int, turns: int, folder: Path, torchrl: bool) -> dict[str, float
     def again(turn: int) -> float:
         some = []
         for _ in range(3):  # each takes a few syncs only, whose times differ much
-            buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
+            buffer.extend(batch(int(buffer.stats()["rows_written"]), rows // 100))
             some.append(timed(lambda: buffer.dumps(folder / "again")))
         return statistics.median(some)
 

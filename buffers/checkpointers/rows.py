@@ -133,7 +133,8 @@ class StorageCheckpointerBase(ABC):
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
                 # The rows come oldest first, whatever the ring's cursor is.
-                hook.shift, hook.is_full = (0, True) if full else (len(slots), False)
+                conversion: Any = hook
+                conversion.shift, conversion.is_full = (0, True) if full else (len(slots), False)
                 rows, converted = hook(rows), True
             else:
                 rows = hook(rows, path=path)

@@ -147,7 +147,7 @@ class RandomActions:
                     f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "
                     f"{type(mask).__name__}"
                 )
-            given = mask if isinstance(mask, dict) else dict(enumerate(mask))
+            given: dict[Any, Any] = mask if isinstance(mask, dict) else dict(enumerate(mask))
             parts = {}
             for name, child in items:
                 own = given.get(name, given.get(str(name)))

@@ -58,11 +58,11 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        keys = [unravel_key(key) for key in key_list(in_keys)]
-        index_key, hash_key = unravel_key(index_key), unravel_key(hash_key)
+        keys: list[NestedKey] = [cast(Any, unravel_key(key)) for key in key_list(in_keys)]
+        index_key, hash_key = cast(Any, unravel_key(index_key)), cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
-        self._read: list[NestedKey] = keys
+        self._read = keys
         self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
         self.index_key, self.hash_key, self.clone = index_key, hash_key, clone
         if hash_module is not None and not isinstance(hash_module, list):
