@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test trainers ray versions interop lint bench format constraints clean setup
+.PHONY: demo test trainers ray versions interop lint lint-style lint-mypy lint-pyright bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -64,10 +64,14 @@ versions-%: $(VERSIONS)/%/.ready
 interop: $(VERSIONS)/interop/.ready
 	OMP_NUM_THREADS=1 $(VERSIONS)/interop/bin/python -m pytest -m interop tests/interop $(ARGS)
 
-lint: $(VENV)/.dev
+# `make -j2 lint` runs the two type checkers side by side.
+lint: lint-style lint-mypy lint-pyright
+lint-style: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+lint-mypy: $(VENV)/.dev
 	$(BIN)/mypy
+lint-pyright: $(VENV)/.dev
 	$(BIN)/pyright
 
 # Any warning is an error. The variable leaves out a notice that Material for MkDocs prints at each build.
