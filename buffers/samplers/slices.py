@@ -1,6 +1,5 @@
 """Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -235,14 +234,7 @@ class SliceSampler(Sampler):
                 way["span"] = spans(self.span, length)
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
-        count = batch_size // length
-        if self.fill and not (self.pad_output or self.strict_length):
-            # Slices of short trajectories are short, so more are drawn at once: were the lengths distributed
-            # exponentially, slices would hold mean * (1 - exp(-length / mean)) rows. An eighth more, for chance.
-            mean = len(index) / max(index.trajectories, 1)
-            if 0 < mean < 2 * length:
-                count = math.ceil(9 * batch_size / (8 * mean * (1 - math.exp(-length / mean))))
-        draw = draw_slices(count, length, follow=follow, **way)
+        draw = draw_slices(batch_size // length, length, follow=follow, **way)
         if self.pad_output:
             return pad_slices(draw, length, ring)
         if len(draw.slots) == batch_size or not self.fill:
