@@ -226,9 +226,8 @@ class Actors:
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
-        self._sent: dict[
-            int, tuple[Any, Any]
-        ] = {}  # by the number of what was sent, which it keeps: its reference
+        # By the number of what was sent, which it keeps: its reference.
+        self._sent: dict[int, tuple[Any, Any]] = {}
         self._layout: Any = None  # of the weights, once they are known
         self._flat: Any = None
         self._largest = 0  # bytes of a window
@@ -352,6 +351,7 @@ class Actor:
         self._asked, self._request, self._ended = 0, (0, WITHOUT_END), False
         self._version = -1  # of the weights that were sent last
         self._windows = 0
+        self._began = -inf  # when it last got a window to make, having had none
 
     def __str__(self) -> str:
         return self.name
@@ -376,6 +376,8 @@ class Actor:
         weights = None if self._version == actors.version else actors.weights
         self._version = actors.version
         self._windows += 1
+        if not self.under_way:
+            self._began = monotonic()
         answer, rows = actors.calls.call(
             self.actor, "collect", actors.version, weights, *self._request, returns=2
         )
@@ -426,7 +428,8 @@ class Actor:
             raise WorkerDied(f"{self.name}: {error}") from error
 
     def quiet(self, since: float, limit: float) -> float:
-        quiet, calls = monotonic() - since, self._actors.calls
+        # Before it was asked for anything it had to wait for a learner, however slow.
+        quiet, calls = monotonic() - max(since, self._began), self._actors.calls
         if self._actors.writers_of_each > 1:  # a MultiCollector watches its workers itself
             return 0.0
         if quiet < limit:
