@@ -145,7 +145,9 @@ def buffer_cases() -> Iterator[Case]:
         for count in (64, 4096):
             buffer = filled(SliceSampler(slice_len=32), 2048, compact)
             yield f"extend {count:,}{name}", partial(buffer.extend, rows(count))
-        yield f"sample slices 2,048{name}", filled(SliceSampler(slice_len=32), 2048, compact).sample
+        for way, fill in (("", True), (", unfilled", False)):
+            sampler = SliceSampler(slice_len=32, fill=fill)
+            yield f"sample slices 2,048{way}{name}", filled(sampler, 2048, compact).sample
         yield f"sample rows 256{name}", filled(RandomSampler(), 256, compact).sample
     yield "sample priorities 256", filled(PrioritizedSampler(CAPACITY, alpha=0.6, beta=0.4), 256).sample
 

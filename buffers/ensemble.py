@@ -407,8 +407,9 @@ class ReplayBufferEnsemble(Facts):
     def _facts(self) -> dict[str, str]:
         """What a notebook shows: the statistics, and each member."""
         members = {f"member {i}": repr(member) for i, member in enumerate(self._members)}
-        numbers = {name: number for name, number in self.stats().items() if isinstance(number, int)}
-        return {name: f"{number:,}" for name, number in numbers.items()} | members
+        numbers, hidden = self.stats(), torchrl_names(self.stats())
+        shown = {name: number for name, number in numbers.items() if name not in hidden}
+        return {name: f"{number:,}" for name, number in shown.items()} | members
 
     @overload
     def __getitem__(self, index: int) -> ReplayBuffer: ...

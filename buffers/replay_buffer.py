@@ -645,10 +645,9 @@ class ReplayBuffer(Facts):
         transforms = ", ".join(map(repr, self.transforms)) or None
         facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
-        for name in ("size", "write_count", "utilization"):
-            facts.pop(name)
-        unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
-        shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
+        hidden = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
+        hidden |= set(torchrl_names(self.stats()))
+        shown = {name: facts[name] for name in facts if facts[name] is not None and name not in hidden}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -95,11 +95,8 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise DamagedFileError(f"{file}: {error}") from None
         except PermissionError:
             raise
-        except (
-            OSError,
-            KeyError,
-            RuntimeError,
-        ) as error:  # what h5py raises for what is no HDF5, or is damaged
+        # What h5py raises for what is no HDF5, or is damaged.
+        except (OSError, KeyError, RuntimeError) as error:
             raise DamagedFileError(f"{file} cannot be read: {error}") from None
         except ValueError as error:
             error.add_note(f"while {file} was read")

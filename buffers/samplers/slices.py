@@ -361,7 +361,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
     The slices are the first ones of a longer draw: which of them are kept depends on nothing that comes after.
 
     Args:
-        first: the slices drawn so far, at least one; they may have more rows than that.
+        first: the slices drawn so far, at least one, of fewer rows than that.
         rows: how many rows there shall be.
         more: draws so many further slices, each of at least one row.
     """
@@ -371,7 +371,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
         slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
-    return cut(_join(parts) if len(parts) > 1 else first, rows)
+    return cut(_join(parts), rows)
 
 
 def cut(draw: Draw, rows: int) -> Draw:

@@ -110,9 +110,8 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
     if isinstance(index, tuple):
         dims = len(lanes) + 1
         for place, part in enumerate(index):
-            at = (
-                place if ... not in index[:place] else dims + place - len(index)
-            )  # behind "...": from the end
+            # Behind "...", parts are counted from the end.
+            at = place if ... not in index[:place] else dims + place - len(index)
             if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
                 raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
     try:

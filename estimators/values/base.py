@@ -50,7 +50,7 @@ from flatroll.layout.keys import (
     require,
     under_next,
 )
-from flatroll.layout.tensordict_seam import get_entry
+from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.modules import set_recurrent_mode
 
 BootstrapMissing = Literal["error", "current", "mask"]
@@ -326,12 +326,12 @@ class ValueEstimator(TensorDictModuleBase):
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
         valid_key, valid = self.tensor_keys["valid"], values.valid
-        stale = tensordict.get(valid_key, None) is not None  # never leave an old one behind
+        stale = get_entry(tensordict, valid_key) is not None  # never leave an old one behind
         if valid is not None or self.shifted or stale:
             everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
             written[valid_key] = everywhere if valid is None else valid
         for key, column in written.items():
-            tensordict.set(key, column)
+            set_entry(tensordict, key, column)
         return tensordict
 
     def value_estimate(
@@ -387,7 +387,7 @@ class ValueEstimator(TensorDictModuleBase):
             series = batch.transpose(dim, last)
             next_value = None if next_value is None else next_value.transpose(dim, last)
         grad, mask_key = self.differentiable and torch.is_grad_enabled(), self.places["mask"]
-        if series.get(mask_key, None) is not None:
+        if get_entry(series, mask_key) is not None:
             read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
             series = without_rubbish(series, mask_key, read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
@@ -422,7 +422,7 @@ class ValueEstimator(TensorDictModuleBase):
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
-        if batch.get(NEXT_KNOWN, None) is not None:
+        if get_entry(batch, NEXT_KNOWN) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
         if ends.is_cpu and not is_tracing():  # elsewhere values are not there yet
             self._check_order(batch, at, factors)
@@ -448,7 +448,7 @@ class ValueEstimator(TensorDictModuleBase):
                 skip_existing=self.skip_existing,
                 final=final,
                 parameters=parameters,
-                n_step=batch.get(keys["steps_to_next_obs"], None) is not None,
+                n_step=get_entry(batch, keys["steps_to_next_obs"]) is not None,
                 warn=self._warn_once,
             )
             values = state_values(values_of, next_value)
@@ -467,9 +467,9 @@ class ValueEstimator(TensorDictModuleBase):
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
         counted = valid  # the rows that moments are taken over; None is all of them
-        if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
+        if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
             counted = mask_and(marker(batch, keys["mask"]), valid)
-        steps = batch.get(keys["steps_to_next_obs"], None)
+        steps = get_entry(batch, keys["steps_to_next_obs"])
         if steps is not None:  # the discount over all the steps that a row spans
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)

@@ -32,7 +32,7 @@ from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
-from flatroll.layout.tensordict_seam import call_network
+from flatroll.layout.tensordict_seam import call_network, get_entry
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
@@ -252,7 +252,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     assert network is not None
     # What the batch itself holds of both; keys that it lacks under "next" may stand in final.
     root = {key: require(batch, key) for key in network.observed}
-    next_columns = [batch.get(key, None) for key in network.next_observed]
+    next_columns = [get_entry(batch, key) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
     absent = [key for key in root if key not in following]
     from_final = None

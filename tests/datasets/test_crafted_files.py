@@ -1,33 +1,19 @@
 """Files of every form, damaged or made up: an error that names them, or rows; bounded time and memory, nothing else."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "support" / "crafted_files.py"
+from scripts import run_script
 
 
 def test_mutated_files_of_every_form() -> None:
-    """In processes of their own; ``python tests/support/crafted_files.py 2000 SEED`` goes on for longer."""
+    """``python tests/support/crafted_files.py 2000 SEED`` goes on for longer."""
     for library in ("pyarrow", "h5py", "pandas", "PIL", "zstandard"):
         pytest.importorskip(library)
-    path = os.pathsep.join([*sys.path, str(SCRIPT.parent)])
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "3"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.endswith("all right\n"), (
-        done.stdout[-3000:] + done.stderr[-500:]
-    )
+    run_script("crafted_files", 3)
 
 
 @pytest.fixture

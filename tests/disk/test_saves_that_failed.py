@@ -5,8 +5,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import run_script
 from tensordict import TensorDict
 from torch import nn
 
@@ -269,18 +268,7 @@ def test_versions_with_an_hdf5_file(tmp_path: Path) -> None:
 
 
 def test_every_way_to_save_goes_on_whatever_stopped_it() -> None:
-    """In processes of their own; ``python tests/support/fail_saves.py 2000 SEED`` goes on for longer."""
+    """``python tests/support/fail_saves.py 2000 SEED`` goes on for longer."""
     for library in ("pyarrow", "h5py"):
         pytest.importorskip(library)
-    script = Path(__file__).parents[1] / "support" / "fail_saves.py"
-    done = subprocess.run(
-        [sys.executable, script, "1"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(script.parent)])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.endswith("all right\n"), (
-        done.stdout[-3000:] + done.stderr[-500:]
-    )
+    run_script("fail_saves", 1)

@@ -285,7 +285,9 @@ def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
             files = len(os.listdir("/proc/self/fd"))
             theirs = len(os.listdir(f"/proc/{nursery.helper.pid}/fd"))
     assert len(os.listdir("/proc/self/fd")) <= files
-    deadline = time.monotonic() + 200  # the helper closes its end of a report after it has said what became of a worker
+    deadline = (
+        time.monotonic() + 200
+    )  # the helper closes its end of a report after it has said what became of a worker
     while len(os.listdir(f"/proc/{nursery.helper.pid}/fd")) > theirs:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -231,9 +231,8 @@ class Folder:
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
             try:
-                if (
-                    process == os.getpid()
-                ):  # also if processes that were forked meanwhile have the descriptor, too
+                # Also if processes that were forked meanwhile have the descriptor, too.
+                if process == os.getpid():
                     files.unlock(descriptor)
             finally:
                 files.close(descriptor)

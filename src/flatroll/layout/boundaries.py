@@ -14,6 +14,7 @@ from flatroll.layout.keys import (
     marker,
     missing_marker,
 )
+from flatroll.layout.tensordict_seam import get_entry
 
 
 def run_ends(
@@ -57,9 +58,9 @@ def run_ends(
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
     keys = (done_key, is_init_key, mask_key)
     done, is_init, mask = (
-        None if key is None or batch.get(key, None) is None else marker(batch, key) for key in keys
+        None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
     )
-    ids = None if traj_key is None else batch.get(traj_key, None)
+    ids = None if traj_key is None else get_entry(batch, traj_key)
     if ids is not None and traj_key is not None:
         ids = flat_column(ids, batch, traj_key)
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)

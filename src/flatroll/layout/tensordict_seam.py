@@ -238,10 +238,10 @@ def _sample_and_score(sampler: ProbabilisticTensorDictModule, batch: TensorDictB
         if alike and len(parts) == len(action_keys) == len(log_prob_keys):
             for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
                 action, log_prob, base = draw(part, reparametrize=part.has_rsample)
-                batch.set(key, action)
-                batch.set(log_prob_key, log_prob)
+                set_entry(batch, key, action)
+                set_entry(batch, log_prob_key, log_prob)
                 if base is not None:
-                    batch.set(base_sample_key(key), base)
+                    set_entry(batch, base_sample_key(key), base)
             return batch
     out: TensorDictBase = sampler(batch)
     return out

@@ -371,9 +371,8 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     for about in fields or features.values():
         # Of images, their files are bounded; what is in them can be 1032 times as much, as DEFLATE has it.
         if not about.get("image") and about["dtype"] != "image":
-            known = re.fullmatch(
-                _NUMBERS, about["dtype"]
-            )  # of dtypes that NumPy does not have a byte a number
+            # Of dtypes that NumPy does not have a byte a number.
+            known = re.fullmatch(_NUMBERS, about["dtype"])
             row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
     for number, table in _frames(root, files, row_bytes, max_bytes):
         yield (
