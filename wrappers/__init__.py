@@ -4,6 +4,7 @@ from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
+from flatroll.wrappers.functional_env import FunctionalEnv, as_functional
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -21,6 +22,7 @@ from flatroll.wrappers.stream import VectorStream
 __all__ = [
     "Capabilities",
     "CompactObs",
+    "FunctionalEnv",
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
@@ -30,6 +32,7 @@ __all__ = [
     "TrajId",
     "VectorSource",
     "VectorStream",
+    "as_functional",
     "as_vector_env",
     "find_stream",
     "find_wrapper",
