@@ -169,7 +169,7 @@ class H5Writer:
             data = self._rows.create_dataset(
                 name, stored.shape, stored.dtype, maxshape=(None, *stored.shape[1:]), chunks=chunks, **options
             )
-            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+            data.attrs["dtype"] = _name_of(values)
             data[...] = stored
             return
         data = self._rows[name]
@@ -194,7 +194,7 @@ class H5Writer:
         for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
-            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+            data.attrs["dtype"] = _name_of(values)
         self._h5.close()
         self._file.check()
         if self._sync:
@@ -263,10 +263,20 @@ def _read(h5: Any) -> LoadedVersion:
 def _read_dataset(name: str, data: Any) -> Tensor:
     """The values of a dataset that was checked."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
-    dtype = getattr(torch, str(data.attrs.get("dtype", "uint8")), None)
+    dtype: Any = values.dtype
+    if "dtype" in data.attrs:
+        if data.attrs.get_id("dtype").dtype.kind == "S":
+            dtype = getattr(torch, data.attrs["dtype"].decode("ascii", "replace"), None)
+        elif dtype is torch.int16:  # see `_name_of`: such strings are not read
+            raise DamagedFileError(f"an earlier version wrote {name!r}, int16 or bfloat16: save it anew with that one")
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} is of no known dtype")
     return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
+
+
+def _name_of(values: Tensor) -> Any:
+    """The name of a dtype, as bytes of fixed length: HDF5 keeps other strings on a heap, and reads a damaged one forever."""
+    return np.bytes_(str(values.dtype).removeprefix("torch."))
 
 
 def _to_numpy(values: Tensor) -> Any:
