@@ -239,12 +239,10 @@ class _H5Rows:
 
 def _read(h5: Any) -> LoadedVersion:
     """The version in a file; DamagedFileError if there is none."""
-    if str(h5.attrs.get("format")) not in (str(_FORMAT), "None"):
-        raise ValueError(
-            f"the file has format {h5.attrs['format']}, known here is {_FORMAT}: install a later flatroll"
-        )
+    if str(form := _attribute(h5, "format")) not in (str(_FORMAT), "None"):
+        raise ValueError(f"the file has format {form}, known here is {_FORMAT}: install a later flatroll")
     try:
-        first, end, head = map(int, h5.attrs["rows"])
+        first, end, head = map(int, _attribute(h5, "rows"))
         datasets = h5_columns(h5, single=True)
         rows, state = (
             {name[len(of) :]: data for name, data in datasets.items() if name.startswith(of)}
@@ -264,18 +262,26 @@ def _read_dataset(name: str, data: Any) -> Tensor:
     """The values of a dataset that was checked."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
     dtype: Any = values.dtype
-    if "dtype" in data.attrs:
-        if data.attrs.get_id("dtype").dtype.kind == "S":
-            dtype = getattr(torch, data.attrs["dtype"].decode("ascii", "replace"), None)
-        elif dtype is torch.int16:  # see `_name_of`: such strings are not read
-            raise DamagedFileError(f"an earlier version wrote {name!r}, int16 or bfloat16: save it anew with that one")
+    if isinstance(noted := _attribute(data, "dtype"), bytes):
+        dtype = getattr(torch, noted.decode("ascii", "replace"), None)
+    elif dtype is torch.int16:
+        raise DamagedFileError(
+            f"an earlier version wrote {name!r}, int16 or bfloat16: save it anew with that one"
+        )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} is of no known dtype")
     return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
 
 
+def _attribute(owner: Any, name: str) -> Any:
+    """Numbers or bytes of fixed length; None for strings, which HDF5 keeps on a heap: a damaged one is read forever."""
+    attributes = owner.attrs
+    plain = name in attributes and attributes.get_id(name).dtype.kind in "iuS"
+    return attributes[name] if plain else None
+
+
 def _name_of(values: Tensor) -> Any:
-    """The name of a dtype, as bytes of fixed length: HDF5 keeps other strings on a heap, and reads a damaged one forever."""
+    """The name of a dtype as an attribute."""
     return np.bytes_(str(values.dtype).removeprefix("torch."))
 
 

@@ -192,7 +192,9 @@ class Checkpoint:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
         try:
             if not isinstance(extra, dict) or not isinstance(states, dict):
-                raise damaged(f"what was saved along is a {type(extra).__name__} and a {type(states).__name__}")
+                raise damaged(
+                    f"what was saved along is a {type(extra).__name__} and a {type(states).__name__}"
+                )
             if states.keys() != self._parts.keys():
                 named = str(sorted(map(str, states)))[:400]
                 raise ValueError(
