@@ -293,7 +293,8 @@ def test_the_callback_keeps_the_best_weights_and_stops() -> None:
     policy = Presses()
     make: Callable[[], Any] = lambda: PaysTheButton(as_vector_env(ScriptedVectorEnv(Script(2, lengths=2))))  # noqa: E731
     check = Evaluator(make(), policy, episodes=4, every=100, stop_at=8.0, seed=0)
-    stops = []
+    stops: list[bool] = []
+    state: dict[str, Any] = {}
     for frames, button in ((50, 4.0), (100, 2.0), (150, 4.0), (200, 1.0), (310, 3.0), (410, 4.0)):
         with torch.no_grad():
             policy.button.fill_(button)
