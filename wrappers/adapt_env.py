@@ -267,7 +267,8 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
     """Combinations in Gymnasium (1.1 to 1.4) that give wrong data or an unrelated error deep inside."""
-    if type(env.unwrapped).__name__ == "FunctionalJaxVectorEnv":
+    # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
+    if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
         raise ValueError(
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other env when one env "
             "resets: use the ordinary env of the same name"

@@ -587,8 +587,12 @@ def test_functional_jax_envs_are_refused() -> None:
     class FunctionalJaxVectorEnv(ScriptedVectorEnv):
         pass
 
-    with pytest.raises(ValueError, match="phys2d"):
-        as_vector_env(FunctionalJaxVectorEnv(script()))
+    class CartPoleJaxVectorEnv(FunctionalJaxVectorEnv):  # as those that gymnasium registers
+        pass
+
+    for kind in (FunctionalJaxVectorEnv, CartPoleJaxVectorEnv):
+        with pytest.raises(ValueError, match=r"phys2d.*ordinary env"):
+            as_vector_env(kind(script()))
 
 
 def test_numpy_to_torch_over_same_step_is_refused() -> None:
