@@ -89,7 +89,7 @@ class ColumnKeys:
         self.next_of = {key: next_key(key) for key in (*self.obs, *self.roots)}
         self._writers: dict[tuple[str, ...], str] = {}
         self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
-        self.claim("the policy's action", ACTION)
+        self.claim("the policy's action", *self.actions)
         self.claim("the observation", *self.obs, *(self.next_of[key] for key in self.obs))
         for marker in markers:
             key = next_key(marker.key) if marker.describes_step else marker.key

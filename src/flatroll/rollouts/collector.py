@@ -262,6 +262,10 @@ class Collector(Facts):
         """Number of rows that were collected and that no batch has taken yet; they come in later ones."""
         return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
 
+    def stats(self) -> dict[str, int]:
+        """Return ``frames``, ``rows_held`` and ``policy_version``, to be logged as those of `MultiCollector.stats`."""
+        return {"frames": self._frames, "rows_held": self.rows_held, "policy_version": self._version}
+
     @property
     def policy_version(self) -> int:
         """How often the policy has been updated: `update_policy_weights_` counts it, and whoever counts otherwise

@@ -138,7 +138,9 @@ class Runner:
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
-            module = ModulePolicy(policy, space, self.num_envs, devices, recurrent=recurrent, primed=primed)
+            module = ModulePolicy(
+                policy, space, self.keys.actions, self.num_envs, devices, recurrent=recurrent, primed=primed
+            )
             self.keys.claim("the policy", *module.writes)
             self._policy = module
             self._carry(module.defaults)
