@@ -15,11 +15,13 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
+from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
+from flatroll.wrappers.vmas_source import VmasSource
 
 
 def adapt_env(
@@ -162,6 +164,10 @@ def _choose_source(
                 f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
         return pool_source(env), AutoresetMode.NEXT_STEP
+    if _is_from("vmas", env) and hasattr(env, "scenario"):
+        return VmasSource(env), AutoresetMode.DISABLED
+    if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
+        return PettingZooSource(games), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
         lacks = [
             name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)

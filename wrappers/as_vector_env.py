@@ -40,7 +40,9 @@ def as_vector_env(
 
     Args:
         env: a `gymnasium.Env`, a `gymnasium.vector.VectorEnv` (envpool's are), or a torch-native vector env
-            with ``num_envs`` (Isaac Lab, mjlab, rsl_rl's ``VecEnv``). An adapted env comes back as it is.
+            with ``num_envs`` (Isaac Lab, mjlab, rsl_rl's ``VecEnv``); or a game of several agents, a row for each of them:
+            a PettingZoo ``ParallelEnv``, a function that makes one, a list of either (see `PettingZooSource`), or VMAS
+            (see `VmasSource`). An adapted env comes back as it is.
             For any other simulator write a `VectorSource`.
         num_envs: for checking only: how many rows the env is expected to have. Default: whatever it has.
         device: where a torch env lives (default: its ``device``), or where a converted one is to be.
