@@ -1,5 +1,6 @@
 """Chooses the adapter for an environment, and raises the errors if none fits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -18,7 +19,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
-from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
+from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, is_from, layers
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 from flatroll.wrappers.vmas_source import VmasSource
@@ -105,19 +106,27 @@ def scales_by_running_statistics(env: object) -> bool:
 
     The sub-envs of an AsyncVectorEnv are in other processes and are not looked at.
     """
+    return any(
+        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
+        any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
+        and getattr(layer, "update_running_mean", True)
+        for layer in wrappers_within(env)
+    )
+
+
+def wrappers_within(env: object) -> Iterator[object]:
+    """The wrappers of a vector env from outside to inside, the adapter's env and those of a SyncVectorEnv included."""
     layer: Any = env
     while layer is not None:
-        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
-        named = any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
-        if named and getattr(layer, "update_running_mean", True):
-            return True
+        yield layer
         if isinstance(layer, VectorStream):
             layer = layer.source.env
         elif isinstance(layer, SyncVectorEnv):
-            layer = layer.envs[0]  # sub-envs are wrapped alike
+            for part in layer.envs:
+                yield from wrappers_within(part)
+            return
         else:
             layer = layer.env if isinstance(layer, gymnasium.Wrapper | VectorWrapper) else None
-    return False
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
@@ -135,20 +144,29 @@ def _choose_source(
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
     if isinstance(env, VectorSource):
         return env, mode or _declared_mode(env)
-    if _is_from("torchrl", env):
+    if is_from("torchrl", env):
         raise TypeError(
             f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
             "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
         )
-    if _is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
+    if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in "
             "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
         )
     base = getattr(env, "unwrapped", env)
+    # ManiSkill's base env neither resets nor ends by time.
+    wrapped = isinstance(env, gymnasium.Wrapper)
+    left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
+    if left_alone and (wrapped or mode is not AutoresetMode.DISABLED):
+        raise TypeError(
+            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and keeps the limit "
+            "of gym.make: give mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
+            "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
+        )
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
-    if _is_from("envpool", base):
+    if is_from("envpool", base):
         if not hasattr(type(env), "observation_space"):  # asking the env itself makes a Box, with a warning
             raise TypeError(
                 f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
@@ -207,11 +225,6 @@ def _choose_source(
     )
 
 
-def _is_from(package: str, env: object) -> bool:
-    """Whether the env's class or a base of it is of this package."""
-    return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
-
-
 class _OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
@@ -224,9 +237,13 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     inner: Any = env
     while isinstance(inner, gymnasium.Wrapper):
         if not isinstance(inner, OrderEnforcing | PassiveEnvChecker):
+            name = type(inner).__name__
+            limit = (
+                ", which has no time limit: StepCounter(env, max_steps=...)" if "TimeLimit" in name else ""
+            )
             raise TypeError(
-                f"env is a gymnasium.Wrapper ({type(inner).__name__}) around a vector env: single-env wrappers do "
-                "not understand batches; use the one in gymnasium.wrappers.vector, or wrap env.unwrapped"
+                f"env is a gymnasium.Wrapper ({name}) around a vector env: single-env wrappers do not understand "
+                f"batches; use the one in gymnasium.wrappers.vector, or wrap env.unwrapped{limit}"
             )
         inner = inner.env
     return inner

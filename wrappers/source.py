@@ -201,6 +201,11 @@ def layers(env: object) -> list[Any]:
     return stack
 
 
+def is_from(package: str, env: object) -> bool:
+    """Whether the env's class or a base of it is of this package."""
+    return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
+
+
 class SourceView(VectorSource):
     """Base of sources that show another source's env in another form."""
 

@@ -426,9 +426,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
         if given is None:
+            # Some show it only in steps that end an episode, or not before the first end. Asking waits for a device.
+            if not bool(ended.any()):
+                return obs
             names = sorted(key for key in info if not key.startswith("_"))
             raise ValueError(
-                f"final_obs={self._final!r} gave no final observations in a step that may end episodes; info has "
+                f"final_obs={self._final!r} gave no final observations in a step that ended episodes; info has "
                 f"{names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
             )
         return self.source.final_obs(info, obs, ended, given)

@@ -240,7 +240,12 @@ def _of_tree(
         spec = as_spec(space)
         if rows is not None:  # the others do not matter
             tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
-        if not spec.is_in(torch.from_numpy(tree)):
+        if tree.dtype.kind == "f" and np.isnan(tree).any():
+            yield (
+                f"{name} has NaN: end the episode in the step in which the simulation fails, or replace the values in "
+                "a wrapper (torch.nan_to_num)"
+            )
+        elif not spec.is_in(torch.from_numpy(tree)):
             yield f"{name} has values outside its space {space}"
 
 
@@ -271,11 +276,15 @@ def _of_rows_after_the_end(record: Record) -> Iterator[str]:
 
 def _of_final_observations(record: Record) -> Iterator[str]:
     ended = record.ended()
-    shown = np.array([final is not None for final in record.final])
-    if not shown[ended.any(1)].any():
+    # Where no episode ends nobody reads them.
+    shown = np.array([final is not None for final in record.final])[ended.any(1)]
+    if not shown.any():
         return
     if not shown.all():
-        yield f"info['final_obs'] is in {shown.sum()} of {len(shown)} steps: it must be in all or in none"
+        yield (
+            f"info['final_obs'] is in {shown.sum()} of the {len(shown)} steps that ended episodes: it must be in all "
+            "of them or in none"
+        )
         return
     rows = np.argwhere(ended)  # (step, row) of every ended episode; obs[step + 1] came back from that step
     if len(rows) > 2 and all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows):
@@ -344,7 +353,13 @@ def _suspicions(record: Record) -> Iterator[str]:
     """What looks like an env that hides or misnames the ends of its episodes; each text says why."""
     if not record.ended().any():
         yield f"no episode ended in {len(record.reward)} steps, so no end was checked: take more steps"
-    yield from _silent_resets(record)
+    infinite: list[bool] = []
+    for obs in record.obs:
+        map_tree(lambda leaf: infinite.append(leaf.dtype.kind == "f" and bool(np.isinf(leaf).any())), obs)
+    if any(infinite):
+        yield "an observation has infinite values, which no network can read: clip them in a wrapper (torch.nan_to_num)"
+    else:
+        yield from _silent_resets(record)
     yield from _unflagged_ends(record)
     yield from _one_length(record)
 
