@@ -182,7 +182,7 @@ def _choose_source(
                 f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
         return pool_source(env), AutoresetMode.NEXT_STEP
-    if _is_from("vmas", env) and hasattr(env, "scenario"):
+    if is_from("vmas", env) and hasattr(env, "scenario"):
         return VmasSource(env), AutoresetMode.DISABLED
     if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
         return PettingZooSource(games), AutoresetMode.NEXT_STEP
