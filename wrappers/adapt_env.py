@@ -1,5 +1,6 @@
 """Chooses the adapter for an environment, and raises the errors if none fits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -103,19 +104,27 @@ def scales_by_running_statistics(env: object) -> bool:
 
     The sub-envs of an AsyncVectorEnv are in other processes and are not looked at.
     """
+    return any(
+        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
+        any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
+        and getattr(layer, "update_running_mean", True)
+        for layer in wrappers_within(env)
+    )
+
+
+def wrappers_within(env: object) -> Iterator[object]:
+    """The wrappers of a vector env from outside to inside, the adapter's env and those of a SyncVectorEnv included."""
     layer: Any = env
     while layer is not None:
-        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
-        named = any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
-        if named and getattr(layer, "update_running_mean", True):
-            return True
+        yield layer
         if isinstance(layer, VectorStream):
             layer = layer.source.env
         elif isinstance(layer, SyncVectorEnv):
-            layer = layer.envs[0]  # sub-envs are wrapped alike
+            for part in layer.envs:
+                yield from wrappers_within(part)
+            return
         else:
             layer = layer.env if isinstance(layer, gymnasium.Wrapper | VectorWrapper) else None
-    return False
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
