@@ -21,7 +21,7 @@ from flatroll.wrappers.testing import check_vector_env
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import mani_skill.envs
+    import mani_skill.envs  # noqa: F401
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
 STEPS, LIMIT = 130, 20

@@ -24,9 +24,9 @@ ENVS, STEPS, LIMIT = 8, 50, 20
 class Staggered(ManagerBasedRlEnv):  # type: ignore[misc]
     """Time limits that differ by env, so that episodes do not all end in one step."""
 
-    def reset(self, **arguments: Any) -> Any:
-        result = super().reset(**arguments)
-        if arguments.get("env_ids") is None:
+    def reset(self, *, seed: Any = None, env_ids: Any = None, options: Any = None) -> Any:
+        result = super().reset(seed=seed, env_ids=env_ids, options=options)
+        if env_ids is None:
             self.episode_length_buf[:] = torch.arange(self.num_envs) * 2
         return result
 
@@ -44,7 +44,7 @@ def adapt(env: Any) -> Any:
 
 def observation(env: Any) -> torch.Tensor:
     """What both observations of the task are, from MuJoCo's state: ``[E, 5]``."""
-    (cart, pole), speeds = env.sim.data.qpos.unbind(1), env.sim.data.qvel
+    (cart, pole), speeds = env.sim.data.qpos[:].unbind(1), env.sim.data.qvel[:]
     return torch.cat([torch.stack([cart, pole.cos(), pole.sin()], 1), speeds], 1)
 
 
