@@ -16,11 +16,13 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
+from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, is_from, layers
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
+from flatroll.wrappers.vmas_source import VmasSource
 
 
 def adapt_env(
@@ -180,6 +182,10 @@ def _choose_source(
                 f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
         return pool_source(env), AutoresetMode.NEXT_STEP
+    if is_from("vmas", env) and hasattr(env, "scenario"):
+        return VmasSource(env), AutoresetMode.DISABLED
+    if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
+        return PettingZooSource(games), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
         lacks = [
             name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)
@@ -194,13 +200,13 @@ def _choose_source(
                 f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
                 "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
             )
-        mode = mode or _declared_mode(env)
+        mode = _own_mode(env, mode)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
     if hasattr(env, "num_envs") and hasattr(env, "step"):
-        mode = mode or _declared_mode(env)
+        mode = _own_mode(env, mode)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
@@ -241,6 +247,27 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
             )
         inner = inner.env
     return inner
+
+
+def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
+    """The user's mode, or the declared one, unless the switch of mjlab's cfg or of ManiSkill's vector env contradicts.
+
+    ManiSkill declares SAME_STEP with its ``auto_reset=False``, too.
+    """
+    base = getattr(env, "unwrapped", env)
+    for owner in (env, getattr(base, "cfg", None)):
+        resets = getattr(owner, "auto_reset", None)
+        if isinstance(resets, bool):
+            if mode is None and not resets:
+                return AutoresetMode.DISABLED
+            mode = mode or _declared_mode(env)
+            if resets == (mode is AutoresetMode.DISABLED):
+                raise ValueError(
+                    f"autoreset_mode={mode.value!r} is not what {type(env).__name__} does: its auto_reset is {resets}. "
+                    f"Pass autoreset_mode={'SameStep' if resets else 'Disabled'!r}, or make it with "
+                    f"auto_reset={not resets}"
+                )
+    return mode or _declared_mode(env)
 
 
 def _declared_mode(env: object) -> AutoresetMode:

@@ -40,8 +40,9 @@ def as_vector_env(
 
     Args:
         env: a `gymnasium.Env`, a `gymnasium.vector.VectorEnv` (envpool's are), or a torch-native vector env
-            with ``num_envs`` (Isaac Lab, mjlab, Genesis, rsl_rl's ``VecEnv``, legged_gym). An adapted env comes back
-            as it is.
+            with ``num_envs`` (Isaac Lab, mjlab, Genesis, rsl_rl's ``VecEnv``, legged_gym); or a game of several agents,
+            each of which is a row: a PettingZoo ``ParallelEnv``, a function that makes one, a list of either (see
+            `PettingZooSource`), or VMAS (see `VmasSource`). An adapted env comes back as it is.
             For any other simulator write a `VectorSource`.
         num_envs: for checking only: how many rows the env is expected to have. Default: whatever it has.
         device: where a torch env lives (default: its ``device``, or where its tensors are), or where a converted one

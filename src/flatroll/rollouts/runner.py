@@ -162,6 +162,7 @@ class Runner:
             device=self.device,
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
+            agents=self.stream.source.agents,
         )
 
     def set_version(self, version: int) -> None:
