@@ -1,6 +1,7 @@
 """Gymnasium vector wrappers that mark episode boundaries, and `as_vector_env`, which adapts any env."""
 
 from flatroll.wrappers.adapt_env import find_stream
+from flatroll.wrappers.agents_source import PettingZooSource
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
@@ -18,6 +19,7 @@ from flatroll.wrappers.markers import (
 )
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
+from flatroll.wrappers.vmas_source import VmasSource
 
 __all__ = [
     "Capabilities",
@@ -26,12 +28,14 @@ __all__ = [
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
+    "PettingZooSource",
     "RecurrentPrimer",
     "RewardSum",
     "StepCounter",
     "TrajId",
     "VectorSource",
     "VectorStream",
+    "VmasSource",
     "as_functional",
     "as_vector_env",
     "find_stream",

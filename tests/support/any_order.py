@@ -1,6 +1,6 @@
 """Ctrl-C at every place of a call, and forks, threads, copies and saves in any order, while rows come and go.
 
-    python tests/support/any_order.py N SEED
+    PYTHONPATH=tests/support/clusters python tests/support/any_order.py N SEED
 
 presses Ctrl-C at N places of each case (all, if it has fewer), then plays N random programs. After each press a second
 call must work, and no delivered row may be lost, doubled or mixed; nothing may hang, and no process may be left.

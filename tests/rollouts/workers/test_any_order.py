@@ -1,6 +1,6 @@
 """Ctrl-C at some places of collectors, buffers and saves, and random programs with forks, threads, copies and saves.
 
-``python tests/support/any_order.py N SEED`` presses at N places of each, and plays N programs.
+The command in `any_order` presses at N places of each, and plays N programs.
 """
 
 from pathlib import Path
