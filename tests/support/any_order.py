@@ -524,8 +524,8 @@ def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: i
             case.after(results.pop(), None)
     every = max(1, found // places)
     hit = 0
-    for at in range(1 + seed % every, found + 1, every):
-        if case.fresh and hit:
+    for number, at in enumerate(range(1 + seed % every, found + 1, every)):
+        if case.fresh and number:
             case.make()
         try:
             result, where = press(case.call, at)
@@ -533,7 +533,7 @@ def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: i
         except BaseException as error:
             error.add_note(f"{kind.__name__}, Ctrl-C at place {at} of {found}")
             raise
-        hit += 1
+        hit += where is not None
     case.end()
     return found, hit
 
@@ -718,6 +718,7 @@ def play(nursery: Nursery, folder: Path, seed: int, length: int = 30) -> int:
 def main(number: int, seed: int, only: list[str]) -> int:
     """Run all; return how many cases and programs failed."""
     os.fsync = os.fstat  # type: ignore[assignment]  # nothing here loses power
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
     failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -735,7 +736,7 @@ def main(number: int, seed: int, only: list[str]) -> int:
                 failed += 1
             else:
                 spent = time.monotonic() - began
-                print(f"{kind.__name__}: {hit} presses at {found} places, {spent:.0f} s", flush=True)
+                print(f"{kind.__name__}: {hit} interrupts, of {found} places, {spent:.0f} s", flush=True)
         done = interrupts = 0
         for each in range(seed, seed + number if not only or "Program" in only else seed):
             faulthandler.dump_traceback_later(600, exit=True)
