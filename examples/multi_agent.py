@@ -6,6 +6,7 @@ finds the rows of one game at one time. ``pip install flatroll[agents]``, for si
 
 import argparse
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from flatroll.layout import agents_of
 from flatroll.rollouts import Collector
 from flatroll.wrappers import PettingZooSource, RewardSum, as_vector_env
 
-STEPS, EPOCHS, MINIBATCH = 100, 10, 4_800  # vector steps of a batch; rows of a gradient step
+STEPS, EPOCHS, MINIBATCH = 100, 10, 1_200  # vector steps of a batch; rows of a gradient step
 
 
 def make_env(name: str, num_games: int, seed: int) -> RewardSum:
@@ -77,8 +78,8 @@ def add_team(batch: TensorDict, agents: int) -> TensorDict:
     return batch
 
 
-def train(name: str, frames: int, seed: int, num_games: int) -> list[tuple[int, float]]:
-    """Train for ``frames`` rows; return the curve: rows so far, and the mean return of the episodes that ended."""
+def train(name: str, frames: int, seed: int, num_games: int) -> Iterator[tuple[int, float]]:
+    """Train for ``frames`` rows; yield after each batch rows so far, and the mean return of the episodes that ended."""
     torch.manual_seed(seed)
     env = make_env(name, num_games, seed)
     inputs, space = env.single_observation_space.shape[0], env.single_action_space  # type: ignore[index]
@@ -100,14 +101,13 @@ def train(name: str, frames: int, seed: int, num_games: int) -> list[tuple[int, 
         actor, critic, entropy_coeff=0.001 if name == "balance" else 0.01, normalize_advantage=True
     )
     optimizer = torch.optim.Adam(loss.parameters(), lr=5e-4)
-    curve: list[tuple[int, float]] = []
     for batch in collector:
         ended = batch["next", "done"]
         if ended.any():
-            curve.append((collector.frames, float(batch["next", "episode_reward"][ended].mean())))
+            yield collector.frames, float(batch["next", "episode_reward"][ended].mean())
         rows = gae(add_team(batch, agents))
         for _ in range(EPOCHS):
-            for some in torch.randperm(len(rows)).split(MINIBATCH):
+            for some in torch.randperm(len(rows)).chunk(len(rows) // MINIBATCH):
                 losses = loss(rows[some])
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
@@ -116,7 +116,6 @@ def train(name: str, frames: int, seed: int, num_games: int) -> list[tuple[int, 
         if collector.frames >= frames:
             break
     collector.shutdown()
-    return curve
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,9 +124,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--game", default="balance", choices=["balance", "simple_spread"], help="%(default)s")
-    parser.add_argument("--games", type=int, default=128, help="played at once (default: %(default)s)")
+    parser.add_argument("--games", type=int, default=32, help="played at once (default: %(default)s)")
     parser.add_argument(
-        "--frames", type=int, default=1_500_000, help="rows to learn from (default: %(default)s)"
+        "--frames", type=int, default=400_000, help="rows to learn from (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=1, help="of weights, actions and games (%(default)s)")
     args = parser.parse_args(argv)

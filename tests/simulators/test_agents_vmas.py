@@ -59,7 +59,8 @@ def test_rows_are_what_the_games_returned(scenario: str, options: Any, report: C
     collector = Collector(env, frames_per_batch=720, seed=1)
     first: Any = collector.rollout()
     seconds = time.perf_counter() - started
-    batch: Any = torch.cat([first, collector.rollout()])
+    batches: list[Any] = [first, collector.rollout()]
+    batch: Any = torch.cat(batches)
     agents = 3
     assert len(recorder.steps) == len(batch) // (GAMES * agents)
     rows = agents_of(batch)  # [steps * games, agents], ascending

@@ -71,12 +71,14 @@ class Form(NamedTuple):
         checked: whether every byte of it is covered by a checksum, so that it gives the good rows or none unless the
             checksums were made anew, too.
         inner: packs bytes that were changed inside of a container; None if there is none.
+        log: whether it ends with its last file of rows, whichever that is: without it, it has fewer rows.
     """
 
     write: Callable[[Path], Any]
     read: Callable[[Path], Any]
     checked: bool = False
     inner: Callable[[bytes, random.Random], bytes] | None = None
+    log: bool = False
 
 
 def steps() -> TensorDict:
@@ -312,7 +314,7 @@ FORMS: dict[str, Form] = {
         lambda path: write_buffer(path, checkpointer=H5StorageCheckpointer()),
         lambda path: read_buffer(path, checkpointer=H5StorageCheckpointer()),
     ),
-    "rows": Form(write_rows, read_rows, True, inner=sealed),
+    "rows": Form(write_rows, read_rows, True, inner=sealed, log=True),
     "set": Form(write_set, lambda path: BaseDatasetExperienceReplay(path)[:].to_dict(), inner=sealed),
 }
 
@@ -392,7 +394,8 @@ def check(form: Form, place: Path, spoiled: str, expected: Any) -> str:
         assert len(text) < 2000, f"an error of {len(text)} characters"
     else:
         verdict = "read"
-        right = not form.checked or spoiled.endswith("inside") or same(got, expected)
+        shorter = form.log and spoiled.endswith("is gone")
+        right = not form.checked or spoiled.endswith("inside") or shorter or same(got, expected)
         assert right, "other rows without a word"
     took = time.process_time() - began
     more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024

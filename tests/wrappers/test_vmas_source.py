@@ -78,7 +78,8 @@ class Environment:
 def test_every_row_is_right(kind: Any) -> None:
     env = Environment(**kind)
     collector = Collector(env, frames_per_batch=50, seed=0, info_keys=["speed"])
-    batch: Any = torch.cat([collector.rollout() for _ in range(3)])
+    batches: list[Any] = [collector.rollout() for _ in range(3)]
+    batch: Any = torch.cat(batches)
     game, agent, life, step = batch["observation"].unbind(1)
     assert torch.equal(batch["next", "observation"], torch.stack([game, agent, life, step + 1], 1))
     assert torch.equal(batch["collector", "game"], game.long())
@@ -91,12 +92,12 @@ def test_every_row_is_right(kind: Any) -> None:
     given = batch["action"].float() if "discrete" in kind else batch["action"].sum(-1)
     torch.testing.assert_close(batch["next", "reward"][:, 0], given + 10 * agent)
     assert torch.equal(batch["next", "speed"][:, 0], step + 1 + agent)
-    lives = torch.stack([game, agent, life], 1).unique(dim=0)
+    lives = torch.unique(torch.stack([game, agent, life], 1), dim=0)
     assert len(batch["collector", "traj_ids"].unique()) == len(lives)
     for rows in agents_of(batch):
         assert (batch["observation"][rows, 0] == batch["observation"][rows[0], 0]).all()
         assert (batch["observation"][rows, 2:] == batch["observation"][rows[0], 2:]).all()
-    assert audit(Collector(Environment(**kind), frames_per_batch=60).rollout()) == []  # type: ignore[arg-type]
+    assert audit(Collector(Environment(**kind), frames_per_batch=60).rollout()) == []
     check_vector_env(Environment(**kind), steps=30)
 
 
