@@ -15,6 +15,7 @@ from flatroll.wrappers.markers import (
     recurrent_states,
     set_recurrent_primers_from,
 )
+from flatroll.wrappers.normalize import NormalizeObservation
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
 
@@ -24,6 +25,7 @@ __all__ = [
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
+    "NormalizeObservation",
     "RecurrentPrimer",
     "RewardSum",
     "StepCounter",

@@ -81,7 +81,8 @@ class ModulePolicy:
     """Runs a tensordict module as the policy, on a tensordict of batch size ``[E]`` at each step.
 
     It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
-    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not.
+    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not, nor does what
+    a part of it names in ``recomputed_keys``, as a `RunningNorm` does.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
@@ -99,11 +100,15 @@ class ModulePolicy:
         | None = None,  # by the env's stack, for a module that does not say
     ) -> None:
         self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
+        parts = policy.modules() if isinstance(policy, nn.Module) else ()
+        recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
         #: The columns it may write.
         self.writes: list[NestedKey] = [
             key
             for key in dict.fromkeys((*policy.out_keys, *base_keys_of(policy)))
-            if as_tuple(key)[0] != ACTION and not as_tuple(key)[-1].startswith("_")
+            if as_tuple(key)[0] != ACTION
+            and not as_tuple(key)[-1].startswith("_")
+            and as_tuple(key) not in recomputed
         ]
         states = recurrent_states(policy) if recurrent else {}
         #: The values, for one row, that its recurrent states have at an episode's start.
