@@ -92,8 +92,9 @@ class RewardScale(TensorDictModuleBase):
         self.clip = None if clip is None else number("clip", clip, above=0)
         self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
         *folders, name = under_next(in_key)
-        self.in_keys = [plain_key((*folders, name))]
-        self.out_keys = [under_next((*folders, f"{name}_scaled") if out_key is None else out_key)]
+        self.in_key: NestedKey = plain_key((*folders, name))
+        self.out_key: NestedKey = under_next((*folders, f"{name}_scaled") if out_key is None else out_key)
+        self.in_keys, self.out_keys = [self.in_key], [self.out_key]
         self.statistics = Moments((), device)
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64, device=device))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64, device=device))
@@ -103,8 +104,8 @@ class RewardScale(TensorDictModuleBase):
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the scaled reward beside the raw one; return the batch."""
-        reward = require(tensordict, self.in_keys[0], REWARD)
-        tensordict.set(self.out_keys[0], self.scaled(reward))
+        reward = require(tensordict, self.in_key, REWARD)
+        tensordict.set(self.out_key, self.scaled(reward))
         return tensordict
 
     def scaled(self, reward: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class RewardScale(TensorDictModuleBase):
         """
         if not self.training:
             return
-        key = self.in_keys[0]
+        key = self.in_key
         reward = require(batch, key, REWARD)
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
@@ -160,7 +161,8 @@ class RewardScale(TensorDictModuleBase):
         if not len(ids):
             return
         given, _, done, first, counted = (x[order] for x in columns)
-        ends = run_ends(nest({DONE: done, IS_INIT: first, TRAJ_IDS: ids}, len(ids)))
+        markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
+        ends = run_ends(nest(markers, len(ids)))
         # The scan runs backward in time: of the rows turned round, those that begin a run end one.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
         self.statistics.add((f"the return of batch[{key!r}]", returns, counted))

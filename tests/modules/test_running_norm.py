@@ -287,10 +287,12 @@ def test_copies_have_statistics_of_their_own() -> None:
     assert (norm.statistics.count, other.statistics.count) == (2, 0)
 
 
-def test_on_the_meta_device() -> None:
+@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"delta": True}])
+def test_on_the_meta_device_where_no_value_can_be_read(options: dict[str, Any]) -> None:
     norm = RunningNorm("observation", shape=(3,), device="meta")
-    batch = next(windows("SameStep"))[0].to("meta")
-    norm.update(batch)
+    batch, final = next(windows("SameStep", **options))
+    batch = batch.to("meta")
+    norm.update(batch, final=None if final is None else final.to("meta"))
     assert norm(batch)["observation_norm"].shape == (10, 3) and norm.statistics.mean.device.type == "meta"
 
 

@@ -58,7 +58,7 @@ class Moments(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the buffers, but leave them in float64: ``policy.float()`` or ``.half()`` would cost digits."""
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
         for name, buffer in self._buffers.items():
             old = before[name]
             if buffer is not None and old is not None and buffer.dtype is not torch.float64:

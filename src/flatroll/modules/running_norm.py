@@ -80,8 +80,9 @@ class RunningNorm(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         *folders, name = as_tuple(in_key)
-        self.in_keys = [plain_key(as_tuple(in_key))]
-        self.out_keys = [plain_key((*folders, f"{name}_norm")) if out_key is None else out_key]
+        self.in_key: NestedKey = plain_key(as_tuple(in_key))
+        self.out_key: NestedKey = plain_key((*folders, f"{name}_norm")) if out_key is None else out_key
+        self.in_keys, self.out_keys = [self.in_key], [self.out_key]
         self.shape = torch.Size(shape)
         self.clip = None if clip is None else number("clip", clip, above=0)
         self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
@@ -90,18 +91,18 @@ class RunningNorm(TensorDictModuleBase):
     @property
     def recomputed_keys(self) -> list[NestedKey]:
         """What collectors do not store, since it is computed from the rows whenever it is needed."""
-        return list(self.out_keys)
+        return [self.out_key]
 
     # a tensordict, or the entry by keyword
     @dispatch  # type: ignore[untyped-decorator]
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the normalised entry into the batch ``[*B]``; return it."""
-        x = require(tensordict, self.in_keys[0])
-        self._check_shape(self.in_keys[0], x)
+        x = require(tensordict, self.in_key)
+        self._check_shape(self.in_key, x)
         if x.is_floating_point():
             x = self.statistics.normalized(x, self.epsilon, self.clip)
-        tensordict.set(self.out_keys[0], x)
+        tensordict.set(self.out_key, x)
         return tensordict
 
     def update(self, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
@@ -124,7 +125,7 @@ class RunningNorm(TensorDictModuleBase):
                 infinite numbers. Then the statistics stay as they were. Numbers are looked at on the host only: on a
                 device this would wait, and NaN there makes every output NaN.
         """
-        key = self.in_keys[0]
+        key = self.in_key
         column = require(batch, key)
         self._check_shape(key, column, batch.batch_size)
         if not (self.training and column.is_floating_point()):
@@ -172,7 +173,7 @@ class RunningNorm(TensorDictModuleBase):
         self, batch: TensorDictBase, rows: Tensor, ends: Tensor, final: TensorDictBase | None
     ) -> tuple[Tensor, Tensor | None]:
         """Next observations ``[K, *shape]``, and which of them follow a run's end, bool ``[K]``; None: all do."""
-        key = self.in_keys[0]
+        key = self.in_key
         if final is not None:
             given = read_final(final, [key])
             if key in given.next:

@@ -81,8 +81,8 @@ class ModulePolicy:
     """Runs a tensordict module as the policy, on a tensordict of batch size ``[E]`` at each step.
 
     It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
-    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not, nor does what
-    a part of it names in ``recomputed_keys``, as a `RunningNorm` does.
+    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not, nor do those
+    in the ``recomputed_keys`` of one of its parts, such as a `RunningNorm`.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
