@@ -1,6 +1,7 @@
 """`RewardScale`: divides rewards by the running deviation of the discounted return."""
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -94,15 +95,17 @@ class RewardScale(TensorDictModuleBase):
         *folders, name = under_next(in_key)
         self.in_key: NestedKey = plain_key((*folders, name))
         self.out_key: NestedKey = under_next((*folders, f"{name}_scaled") if out_key is None else out_key)
-        self.in_keys, self.out_keys = [self.in_key], [self.out_key]
+        self.in_keys: list[Any] = [self.in_key]
+        self.out_keys: list[Any] = [self.out_key]
         self.statistics = Moments((), device)
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64, device=device))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64, device=device))
 
     # a tensordict, or the reward by keyword
-    @dispatch  # type: ignore[untyped-decorator]
-    @override
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the scaled reward beside the raw one; return the batch."""
         reward = require(tensordict, self.in_key, REWARD)
         tensordict.set(self.out_key, self.scaled(reward))
@@ -176,9 +179,11 @@ class RewardScale(TensorDictModuleBase):
         )
 
     @override
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *rest: Any, **more: Any
+    ) -> None:
         for name in ("open_ids", "open_returns"):  # as many as were open then
             saved = state_dict.get(prefix + name)
             if saved is not None:
                 setattr(self, name, getattr(self, name).new_empty(saved.shape))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **more)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from functools import reduce
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -17,7 +16,7 @@ from flatroll.estimators.functional import (
     td_lambda_return_estimate,
     unit_interval,
 )
-from flatroll.estimators.losses.base import LossInputs, LossModule
+from flatroll.estimators.losses.base import LossInputs, LossModule, copy_network
 from flatroll.estimators.masked import (
     DISTANCES,
     Distance,
@@ -425,7 +424,7 @@ def critic_ensemble(
                 f"in_keys=['observation', 'action'], out_keys=[...]), got {type(network).__name__}"
             )
     for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
-        copy = deepcopy(critics[0])
+        copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
             if callable(reset):

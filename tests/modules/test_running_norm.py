@@ -280,6 +280,17 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Any) -> None:
     assert "module.0.statistics.mean" in state and norm.statistics.count > 50
 
 
+def test_two_entries_may_share_statistics() -> None:
+    """As for TorchRL's losses, which copy what is in a critic: then samples are normalised in front of them."""
+    norm, following = RunningNorm("observation", shape=(3,)), RunningNorm(("next", "observation"), shape=(3,))
+    following.statistics = norm.statistics
+    for batch, _ in windows("SameStep"):
+        norm.update(batch)
+        out = following(norm(batch))
+        expected = norm(observation=batch["next", "observation"])
+        torch.testing.assert_close(out["next", "observation_norm"], expected)
+
+
 def test_copies_have_statistics_of_their_own() -> None:
     norm = RunningNorm("x", shape=())
     other = copy.deepcopy(norm)

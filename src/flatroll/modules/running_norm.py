@@ -1,12 +1,12 @@
 """`RunningNorm`: a layer that normalises an observation by the mean and variance of all observations so far."""
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
-from typing_extensions import override
 
 from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.checks import number
@@ -82,7 +82,8 @@ class RunningNorm(TensorDictModuleBase):
         *folders, name = as_tuple(in_key)
         self.in_key: NestedKey = plain_key(as_tuple(in_key))
         self.out_key: NestedKey = plain_key((*folders, f"{name}_norm")) if out_key is None else out_key
-        self.in_keys, self.out_keys = [self.in_key], [self.out_key]
+        self.in_keys: list[Any] = [self.in_key]
+        self.out_keys: list[Any] = [self.out_key]
         self.shape = torch.Size(shape)
         self.clip = None if clip is None else number("clip", clip, above=0)
         self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
@@ -94,9 +95,10 @@ class RunningNorm(TensorDictModuleBase):
         return [self.out_key]
 
     # a tensordict, or the entry by keyword
-    @dispatch  # type: ignore[untyped-decorator]
-    @override
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the normalised entry into the batch ``[*B]``; return it."""
         x = require(tensordict, self.in_key)
         self._check_shape(self.in_key, x)
