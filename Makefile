@@ -74,7 +74,7 @@ simulators-slow: $(addprefix simulators-,$(SLOW))
 
 simulators-%: $(VERSIONS)/simulators-%/.ready
 	@mkdir -p out/versions
-	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -W default -m simulators tests/simulators/test_$**.py \
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -W default -m simulators -o faulthandler_timeout=1200 tests/simulators/test_$**.py \
 		--junitxml=out/versions/simulators-$*.xml $(ARGS); \
 		status=$$?; $(<D)/bin/python docs/versions.py simulators $* out/versions/simulators-$*.xml && exit $$status
 

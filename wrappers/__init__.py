@@ -5,6 +5,7 @@ from flatroll.wrappers.agents_source import PettingZooSource
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
+from flatroll.wrappers.functional_env import FunctionalEnv, as_functional
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -23,6 +24,7 @@ from flatroll.wrappers.vmas_source import VmasSource
 __all__ = [
     "Capabilities",
     "CompactObs",
+    "FunctionalEnv",
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
@@ -34,6 +36,7 @@ __all__ = [
     "VectorSource",
     "VectorStream",
     "VmasSource",
+    "as_functional",
     "as_vector_env",
     "find_stream",
     "find_wrapper",
