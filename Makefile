@@ -5,6 +5,8 @@
 #   make ray      run the tests that need a cluster of Ray
 #   make versions  run the tests with the pinned, the newest and the oldest versions allowed (NAMES=oldest picks some)
 #   make interop  let other libraries read the files that flatroll writes
+#   make simulators  step real simulators, each group in an environment of its own   (NAMES="jax" picks some)
+#   make simulators-slow   those that compile for minutes
 #   make lint     ruff, mypy --strict, pyright
 #   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
@@ -18,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test trainers ray versions interop lint lint-style lint-mypy lint-pyright bench format constraints clean setup
+.PHONY: demo test trainers ray versions interop simulators simulators-slow lint lint-style lint-mypy lint-pyright bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -45,8 +47,7 @@ ray: $(VENV)/.ray
 # docs/compatibility.md. TORCH=torch==2.13.0 picks another torch for newest and oldest, where only some can be had;
 # make -k goes on after an environment that fails.
 VERSIONS := .venv-versions
-NAMES ?= pinned newest oldest
-versions: $(NAMES:%=versions-%)
+versions: $(addprefix versions-,$(or $(NAMES),pinned newest oldest))
 
 define RUN_VERSIONS
 	@mkdir -p out/versions
@@ -63,6 +64,19 @@ versions-%: $(VERSIONS)/%/.ready
 # Files that flatroll writes, read by their own libraries; LeRobot's pins clash with those in .venv.
 interop: $(VERSIONS)/interop/.ready
 	OMP_NUM_THREADS=1 $(VERSIONS)/interop/bin/python -m pytest -m interop tests/interop $(ARGS)
+
+# Real simulators on the CPU: requirements-GROUP.txt is what an environment holds, test_GROUP*.py what runs in it. Each
+# run writes its rows of docs/compatibility.md. The first line of the requirements of a slow group says so.
+SIMULATORS := $(patsubst tests/simulators/requirements-%.txt,%,$(wildcard tests/simulators/requirements-*.txt))
+SLOW = $(foreach group,$(SIMULATORS),$(if $(findstring slow,$(shell head -n 1 tests/simulators/requirements-$(group).txt)),$(group)))
+simulators: $(addprefix simulators-,$(or $(NAMES),$(filter-out $(SLOW),$(SIMULATORS))))
+simulators-slow: $(addprefix simulators-,$(SLOW))
+
+simulators-%: $(VERSIONS)/simulators-%/.ready
+	@mkdir -p out/versions
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -W default -m simulators -o faulthandler_timeout=1200 tests/simulators/test_$**.py \
+		--junitxml=out/versions/simulators-$*.xml $(ARGS); \
+		status=$$?; $(<D)/bin/python docs/versions.py simulators $* out/versions/simulators-$*.xml && exit $$status
 
 # `make -j2 lint` runs the two type checkers side by side.
 lint: lint-style lint-mypy lint-pyright
@@ -147,6 +161,15 @@ $(VERSIONS)/interop/.ready: pyproject.toml tests/interop/requirements.txt constr
 	$(@D)/bin/python -m pip --disable-pip-version-check install --no-build-isolation \
 		-e '.[arrow,h5,minari,pandas,parquet]' -r tests/interop/requirements.txt torch==2.13.0
 	@touch $@
+
+# Not the pins of constraints.txt but torch's: simulators ask for other versions. Holds the seconds that it took.
+.PRECIOUS: $(VERSIONS)/simulators-%/.ready
+$(VERSIONS)/simulators-%/.ready: tests/simulators/requirements-%.txt pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m venv --clear $(@D)
+	start=$$(date +%s); torch=$$(grep ^torch== constraints.txt); \
+		pip="$(@D)/bin/python -m pip --disable-pip-version-check install"; \
+		$$pip $$torch hatchling && $$pip --no-build-isolation -e . -r $< $$torch pytest && \
+		echo $$(($$(date +%s) - start)) > $@
 
 # The first interpreter that is new enough and can make environments. A name on PATH may be a stub that
 # does not run, so each is asked.

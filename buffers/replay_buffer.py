@@ -587,7 +587,10 @@ class ReplayBuffer(Facts):
 
     def note_spec(self, spec: Composite) -> None:
         """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
-        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself."""
+        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself.
+
+        Copies and pickles have the spec; saved states have not: note it again after a load.
+        """
         self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
 
     def noted_space(self, key: NestedKey) -> Any:
@@ -776,7 +779,8 @@ class ReplayBuffer(Facts):
         """Restore what :meth:`dumps` saved, so that the same samples follow, as `load_state_dict` does.
 
         Nothing in the folder is trusted: checksums, sizes and tables are checked, and what does not fit changes
-        nothing.
+        nothing. `dumps` and `loads` call neither `state_dict` nor `load_state_dict`: what a subclass keeps besides is
+        saved along with the buffer by `Checkpoint`, as a part of its own.
 
         Args:
             path: of the folder.

@@ -2,7 +2,8 @@
 
 ``python docs/versions.py`` writes the table of packages: what is allowed comes from pyproject.toml, what is tested from
 constraints.txt; a test compares the page with them. ``python docs/versions.py run NAME REPORT`` writes the row of an
-environment of `make versions`, by the Python of that environment, from pytest's XML report. ``python docs/versions.py
+environment of `make versions`, by the Python of that environment, from pytest's XML report; ``simulators GROUP REPORT``
+those of a group of `make simulators`. ``python docs/versions.py
 oldest [torch==VERSION]`` prints the lower bounds of pyproject.toml as pins.
 """
 
@@ -19,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"\| package \|.*?(?=\n\n)", re.S)
 RUNS = re.compile(r"\| environment \|.*?(?=\n\n)", re.S)
+SIMULATED = re.compile(r"\| simulator \|.*?(?=\n\n)", re.S)
+# What the tests of simulators record, in the order of the table's columns.
+RECORDED = ("simulator", "version", "mode", "rows", "false", "known", "unknown", "first")
 # The packages whose versions stand in the table of runs.
 SHOWN = ("torch", "tensordict", "gymnasium", "numpy", "numba", "torchrl")
 PACKAGES = {
@@ -110,6 +114,20 @@ def run_row(environment: str, report: Path) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def simulator_rows(group: str, report: Path) -> list[str]:
+    """Lines of the table of simulators: what the tests have recorded, and the size of this environment."""
+    size = sum(file.lstat().st_size for file in Path(sys.prefix).rglob("*")) / 1e9
+    seconds = int((Path(sys.prefix) / ".ready").read_text() or 0)
+    rows = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        cells = {found.get("name"): found.get("value") for found in case.iter("property")}
+        failed = case.find("failure") is not None or case.find("error") is not None
+        if "simulator" in cells and not failed:
+            shown = [cells[name] for name in RECORDED]
+            rows.append(f"| {' | '.join(shown)} | {group}: {size:.1f} GB, {seconds / 60:.1f} min |")
+    return rows
+
+
 def put_row(table: str, row: str) -> str:
     """The table with this row instead of the one that has its first cell."""
     first = row[: row.index("|", 1)]
@@ -131,5 +149,9 @@ if __name__ == "__main__":
             row = run_row(environment, Path(report))
             print(row)
             write(RUNS, lambda old: put_row(old, row))
+        case ["simulators", group, report]:
+            for row in simulator_rows(group, Path(report)):
+                print(row)
+                write(SIMULATED, lambda old, row=row: put_row(old, row))
         case _:
             sys.exit(__doc__)

@@ -22,6 +22,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.examples.report import parse, save_pictures, summary
 from flatroll.layout import run_starts
+from flatroll.layout.export import optional_package
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
@@ -137,6 +138,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
     args = parse(argv)
+    optional_package("matplotlib", "plot", "the picture of the demo")  # missed now, not after the training
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args)
     print(summary(result), *(f"saved {path}" for path in save_pictures(result, args.out)), sep="\n")

@@ -55,10 +55,8 @@ def summary(result: dict[str, Any]) -> str:
 
 def save_pictures(result: dict[str, Any], folder: Path) -> list[Path]:
     """Save the learning curve (PNG and CSV) and the timeline of the first and last batch's first rows."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('the pictures need matplotlib: pip install "flatroll[plot]"') from error
+    from matplotlib.figure import Figure
+
     from flatroll.layout import timeline
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -87,6 +87,17 @@ def test_a_missing_extra_is_named(
     assert 'pip install "flatroll[plot]"' in capsys.readouterr().err
 
 
+def test_the_demo_misses_matplotlib_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flatroll.examples import recurrent_ppo
+
+    monkeypatch.setattr(recurrent_ppo, "train", lambda args: pytest.fail("it trained"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--quiet"]) == 1
+    assert 'pip install "flatroll[plot]"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_inspect_refuses_a_path_that_holds_no_batch(
     made: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

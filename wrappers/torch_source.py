@@ -1,6 +1,6 @@
 """The adapter for GPU simulators and other vector environments that return tensors (duck-typed).
 
-Isaac Lab, mjlab, ManiSkill, Genesis and rsl_rl's `VecEnv` have no base class in common; what they share is
+Isaac Lab, mjlab, ManiSkill, Genesis, legged_gym and rsl_rl's `VecEnv` have no base class in common; what they share is
 `num_envs`, tensors, and habits: reward and flag buffers that are written into again at every step, one `extras`
 dict for all steps, autoreset in the same step, and sometimes a final observation that lingers in `extras`.
 """
@@ -18,27 +18,43 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, is_from
 
 
 class TorchSource(VectorSource):
-    """A vector env that returns tensors: 5-tuples, or rsl_rl's 4-tuples with ``extras["time_outs"]``.
+    """A vector env that returns tensors, in one of three dialects.
 
-    It must have ``num_envs``, ``reset``, ``step``, and spaces or rsl_rl's ``get_observations`` and ``num_actions``.
+    ``step`` returns Gymnasium's 5-tuple, rsl_rl's ``(obs, reward, dones, extras)``, or legged_gym's ``(obs,
+    privileged, reward, dones, extras)``, in which ``extras["time_outs"]`` says which dones are time-outs. The env
+    must have ``num_envs``, ``step``, and spaces or rsl_rl's ``get_observations`` and ``num_actions``. Without
+    ``reset`` (rsl_rl's ``VecEnv``) episodes begin where the env stands. Privileged observations that legged_gym
+    returns apart become the entry ``"critic"`` of a Dict, beside ``"policy"``.
     """
 
     def __init__(
         self, env: Any, mode: AutoresetMode, device: torch.device | None, own_buffers: bool | str
     ) -> None:
         base = getattr(env, "unwrapped", env)
-        self._device = torch.device(device if device is not None else getattr(base, "device", "cpu"))
         # These envs overwrite reward, flags and often observations at every step: what they return is copied.
         self._copies = bool(own_buffers)
-        parameters = inspect.signature(env.reset).parameters
+        self._resets = hasattr(env, "reset")
+        parameters = inspect.signature(env.reset).parameters if self._resets else {}
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._takes_seed = takes_all or "seed" in parameters
         self._takes_options = takes_all or "options" in parameters
-        self._is_maniskill = type(base).__module__.startswith("mani_skill")
+        self._is_maniskill = is_from("mani_skill", base)
+        self._is_legged = hasattr(env, "get_privileged_observations")
+        self._has_privileged = self._is_legged and env.get_privileged_observations() is not None
+        self._stepped = False
+        self.env = env
+        observation_space = _declared_space(env, "observation")
+        seen = None if observation_space is not None else self._with_privileged(_seen(env))
+        action_space = _declared_space(env, "action")
+        if action_space is None:
+            if not hasattr(env, "num_actions"):
+                raise _no_space(env, "action")
+            action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),))
+        self._device = device or _device_of(base, seen)
         capabilities = Capabilities(
             self._device,
             "torch",
@@ -47,18 +63,19 @@ class TorchSource(VectorSource):
             reuses_buffers=self._copies,
             seedable=self._takes_seed,
         )
-        single = _space_of(env, "observation"), _space_of(env, "action")
-        super().__init__(env, int(env.num_envs), *single, capabilities)
+        super().__init__(
+            env, int(env.num_envs), observation_space or _space_of(seen), action_space, capabilities
+        )
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+        name = type(self.env).__name__
         arguments: dict[str, Any] = {}
         if seed is not None and self._takes_seed:
             arguments["seed"] = seed
         elif seed is not None:
             warnings.warn(
-                f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
-                "when you make it",
+                f"{name}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env when you make it",
                 stacklevel=4,
             )
         if rows is None:
@@ -71,37 +88,70 @@ class TorchSource(VectorSource):
                 arguments["options"] = {**(options or {}), "env_idx": numbers}
             else:
                 arguments["env_ids"] = numbers
-        result = self.env.reset(**arguments)
-        obs, info = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(first_leaf(_plain(obs)), Tensor):
-            got = type(first_leaf(_plain(obs))).__name__
+        if self._resets:
+            result = self.env.reset(**arguments)
+        else:
+            if self._stepped:
+                warnings.warn(
+                    f"{name} has no reset: its episodes go on where they stand, as begun anew", stacklevel=4
+                )
+            result = self.env.get_observations()
+        obs, info = result if isinstance(result, tuple) else (result, None)
+        obs = self._with_privileged(_plain(obs))
+        leaf = first_leaf(obs)
+        if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, got {got}: "
+                f"{name} is no gymnasium.vector.VectorEnv, so it must return tensors, got {type(leaf).__name__}: "
                 "derive it from VectorEnv (without a device), or write a flatroll.wrappers.VectorSource"
             )
-        return self._owned(obs), dict(info)
+        if len(leaf) != self.num_envs:
+            raise ValueError(
+                f"observations must have one row for each of num_envs={self.num_envs} envs, got {len(leaf)} from "
+                f"{name}: set its num_envs to what it steps"
+            )
+        if leaf.device.type != self._device.type or self._device.index not in (None, leaf.device.index):
+            raise ValueError(
+                f"device={str(self._device)!r} was expected, and {name} returns tensors on {str(leaf.device)!r}: name "
+                f"it, as_vector_env(env, device={str(leaf.device)!r})"
+            )
+        # (legged_gym returns its privileged observations here, Genesis None.)
+        return self._owned(obs), dict(info) if isinstance(info, dict) else {}
 
     @override
     def step(self, actions: Tree) -> Step:
+        self._stepped = True
         result = self.env.step(actions)
-        if len(result) == 4:
-            obs, reward, done, extras = result
-            done = done.bool()
-            # rsl_rl: "dones" holds the time-outs too; only the rest are ends of the task.
-            timed_out = extras.get("time_outs")
-            truncated = torch.zeros_like(done) if timed_out is None else timed_out.bool() & done
-            terminated = done & ~truncated
-        else:
+        if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            if self._copies:  # (the flags of a 4-tuple are computed, and new already)
+            if self._copies:  # (the flags of the other dialects are computed, and new already)
                 terminated, truncated = terminated.clone(), truncated.clone()
+        elif len(result) in (4, 5):
+            obs, (reward, done, extras) = result[0], result[-3:]
+            # "dones" holds the time-outs too; only the rest are ends of the task.
+            done, timed_out = done.bool(), extras.get("time_outs")
+            if timed_out is None:
+                truncated = torch.zeros_like(done)
+            else:
+                if timed_out.shape != done.shape:  # [E] and [E, 1] would broadcast to [E, E]
+                    timed_out = timed_out.reshape(done.shape)
+                truncated = timed_out.bool() & done
+            terminated = done & ~truncated
+            obs = self._with_privileged(_plain(obs))
+        else:
+            raise TypeError(
+                f"step must return (obs, reward, terminated, truncated, info) or (obs, reward, dones, extras), got "
+                f"{len(result)} values from {type(self.env).__name__}: write a flatroll.wrappers.VectorSource"
+            )
         if self._copies:
             reward = reward.clone()
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
-        """Return this step's final observations: ``(E, ...)``, mjlab's (env_ids, values), or None."""
+        """Return this step's final observations: ``(E, ...)``, (env_ids, values), or None.
+
+        The pairs are what mjlab proposes as ``extras["terminal"]``; no release up to 1.6.0 gives them.
+        """
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
@@ -113,28 +163,63 @@ class TorchSource(VectorSource):
         # Rows of the ended envs only, written into a copy of the observations that the step returned.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
+    def _with_privileged(self, obs: Tree) -> Tree:
+        """The observations, with legged_gym's privileged ones if it has any."""
+        if not self._has_privileged or isinstance(obs, dict):
+            return obs
+        return {"policy": obs, "critic": self.env.get_privileged_observations()}
+
     def _owned(self, obs: Tree) -> Tree:
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
 
 
-def _space_of(env: Any, kind: str) -> spaces.Space[Any]:
-    """The space of one row's ``"observation"`` or ``"action"``: declared, or read off rsl_rl's attributes."""
+def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
+    """The space of one row's ``"observation"`` or ``"action"`` that the env declares, or None."""
     declared = getattr(env, f"single_{kind}_space", None)
     if declared is not None:
         return _space_like(declared)
-    if kind == "action" and hasattr(env, "num_actions"):
-        return spaces.Box(-np.inf, np.inf, (int(env.num_actions),))
-    if kind == "observation" and hasattr(env, "get_observations"):
-        seen = env.get_observations()
-        tree = _plain(seen[0] if isinstance(seen, tuple) else seen)
-        if isinstance(tree, dict):
-            return spaces.Dict({key: _box(value) for key, value in tree.items()})
-        return _box(first_leaf(tree))
-    raise TypeError(
+    if kind == "observation" and hasattr(env, "asymmetric_obs"):
+        # MuJoCo playground's wrapper, whose get_observations resets all rows.
+        sizes = {"state": env.num_obs}
+        if env.asymmetric_obs:
+            sizes["privileged_state"] = env.num_privileged_obs
+        shapes = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in sizes.items()}
+        return spaces.Dict({name: spaces.Box(-np.inf, np.inf, shape) for name, shape in shapes.items()})
+    return None
+
+
+def _seen(env: Any) -> Tree:
+    """The observations that rsl_rl's ``get_observations`` shows."""
+    if not hasattr(env, "get_observations"):
+        raise _no_space(env, "observation")
+    seen = env.get_observations()
+    return _plain(seen[0] if isinstance(seen, tuple) else seen)
+
+
+def _no_space(env: Any, kind: str) -> TypeError:
+    """The error for an env that does not say what its rows are."""
+    return TypeError(
         f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), and "
         f"{type(env).__name__} has none: set it on the env before you wrap it"
     )
+
+
+def _space_of(seen: Tree) -> spaces.Space[Any]:
+    """The space of one row of these observations."""
+    if isinstance(seen, dict):
+        return spaces.Dict({key: _space_of(value) for key, value in seen.items()})
+    return _box(seen)
+
+
+def _device_of(env: object, seen: Tree) -> torch.device:
+    """Where the env's arrays are: its ``device``, or where its observations or the tensors that it holds are."""
+    device = getattr(env, "device", None)
+    if device is not None:
+        return torch.device(device)
+    held = [first_leaf(seen), *getattr(env, "__dict__", {}).values()]
+    devices = [value.device for value in held if isinstance(value, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _plain(obs: Tree | TensorDictBase) -> Tree:

@@ -189,14 +189,14 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
-        rows, expected = self._cut(state), self.value_bytes
+        rows, expected, zstandard = self._cut(state), self.value_bytes, _zstandard()
         try:
-            wrong = next((i for i, row in enumerate(rows) if frame_size(row) != expected), None)
+            wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
                 for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
                     pass
-        except _zstandard().ZstdError as error:
+        except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
         if wrong is not None:
             raise damaged(f"its compressed row {wrong} is not one of {expected} bytes")
@@ -240,9 +240,8 @@ class ZstdColumn(Column):
         self._rows[slots] = rows
 
 
-def frame_size(frame: bytes) -> int:
+def frame_size(zstandard: ModuleType, frame: bytes) -> int:
     """Bytes that a zstd frame holds, as it says; ValueError if it cannot be read, or is too short to hold so many."""
-    zstandard = _zstandard()
     try:
         size: int = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from flatroll import export as module
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
+from flatroll.datasets import read_rlds
 from flatroll.datasets.formats.sources import episodes_of, open_source
 from flatroll.layout import TRAJ_IDS, audit
 from flatroll.rollouts import Collector, batch_spec
@@ -324,6 +325,27 @@ def test_a_lerobot_folder_of_other_makers(tmp_path: Path) -> None:
     assert torch.equal(again["observation", "state"], batch["observation"])
     assert torch.equal(again["next", "observation", "state"][known], batch["next", "observation"][known])
     assert torch.equal(again["observation", "pixels"], batch["pixels"].permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.int64, torch.float32)],
+)
+def test_rewards_of_other_makers_keep_a_floating_dtype(
+    written: torch.dtype, read: torch.dtype, tmp_path: Path
+) -> None:
+    batch = by_trajectory(window(0)).exclude("pixels", ("next", "pixels"))
+    rewards = (torch.arange(10.0).double()[:, None] / 3).to(written)
+    batch["next", "reward"] = rewards
+    export(batch, tmp_path / "rows", "lerobot")
+    (tmp_path / "rows/meta/flatroll.json").unlink()
+    again = read_back("lerobot", tmp_path / "rows")["next", "reward"]
+    assert again.dtype is read and torch.equal(again, rewards.to(read))
+    steps: list[dict[str, Any]] = [
+        {"observation": np.float32(t), "reward": reward} for t, reward in enumerate(rewards[:, 0].numpy())
+    ]
+    (rows,) = read_rlds([[*steps, {"observation": np.float32(10)}]])
+    assert rows["next", "reward"].dtype is read and torch.equal(rows["next", "reward"], rewards.to(read))
 
 
 def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -142,3 +142,10 @@ def test_integers_have_no_nan_for_what_is_hidden(env):
 def test_a_rollout_keeps_its_next_observations():
     batch = rollout(CompactObs(make("SameStep")), num_steps=5, seed=0)
     assert torch.equal(batch["next", "observation"], batch["observation"] + torch.tensor([0.0, 0.0, 1.0]))
+
+
+def test_stats_count_what_was_collected_and_what_waits():
+    collector = Collector(make("SameStep"), frames_per_batch=5)
+    next(collector)
+    collector.update_policy_weights_()
+    assert collector.stats() == {"frames": 5, "rows_held": 1, "policy_version": 1}

@@ -7,16 +7,19 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict.nn import (
+    CompositeDistribution,
     InteractionType,
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
+    set_composite_lp_aggregate,
 )
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
+from flatroll.estimators import ClipPPOLoss
 from flatroll.layout import run_ends
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.rollouts import Collector, rollout
@@ -476,3 +479,31 @@ def test_random_actions_go_on_after_a_state():
 def test_random_actions_on_a_device_without_values():
     drawn = RandomActions(spaces.Box(0, 1, (2,)), 3, torch.device("meta"), 0)()
     assert drawn.device.type == "meta" and drawn.shape == (3, 2)
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_actions_of_several_parts_keep_their_log_probabilities(aggregate):
+    """tensordict writes one for all parts, or one beside each part, under "action" like the parts."""
+    names = {"move": ("action", "move"), "press": ("action", "press")}
+    params = [("params", "move", "loc"), ("params", "move", "scale"), ("params", "press", "logits")]
+
+    def net(obs):
+        return obs[..., :2].cos() / 2, 0.01 + obs[..., :2].sin() ** 2 / 100, obs.repeat(1, 2)[..., :5].cos()
+
+    torch.manual_seed(0)
+    arguments = {"distribution_map": {"move": Normal, "press": Categorical}, "name_map": names}
+    with set_composite_lp_aggregate(aggregate):
+        choose = ProbabilisticTensorDictModule(
+            ["params"], list(names.values()), distribution_class=CompositeDistribution,
+            distribution_kwargs=arguments, return_log_prob=True, default_interaction_type=InteractionType.RANDOM,
+        )  # fmt: skip
+        actor = ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], params), choose)
+        batch = next(Collector(make(action="dict"), actor, frames_per_batch=10, seed=0))
+        kept = set() if aggregate else {("action", "move_log_prob"), ("action", "press_log_prob")}
+        assert {key for key in batch.keys(True, True) if key[0] == "action"} == {*names.values(), *kept}
+        batch["advantage"] = torch.ones(10, 1)
+        loss = ClipPPOLoss(actor)
+        if aggregate:
+            loss.set_keys(sample_log_prob=choose.log_prob_keys[0])
+        out = loss(batch.exclude("params"))
+    assert out["max_ratio"] == pytest.approx(1.0, abs=1e-5) and out["kl_approx"].abs() < 1e-5

@@ -215,6 +215,10 @@ def not_a_number(env: Faulty, obs: Any, *rest: Any) -> Any:
     return np.where(obs > 2, np.nan, obs).astype(np.float32), *rest
 
 
+def infinite(env: Faulty, obs: Any, *rest: Any) -> Any:
+    return np.where(obs > 2, np.inf, obs).astype(np.float32), *rest
+
+
 def drifting(env: Faulty, obs: Any, reward: Any, *rest: Any) -> Any:
     return obs, reward + env.steps, *rest
 
@@ -238,7 +242,8 @@ FAULTS = [
         "obs must be float32 (2, 3) as its space says, it is float32 (2, 2) (first seen after step 0)",
     ),
     (wrong_dtype, {}, "obs must be float32 (2, 3) as its space says, it is float64 (2, 3)"),
-    (not_a_number, {}, "obs has values outside its space"),
+    (not_a_number, {}, "obs has NaN: end the episode in the step in which the simulation fails"),
+    (infinite, {}, "suspicion: an observation has infinite values"),
     (drifting, {}, "two runs from one seed with the same actions differ in reward (first at 0)"),
     (failing, {}, "reset or step raised KeyError: 'velocity'"),
     (end_without_reason, {}, "suspicion: info['done'] is set in a row of step 2"),

@@ -168,7 +168,7 @@ class ZstdForm(Form):
 
     def _check_size(self, compressed: bytes, rows: int) -> None:
         """Raise ValueError unless a block says that it has the bytes of so many rows."""
-        if frame_size(compressed) != rows * self.row_bytes:
+        if frame_size(self._zstandard, compressed) != rows * self.row_bytes:
             raise damaged(f"a compressed block is not one of {rows} rows")
 
     def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:

@@ -260,6 +260,8 @@ class DiskStorage(ColumnStorage):
         """What the folder notes of its rows; None if it is new."""
         if folder.version is None:
             if len(folder.segments):
+                if folder.versions():
+                    folder.load()  # none is whole: the error says why
                 raise ValueError(
                     f"{folder.path} is none of a DiskStorage: it has rows, and does not say of what kind"
                 )

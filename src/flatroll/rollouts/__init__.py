@@ -2,6 +2,14 @@
 
 from flatroll.rollouts.batch_columns import batch_spec
 from flatroll.rollouts.collector import Collector
+from flatroll.rollouts.evaluate import (
+    Estimate,
+    Evaluation,
+    Evaluator,
+    bootstrap_mean,
+    evaluate,
+    interquartile_mean,
+)
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
 from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector, RayCollector
@@ -11,6 +19,9 @@ SyncDataCollector = Collector
 
 __all__ = [
     "Collector",
+    "Estimate",
+    "Evaluation",
+    "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",
@@ -18,6 +29,9 @@ __all__ = [
     "RayCollector",
     "SyncDataCollector",
     "batch_spec",
+    "bootstrap_mean",
     "check_env_specs",
+    "evaluate",
+    "interquartile_mean",
     "rollout",
 ]

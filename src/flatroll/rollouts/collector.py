@@ -262,6 +262,10 @@ class Collector(Facts):
         """Number of rows that were collected and that no batch has taken yet; they come in later ones."""
         return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
 
+    def stats(self) -> dict[str, int]:
+        """Return ``frames``, ``rows_held`` and ``policy_version``, to be logged as those of `MultiCollector.stats`."""
+        return {"frames": self._frames, "rows_held": self.rows_held, "policy_version": self._version}
+
     @property
     def policy_version(self) -> int:
         """How often the policy has been updated: `update_policy_weights_` counts it, and whoever counts otherwise
@@ -372,6 +376,7 @@ class Collector(Facts):
             "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
+            "vector_steps": self._runner.window.before + self._runner.window.steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -390,6 +395,7 @@ class Collector(Facts):
             self.policy.load_state_dict(state["policy"])
         self.policy_version = state.get("policy_version", 0)
         runner.forget()
+        runner.window.before = state.get("vector_steps", 0)
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 

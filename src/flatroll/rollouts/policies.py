@@ -11,7 +11,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
+from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
 from flatroll.layout.tensordict_seam import base_keys_of, call_policy, nest
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
@@ -81,7 +81,9 @@ class ModulePolicy:
     """Runs a tensordict module as the policy, on a tensordict of batch size ``[E]`` at each step.
 
     It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
-    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not.
+    its ``out_keys`` besides the action becomes columns of the batch, also log-probabilities that stand beside the parts
+    of an action (``("action", "arm_log_prob")``); names that begin with ``_`` do not, nor do the ``recomputed_keys`` of
+    one of its parts, such as a `RunningNorm`.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
@@ -91,6 +93,7 @@ class ModulePolicy:
         self,
         policy: PolicyModule,
         space: spaces.Space[Any],  # of the actions of one env
+        action_keys: Sequence[NestedKey],  # of its leaves
         num_envs: int,
         devices: Devices,
         *,
@@ -99,12 +102,23 @@ class ModulePolicy:
         | None = None,  # by the env's stack, for a module that does not say
     ) -> None:
         self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
+        out_keys, leaves = (
+            map(as_tuple, (*policy.out_keys, *base_keys_of(policy))),
+            [*map(as_tuple, action_keys)],
+        )
+        parts = policy.modules() if isinstance(policy, nn.Module) else ()
+        recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
         #: The columns it may write.
         self.writes: list[NestedKey] = [
-            key
-            for key in dict.fromkeys((*policy.out_keys, *base_keys_of(policy)))
-            if as_tuple(key)[0] != ACTION and not as_tuple(key)[-1].startswith("_")
+            plain_key(key)
+            for key in dict.fromkeys(out_keys)
+            if not key[-1].startswith("_")
+            and key not in recomputed
+            and not any(leaf[: len(key)] == key for leaf in leaves)
         ]
+        # What may stand beside the parts of an action: columns, and what a CompositeDistribution leaves there unasked.
+        scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
+        self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
         states = recurrent_states(policy) if recurrent else {}
         #: The values, for one row, that its recurrent states have at an episode's start.
         self.defaults: Columns = {key: value.to(devices.env) for key, value in states.items()}
@@ -143,13 +157,15 @@ class ModulePolicy:
             raise _no_action(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
         if self._written is None:
             self._written = [key for key in self.writes if out.get(key, None) is not None]
+            self._beside = [key for key in self._beside if out.get(key, None) is not None]
         # A key that was written once and is missing later is a KeyError here.
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
         for key in self.defaults:  # as the policy has reset it in first rows, if it says so
             used = out.get(key, None)
             written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):
-            action = _tuples(self._space, action.to_dict())
+            parts = action.exclude(*(key[1:] for key in self._beside)) if self._beside else action
+            action = _tuples(self._space, parts.to_dict())
         return action, written
 
 

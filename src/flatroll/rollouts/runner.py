@@ -138,7 +138,9 @@ class Runner:
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
-            module = ModulePolicy(policy, space, self.num_envs, devices, recurrent=recurrent, primed=primed)
+            module = ModulePolicy(
+                policy, space, self.keys.actions, self.num_envs, devices, recurrent=recurrent, primed=primed
+            )
             self.keys.claim("the policy", *module.writes)
             self._policy = module
             self._carry(module.defaults)
@@ -160,6 +162,7 @@ class Runner:
             device=self.device,
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
+            agents=self.stream.source.agents,
         )
 
     def set_version(self, version: int) -> None:

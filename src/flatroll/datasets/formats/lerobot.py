@@ -337,7 +337,8 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     ``("observation", "state")``), of the shapes that ``meta/info.json`` says, but for texts and what LeRobot counts;
     ``task_index`` stays. The next observation of an episode's last row, which is in no file, is its own one, with
     ``("collector", "next_known")`` False. A ``next.done`` is a termination where no ``next.truncated`` says otherwise,
-    and an episode that has none at its end is truncated; flags and rewards, float32, are ``[T, 1]``.
+    and an episode that has none at its end is truncated; flags and rewards are ``[T, 1]``; rewards of whole numbers
+    become float32.
 
     Args:
         path: of the folder.
@@ -549,7 +550,8 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
         array = _decode(table[name], about, length, name)
-        dtype = "float32" if name == f"{NEXT}.reward" else about["dtype"]
+        floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be
+        dtype = about["dtype"] if floating else "float32"
         columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]

@@ -85,7 +85,8 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     found = [step["reward"] for step in steps[:-1] if "reward" in step]
     if len(found) not in (0, len(steps) - 1):
         raise ValueError(f"episode {number} has {len(found)} rewards of {len(steps) - 1} actions")
-    rewards = np.asarray(found, np.float32)
+    # Python's own numbers say nothing of the file's dtype
+    rewards = np.asarray(found, None if found and hasattr(found[0], "dtype") else np.float32)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
             "an episode has a reward at its last step alone, which RLDS gives to no action, so that it is left out: "

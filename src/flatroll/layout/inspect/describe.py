@@ -10,6 +10,7 @@ from flatroll.layout.keys import (
     DONE,
     IS_INIT,
     MASK,
+    NEXT_KNOWN,
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
@@ -81,8 +82,13 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     lengths = real_rows_up_to.diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
+    known = optional_marker(batch, NEXT_KNOWN)
+    lost = torch.zeros_like(last) if known is None else last & ~known.reshape(-1)
+    hidden, cut_off = int(lost.sum()), int((lost & kinds["truncated"]).sum())
+    unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"
     return [
         f"{k:,} run{'s' * (k != 1)}: {shown}",
+        *([unknown] if hidden else []),
         f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
     ]
 

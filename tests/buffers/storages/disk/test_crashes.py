@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import DiskStorage, LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.disk import Folder, files
+from flatroll.disk import DamagedFileError, Folder, files
 
 WRITER = """
 import sys, torch
@@ -200,6 +200,32 @@ def test_arguments_that_do_not_fit(tmp_path: Path, options: dict[str, Any], text
     with pytest.raises(ValueError, match=text):
         make(tmp_path, **options)
     assert len(make(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_error_names_a_manifest_that_cannot_be_read(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make(tmp_path)
+    buffer.extend(rows_of(0, 3))
+    buffer.storage.close()  # type: ignore[attr-defined]
+    manifests = list(tmp_path.rglob("manifest-*.json"))
+    real = files.open_to_read
+
+    def open_to_read(path: Path) -> tuple[int, int]:
+        if path in manifests:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    if damaged:
+        for path in manifests:
+            path.write_bytes(path.read_bytes()[:-1])
+    else:
+        monkeypatch.setattr(files, "open_to_read", open_to_read)
+    with pytest.raises(
+        DamagedFileError, match=r"no version that is whole: version \d: manifest-\d+\.json: (I|its)"
+    ):
+        make(tmp_path)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
