@@ -16,7 +16,9 @@ ROOMS = [*(room for room in imports.ROOMS if room != "trainers"), "export"]
 HEAVY = {
     "datasets",
     "envpool",
+    "gymnax",
     "h5py",
+    "jax",
     "matplotlib",
     "minari",
     "numba",

@@ -1,9 +1,11 @@
 """Gymnasium vector wrappers that mark episode boundaries, and `as_vector_env`, which adapts any env."""
 
 from flatroll.wrappers.adapt_env import find_stream
+from flatroll.wrappers.agents_source import PettingZooSource
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
+from flatroll.wrappers.functional_env import FunctionalEnv, as_functional
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -17,19 +19,24 @@ from flatroll.wrappers.markers import (
 )
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
+from flatroll.wrappers.vmas_source import VmasSource
 
 __all__ = [
     "Capabilities",
     "CompactObs",
+    "FunctionalEnv",
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
+    "PettingZooSource",
     "RecurrentPrimer",
     "RewardSum",
     "StepCounter",
     "TrajId",
     "VectorSource",
     "VectorStream",
+    "VmasSource",
+    "as_functional",
     "as_vector_env",
     "find_stream",
     "find_wrapper",

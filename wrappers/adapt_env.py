@@ -16,11 +16,15 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
+from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
+from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
 from flatroll.wrappers.gym_source import GymSource
+from flatroll.wrappers.jax_source import JaxSource
 from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, is_from, layers
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
+from flatroll.wrappers.vmas_source import VmasSource
 
 
 def adapt_env(
@@ -52,9 +56,10 @@ def adapt_env(
         adapted = env
     else:
         where = None if device is None else torch.device(device)
-        source, mode = _choose_source(env, where, _parse_mode(autoreset_mode), own_buffers)
+        source, mode = _choose_source(env, num_envs, where, _parse_mode(autoreset_mode), own_buffers)
         native = source.capabilities.framework
-        if device is not None and native == "numpy" and framework != "torch":
+        placed = isinstance(source, JaxSource)
+        if device is not None and native == "numpy" and framework != "torch" and not placed:
             raise ValueError(
                 f"device={str(device)!r} is for tensors, and {type(env).__name__} returns NumPy arrays: add "
                 "framework='torch', or give the device to the collector's policy_device or storing_device"
@@ -137,7 +142,11 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
 
 
 def _choose_source(
-    env: EnvLike, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
+    env: EnvLike,
+    num_envs: int | None,
+    device: torch.device | None,
+    mode: AutoresetMode | None,
+    own_buffers: bool | str,
 ) -> tuple[VectorSource, AutoresetMode]:
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
     if isinstance(env, VectorSource):
@@ -152,6 +161,19 @@ def _choose_source(
             f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in "
             "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
         )
+    functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
+    if functional is not None:
+        if mode not in (None, AutoresetMode.SAME_STEP):
+            raise ValueError(
+                f"autoreset_mode={mode.value!r} is not possible here: functional JAX envs are always 'SameStep'"
+            )
+        count = getattr(env, "num_envs", num_envs)
+        if count is None:
+            raise TypeError(
+                f"num_envs is needed: {functional.name} is one env, as pure functions, of which so many are made: "
+                "as_vector_env(env, num_envs=...), before a collector or wrapper gets it"
+            )
+        return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
     base = getattr(env, "unwrapped", env)
     # ManiSkill's base env neither resets nor ends by time.
     wrapped = isinstance(env, gymnasium.Wrapper)
@@ -180,6 +202,10 @@ def _choose_source(
                 f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
         return pool_source(env), AutoresetMode.NEXT_STEP
+    if is_from("vmas", env) and hasattr(env, "scenario"):
+        return VmasSource(env), AutoresetMode.DISABLED
+    if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
+        return PettingZooSource(games), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
         lacks = [
             name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)
@@ -194,13 +220,13 @@ def _choose_source(
                 f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
                 "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
             )
-        mode = mode or _declared_mode(env)
+        mode = _own_mode(env, mode)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
     if hasattr(env, "num_envs") and hasattr(env, "step"):
-        mode = mode or _declared_mode(env)
+        mode = _own_mode(env, mode)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
@@ -243,6 +269,27 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     return inner
 
 
+def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
+    """The user's mode, or the declared one, unless the switch of mjlab's cfg or of ManiSkill's vector env contradicts.
+
+    ManiSkill declares SAME_STEP with its ``auto_reset=False``, too.
+    """
+    base = getattr(env, "unwrapped", env)
+    for owner in (env, getattr(base, "cfg", None)):
+        resets = getattr(owner, "auto_reset", None)
+        if isinstance(resets, bool):
+            if mode is None and not resets:
+                return AutoresetMode.DISABLED
+            mode = mode or _declared_mode(env)
+            if resets == (mode is AutoresetMode.DISABLED):
+                raise ValueError(
+                    f"autoreset_mode={mode.value!r} is not what {type(env).__name__} does: its auto_reset is {resets}. "
+                    f"Pass autoreset_mode={'SameStep' if resets else 'Disabled'!r}, or make it with "
+                    f"auto_reset={not resets}"
+                )
+    return mode or _declared_mode(env)
+
+
 def _declared_mode(env: object) -> AutoresetMode:
     base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
@@ -280,7 +327,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
     if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
         raise ValueError(
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other env when one env "
-            "resets: use the ordinary env of the same name"
+            "resets, also inside a wrapper: put as_vector_env(phys2d_env) inside, which does not, the wrapper around it"
         )
     for layer in layers(env):
         # By name: importing NumpyToTorch needs one of gymnasium's extras.

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 #: A NumPy array or a torch tensor, with one row for each environment.
 Array: TypeAlias = Any
@@ -81,8 +82,10 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
     """The array as a tensor: a view of NumPy memory on CPU, else a copy to ``device``."""
     if isinstance(array, Tensor):
         tensor = array
-    else:
-        tensor = torch.from_numpy(array if isinstance(array, np.ndarray) else np.asarray(array))
+    elif isinstance(array, np.ndarray):
+        tensor = torch.from_numpy(array)
+    else:  # of JAX, or a list or number
+        tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.from_numpy(np.asarray(array))
     return tensor if device is None else tensor.to(device)
 
 

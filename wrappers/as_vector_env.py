@@ -40,14 +40,18 @@ def as_vector_env(
 
     Args:
         env: a `gymnasium.Env`, a `gymnasium.vector.VectorEnv` (envpool's are), or a torch-native vector env
-            with ``num_envs`` (Isaac Lab, mjlab, Genesis, rsl_rl's ``VecEnv``, legged_gym). An adapted env comes back
-            as it is.
+            with ``num_envs`` (Isaac Lab, mjlab, Genesis, rsl_rl's ``VecEnv``, legged_gym); or a JAX env of pure
+            functions: gymnax, craftax, brax, MuJoCo playground, jumanji, navix, Gymnasium's ``FuncEnv`` and ``phys2d``,
+            a `FunctionalEnv`; or a game of several agents,
+            each of which is a row: a PettingZoo ``ParallelEnv``, a function that makes one, a list of either (see
+            `PettingZooSource`), or VMAS (see `VmasSource`). An adapted env comes back as it is.
             For any other simulator write a `VectorSource`.
-        num_envs: for checking only: how many rows the env is expected to have. Default: whatever it has.
-        device: where a torch env lives (default: its ``device``, or where its tensors are), or where a converted one
-            is to be.
-        framework: ``"numpy"`` or ``"torch"``; None keeps the env's own. ``"torch"`` turns NumPy observations
-            into tensors.
+        num_envs: how many rows a JAX env is to have. For others it is for checking only: how many rows the env is
+            expected to have. Default: whatever it has.
+        device: where a torch env lives (default: its ``device``, or where its tensors are), where a JAX env is to be
+            (default: JAX's own), or where a converted one is to be.
+        framework: ``"numpy"`` or ``"torch"``; None keeps the env's own (a JAX env's is NumPy on the CPU, torch
+            on a GPU). ``"torch"`` turns NumPy observations into tensors.
         autoreset_mode: for an env that declares none in its metadata, or declares the wrong one. It is never
             guessed. A plain `gymnasium.Env` needs none.
         final_obs: where a SAME_STEP env leaves its final observations: ``"auto"`` (the keys in use), a key of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorWrapper
@@ -123,6 +124,8 @@ class VectorSource(ABC):
         #: What else a caller may step or reset: then the rows of a collector that goes on would be false.
         self.stepped: object = self if env is None else env
         self.num_envs = num_envs
+        #: Where each row is an agent of a game: the numbers of its agent and of its game, int64 ``(E,)``; else None.
+        self.agents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.capabilities = capabilities
@@ -173,6 +176,16 @@ class VectorSource(ABC):
         """
         return given
 
+    def absent(self) -> Array | None:
+        """Return the rows in which there is nobody after the last reset or step; only asked of a NEXT_STEP env.
+
+        A step from such a row is no transition, like one on which the env only resets the row.
+
+        Returns:
+            bool ``(E,)``, not written into again; None: somebody is in every row, always. The default.
+        """
+        return None
+
     def close(self) -> None:
         """Close the env, if it can be closed."""
         if hasattr(self.env, "close"):
@@ -203,7 +216,11 @@ class SourceView(VectorSource):
         self.source = source
         action_space = source.single_action_space
         super().__init__(source.env, source.num_envs, observation_space, action_space, capabilities)
-        self.stepped = source.stepped
+        self.stepped, self.agents = source.stepped, source.agents
+
+    @override
+    def absent(self) -> Array | None:
+        return self.source.absent()
 
     @override
     def send(self, actions: Tree) -> None:
@@ -251,6 +268,11 @@ class TorchView(SourceView):
         needed = given is not None or done.any()
         final = self.source.final_obs(info, shown, done, given) if needed else shown
         return None if final is None else self._tensors(final)
+
+    @override
+    def absent(self) -> Array | None:
+        rows = self.source.absent()
+        return None if rows is None else self._tensors(rows)
 
     def _tensors(self, tree: Tree) -> Tree:
         return map_tree(lambda leaf: to_torch(leaf, self._device), tree)

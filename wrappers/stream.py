@@ -75,7 +75,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         first: the returned observation is the first of an episode.
         ended: the step just made was the last of an episode.
         valid: the step just made is a transition; None if every row is. A NEXT_STEP env that resets in the
-            row after the end ignores the action there, and that row is no transition.
+            row after the end ignores the action there, and that row is no transition; nor is that of an agent who is
+            not in its game (see `VectorSource.absent`), in which ``first`` stays True.
         known: the true next observation of the step is known; None if it is in every row.
         has_final: ``info["final_obs"]`` was there when the step left this env.
         any_first, any_ended: whether any row is; None on a device where asking would wait for it.
@@ -125,6 +126,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._limit: int | None = None
         self._elapsed: Array = None  # with a limit: transitions made in each row's episode, int64 (E,)
         self._stepped = False
+        self._absent: Array | None = None  # NEXT_STEP: the rows in which nobody is, see `VectorSource.absent`
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
         self.actions: Tree = None
@@ -224,6 +226,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self._elapsed = full_for(like, self.num_envs, 0, torch.int64) if self._limit else None
             self.known = None
             self._stepped = False
+            self._absent = None if self.same_step else self.source.absent()
             self.any_first, self.any_ended = (True, False) if self._on_host else (None, None)
             return obs, info
         rows = self.as_mask(mask)
@@ -288,6 +291,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         else:  # NEXT_STEP: the rows that ended one step ago have only reset, and show a first observation
             self.first, self.any_first = self.ended, self.any_ended
             self.ended, self.any_ended = ended, any_ended
+            if self._absent is not None:
+                self.first = self.first | self._absent
+                self.any_first = bool(self.first.any()) if self._on_host else None
+                self._absent = self.source.absent()
         return obs, reward, terminated, truncated, info
 
     def move(self, device: torch.device) -> None:

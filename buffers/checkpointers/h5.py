@@ -169,7 +169,7 @@ class H5Writer:
             data = self._rows.create_dataset(
                 name, stored.shape, stored.dtype, maxshape=(None, *stored.shape[1:]), chunks=chunks, **options
             )
-            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+            data.attrs["dtype"] = _name_of(values)
             data[...] = stored
             return
         data = self._rows[name]
@@ -194,7 +194,7 @@ class H5Writer:
         for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
-            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+            data.attrs["dtype"] = _name_of(values)
         self._h5.close()
         self._file.check()
         if self._sync:
@@ -239,12 +239,10 @@ class _H5Rows:
 
 def _read(h5: Any) -> LoadedVersion:
     """The version in a file; DamagedFileError if there is none."""
-    if str(h5.attrs.get("format")) not in (str(_FORMAT), "None"):
-        raise ValueError(
-            f"the file has format {h5.attrs['format']}, known here is {_FORMAT}: install a later flatroll"
-        )
+    if str(form := _attribute(h5, "format")) not in (str(_FORMAT), "None"):
+        raise ValueError(f"the file has format {form}, known here is {_FORMAT}: install a later flatroll")
     try:
-        first, end, head = map(int, h5.attrs["rows"])
+        first, end, head = map(int, _attribute(h5, "rows"))
         datasets = h5_columns(h5, single=True)
         rows, state = (
             {name[len(of) :]: data for name, data in datasets.items() if name.startswith(of)}
@@ -263,10 +261,28 @@ def _read(h5: Any) -> LoadedVersion:
 def _read_dataset(name: str, data: Any) -> Tensor:
     """The values of a dataset that was checked."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
-    dtype = getattr(torch, str(data.attrs.get("dtype", "uint8")), None)
+    dtype: Any = values.dtype
+    if isinstance(noted := _attribute(data, "dtype"), bytes):
+        dtype = getattr(torch, noted.decode("ascii", "replace"), None)
+    elif dtype is torch.int16:
+        raise DamagedFileError(
+            f"an earlier version wrote {name!r}, int16 or bfloat16: save it anew with that one"
+        )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} is of no known dtype")
     return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Numbers or bytes of fixed length; None for strings, which HDF5 keeps on a heap: a damaged one is read forever."""
+    attributes = owner.attrs
+    plain = name in attributes and attributes.get_id(name).dtype.kind in "iuS"
+    return attributes[name] if plain else None
+
+
+def _name_of(values: Tensor) -> Any:
+    """The name of a dtype as an attribute."""
+    return np.bytes_(str(values.dtype).removeprefix("torch."))
 
 
 def _to_numpy(values: Tensor) -> Any:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler
-from flatroll.disk import Checkpoint
+from flatroll.disk import Checkpoint, Folder
+from flatroll.disk.state_tree import Packer
 from flatroll.rollouts import Collector
 
 
@@ -112,6 +113,26 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     run.buffer.loads(tmp_path)  # of a whole run, the buffer alone
     for one in (run, other):
         one.collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"parts": {}, "rng": None, "extra": 3},
+        {"parts": 5, "rng": None, "extra": {}},
+        {"parts": {"a" * 10**6: {}, 3: {}}, "rng": None, "extra": {}},
+        {"parts": {"policy": {}}, "rng": {"torch": None}, "extra": {}},
+    ],
+)
+def test_what_was_saved_along_and_cannot_be_is_named_with_its_folder(others: Any, tmp_path: Path) -> None:
+    packer = Packer()
+    packer.add("buffer", None)
+    packer.add("others", others)
+    with Folder(tmp_path, write=True) as folder:
+        folder.publish(packer.tree, packer.tensors)
+    with pytest.raises(ValueError, match=r"saved along is|has the parts|generators cannot") as caught:
+        Checkpoint(tmp_path, policy=nn.Linear(1, 1)).load()
+    assert len(str(caught.value)) < 1000 and caught.value.__notes__ == [f"while {tmp_path} was read"]
 
 
 def _with(run: Run, **parts: Any) -> Checkpoint:

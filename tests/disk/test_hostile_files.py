@@ -13,7 +13,7 @@ import pytest
 import torch
 from disk_recorder import check_rows, rows
 
-from flatroll.disk import DamagedFileError, Folder, Segment, tensor_file
+from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Segment, tensor_file
 from flatroll.disk.files import open_to_read
 
 STATE = {"a": torch.arange(5.0), "b": torch.tensor([[True, False]])}
@@ -155,6 +155,15 @@ def test_manifests_that_would_take_the_reader_down_are_errors(path: Path) -> Non
         load_all(path)
 
 
+def test_an_error_about_what_a_version_holds_is_cut_and_names_it(path: Path) -> None:
+    def use(loaded: LoadedVersion) -> None:
+        raise ValueError("it has the column " + "a" * 10**6)
+
+    with pytest.raises(ValueError, match=r"it has the column a+ \.\.\.") as caught:
+        Folder(path).load_with(use)
+    assert len(str(caught.value)) < 1100 and caught.value.__notes__ == [f"while version 1 of {path} was read"]
+
+
 def test_later_formats_and_unknown_needs_name_the_version_to_install(path: Path) -> None:
     file, fields = file_of(path, ".json"), fields_of(path)
     file.write_bytes(sealed({**fields, "format": 2, "written_by": "9.1"}))
@@ -167,6 +176,11 @@ def test_later_formats_and_unknown_needs_name_the_version_to_install(path: Path)
         load_all(path)
     with pytest.raises(ValueError, match="needs magic"):
         Folder(path, write=True)
+    file.write_bytes(sealed({**fields, "needs": ["a" * 10**6]}))
+    for call in (load_all, lambda path: Folder(path, write=True)):
+        with pytest.raises(ValueError, match="needs aaa") as caught:
+            call(path)
+        assert len(str(caught.value)) < 1000
     file.write_bytes(sealed({**fields, "something else": 3}))
     load_all(path)
 

@@ -71,12 +71,14 @@ class Form(NamedTuple):
         checked: whether every byte of it is covered by a checksum, so that it gives the good rows or none unless the
             checksums were made anew, too.
         inner: packs bytes that were changed inside of a container; None if there is none.
+        log: whether it ends with its last file of rows, whichever that is: without it, it has fewer rows.
     """
 
     write: Callable[[Path], Any]
     read: Callable[[Path], Any]
     checked: bool = False
     inner: Callable[[bytes, random.Random], bytes] | None = None
+    log: bool = False
 
 
 def steps() -> TensorDict:
@@ -312,7 +314,7 @@ FORMS: dict[str, Form] = {
         lambda path: write_buffer(path, checkpointer=H5StorageCheckpointer()),
         lambda path: read_buffer(path, checkpointer=H5StorageCheckpointer()),
     ),
-    "rows": Form(write_rows, read_rows, True, inner=sealed),
+    "rows": Form(write_rows, read_rows, True, inner=sealed, log=True),
     "set": Form(write_set, lambda path: BaseDatasetExperienceReplay(path)[:].to_dict(), inner=sealed),
 }
 
@@ -392,7 +394,8 @@ def check(form: Form, place: Path, spoiled: str, expected: Any) -> str:
         assert len(text) < 2000, f"an error of {len(text)} characters"
     else:
         verdict = "read"
-        right = not form.checked or spoiled.endswith("inside") or same(got, expected)
+        shorter = form.log and spoiled.endswith("is gone")
+        right = not form.checked or spoiled.endswith("inside") or shorter or same(got, expected)
         assert right, "other rows without a word"
     took = time.process_time() - began
     more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
@@ -433,9 +436,9 @@ def run(name: str, count: int, seed: int, at: memoryview) -> None:
 VERDICTS = ("number", "refused", "read")
 
 
-def in_a_process(name: str, count: int, seed: int) -> list[str]:
-    """Run a form in a process of its own, and another one after each that failed; return what went wrong."""
-    at, wrong = memoryview(mmap.mmap(-1, 8 * len(VERDICTS))).cast("q"), []
+def in_processes(name: str, count: int, seed: int) -> int:
+    """Run a form in a process of its own, and in another one after each that failed; return how many failed."""
+    at, wrong = memoryview(mmap.mmap(-1, 8 * len(VERDICTS))).cast("q"), 0
     while at[0] < count:
         reader, writer = os.pipe()
         child = os.fork()
@@ -454,8 +457,9 @@ def in_a_process(name: str, count: int, seed: int) -> list[str]:
             text = pipe.read().decode(errors="replace")
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code:
-            wrong.append(text or f"{name} {seed} {at[0] - 1} ended with {code}")
-    print(name, {"refused": at[1], "read": at[2], "wrong": len(wrong)}, flush=True)
+            wrong += 1
+            print(text or f"{name} {seed} {at[0] - 1} ended with {code}", flush=True)
+    print(name, {"refused": at[1], "read": at[2], "wrong": wrong}, flush=True)
     return wrong
 
 
@@ -463,8 +467,8 @@ def main(count: int, seed: int, names: list[str]) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    wrong = [text for name in names or FORMS for text in in_a_process(name, count, seed)]
-    print("\n".join(wrong) or "all right")
+    wrong = sum(in_processes(name, count, seed) for name in names or FORMS)
+    print("all right" if not wrong else f"{wrong} wrong")
     sys.exit(bool(wrong))
 
 

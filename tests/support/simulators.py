@@ -245,9 +245,9 @@ TimeLimitWrapper.__module__ = "mani_skill.utils.registration"
 class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
     """ManiSkill 3's own vector env: SAME_STEP, its final observations under the old name, in ending steps only."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, auto_reset: bool = True) -> None:
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self._env, self.base = env, env.unwrapped
+        self._env, self.base, self.auto_reset = env, env.unwrapped, auto_reset
         self.num_envs, self.device = self.base.num_envs, self.base.device
         self.single_observation_space = self.base.single_observation_space
         self.single_action_space = self.base.single_action_space
@@ -263,7 +263,7 @@ class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Tensor) -> Any:
         obs, reward, terminated, truncated, infos = self._env.step(actions)
         done = terminated | truncated
-        if done.any():
+        if done.any() and self.auto_reset:
             last, last_infos = obs.clone(), dict(infos)
             obs, infos = self.reset(options={"env_idx": torch.arange(self.num_envs)[done]})
             infos = {**infos, "final_observation": last, "final_info": last_infos}

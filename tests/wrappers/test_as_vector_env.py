@@ -583,7 +583,7 @@ def test_a_torch_env_on_meta_never_asks_for_a_value(final_obs: Any) -> None:
 # --- known defects of others --------------------------------------------------------------------------------
 
 
-def test_functional_jax_envs_are_refused() -> None:
+def test_wrappers_around_functional_jax_envs_are_refused() -> None:
     class FunctionalJaxVectorEnv(ScriptedVectorEnv):
         pass
 
@@ -591,8 +591,8 @@ def test_functional_jax_envs_are_refused() -> None:
         pass
 
     for kind in (FunctionalJaxVectorEnv, CartPoleJaxVectorEnv):
-        with pytest.raises(ValueError, match=r"phys2d.*ordinary env"):
-            as_vector_env(kind(script()))
+        with pytest.raises(ValueError, match=r"phys2d.*as_vector_env\(phys2d_env\) inside"):
+            as_vector_env(gym.vector.VectorWrapper(kind(script())))
 
 
 def test_numpy_to_torch_over_same_step_is_refused() -> None:

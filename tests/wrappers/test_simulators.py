@@ -204,6 +204,22 @@ def test_an_env_that_declares_no_mode() -> None:
             as_vector_env(env)  # type: ignore[arg-type]
 
 
+def test_a_mode_that_contradicts_the_simulator_s_own_switch() -> None:
+    for env, wrong, right in (
+        (MjlabEnv(), "Disabled", "SameStep"),
+        (MjlabEnv(False), "SameStep", "Disabled"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"autoreset_mode='{wrong}' is not what MjlabEnv does.*'{right}'"
+        ):
+            as_vector_env(env, autoreset_mode=wrong)
+    quiet = ManiSkillVectorEnv(TimeLimitWrapper(ManiSkillBase()), auto_reset=False)
+    for env in (quiet, MjlabEnv(False)):  # the first declares SAME_STEP all the same
+        key = "observation" if env is quiet else "actor"
+        batch = next(Collector(as_vector_env(env), frames_per_batch=30))
+        assert check_rows(batch, key) == 0
+
+
 def test_a_simulator_that_steps_other_rows_than_it_says() -> None:
     env = GenesisEnv()
     env.num_envs = 4

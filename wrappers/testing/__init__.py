@@ -9,11 +9,13 @@ from flatroll.wrappers.testing.scripted_envs import (
     ScriptedVectorEnv,
     make_scripted,
 )
+from flatroll.wrappers.testing.scripted_game import ScriptedGame
 
 __all__ = [
     "ContractError",
     "Script",
     "ScriptedEnv",
+    "ScriptedGame",
     "ScriptedRslEnv",
     "ScriptedTorchEnv",
     "ScriptedVectorEnv",

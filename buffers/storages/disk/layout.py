@@ -74,5 +74,5 @@ def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
     return (
         None
         if not found or found == expected
-        else f"it has the columns {sorted(found)}, and notes {sorted(expected)}"
+        else f"it has the columns {str(sorted(found))[:400]}, and notes {str(sorted(expected))[:400]}"
     )

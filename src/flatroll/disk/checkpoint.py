@@ -190,15 +190,22 @@ class Checkpoint:
             states, generators, extra = others["parts"], others["rng"], others["extra"]
         except KeyError:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
-        if not isinstance(extra, dict):
-            raise damaged(f"what was saved along is a {type(extra).__name__}")
-        if not isinstance(states, dict) or states.keys() != self._parts.keys():
-            raise ValueError(
-                f"the version has the parts {sorted(states)}, this Checkpoint {sorted(self._parts)}: make it with the "
-                "same ones"
-            )
-        if generators is not None:
-            _check_generators(generators)
+        try:
+            if not isinstance(extra, dict) or not isinstance(states, dict):
+                raise damaged(
+                    f"what was saved along is a {type(extra).__name__} and a {type(states).__name__}"
+                )
+            if states.keys() != self._parts.keys():
+                named = str(sorted(map(str, states)))[:400]
+                raise ValueError(
+                    f"the version has the parts {named}, this Checkpoint {sorted(self._parts)}: make it with the same "
+                    "ones"
+                )
+            if generators is not None:
+                _check_generators(generators)
+        except ValueError as error:
+            error.add_note(f"while {self.path} was read")
+            raise
         self._load_parts(states)
         if apply is not None:
             apply()

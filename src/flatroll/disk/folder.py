@@ -309,6 +309,8 @@ class Folder:
                         raise DamagedFileError(f"{self.path}, {damage[found]}") from None
                     continue
                 except ValueError as error:
+                    if len(text := str(error)) > 1000:  # it may repeat a name of any length
+                        error.args = (f"{text[:1000]} ...",)
                     error.add_note(f"while version {found} of {self.path} was read")
                     raise
                 if lost := [text for version, text in damage.items() if version > found]:

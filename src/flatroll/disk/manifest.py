@@ -129,7 +129,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
         try:
             needs = {str(need) for need in fields["needs"]}
             if fields["format"] != FORMAT or not needs <= KNOWN_NEEDS:
-                wrong = f"needs {', '.join(sorted(needs - KNOWN_NEEDS))}, unknown here"
+                wrong = f"needs {', '.join(sorted(needs - KNOWN_NEEDS))[:200]}, unknown here"
                 if fields["format"] != FORMAT:
                     wrong = f"has format {str(fields['format'])[:40]}, known here is {FORMAT}"
                 later = f"install flatroll {str(fields['written_by'])[:40]} or later"

@@ -1,5 +1,6 @@
 """The format of flat batches: keys, the boundary rule, and tools to inspect and check a batch."""
 
+from flatroll.layout.agents import agents_of
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import NextObservationDelta, check_delta, decode_delta, encode_delta
 from flatroll.layout.inspect.audit import Finding, audit
@@ -9,13 +10,17 @@ from flatroll.layout.inspect.timeline import timeline
 from flatroll.layout.inspect.timeline_svg import timeline_svg
 from flatroll.layout.keys import (
     ACTION,
+    AGENT,
     DELTA,
     DONE,
     EPISODE_REWARD,
+    GAME,
+    GAME_STEP,
     IS_INIT,
     MASK,
     NEXT,
     NEXT_KNOWN,
+    NUM_AGENTS,
     OBSERVATION,
     POLICY_VERSION,
     RESERVED,
@@ -39,13 +44,17 @@ from flatroll.layout.trajectories import join, mark_cuts, split_trajectories
 
 __all__ = [
     "ACTION",
+    "AGENT",
     "DELTA",
     "DONE",
     "EPISODE_REWARD",
+    "GAME",
+    "GAME_STEP",
     "IS_INIT",
     "MASK",
     "NEXT",
     "NEXT_KNOWN",
+    "NUM_AGENTS",
     "OBSERVATION",
     "POLICY_VERSION",
     "RESERVED",
@@ -63,6 +72,7 @@ __all__ = [
     "NextObservationDelta",
     "TED2Flat",
     "TED2Nested",
+    "agents_of",
     "as_tuple",
     "audit",
     "check_delta",

@@ -26,6 +26,10 @@ TERMINATED = ("next", "terminated")  #: Bool: the episode ended, and its next va
 TRUNCATED = ("next", "truncated")  #: Bool: the episode was stopped from outside, and its next value counts.
 DONE = ("next", "done")  #: Bool: terminated or truncated.
 TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
+AGENT = ("collector", "agent")  #: The number of the row's agent among those of its game.
+GAME = ("collector", "game")  #: The number of the row's game among those that the collector plays.
+GAME_STEP = ("collector", "game_step")  #: The number that the rows of one game at one time share.
+NUM_AGENTS = ("collector", "num_agents")  #: How many agents acted in the row's game at that time.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
@@ -50,6 +54,10 @@ _WRITTEN_BY: dict[NestedKey, str] = {
     STEP_COUNT: "wrap the env in flatroll.wrappers.StepCounter",
     TRAJ_IDS: "wrap the env in flatroll.wrappers.TrajId (Collector and rollout do it by themselves)",
     POLICY_VERSION: "the collector writes it with track_policy_version=True",
+    AGENT: "collectors write it for games of several agents (PettingZoo, VMAS)",
+    GAME: "collectors write it for games of several agents (PettingZoo, VMAS)",
+    GAME_STEP: "collectors write it for games of several agents (PettingZoo, VMAS)",
+    NUM_AGENTS: "collectors write it for games of several agents (PettingZoo, VMAS)",
     MASK: "split_trajectories and SliceSampler(pad_output=True) write it",
     REWARD: "the collector writes it (under another name: set_keys(reward=...) of the estimator or loss)",
     TERMINATED: "the collector writes it (under another name: set_keys(terminated=...) of the estimator or loss)",

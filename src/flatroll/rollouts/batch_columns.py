@@ -8,10 +8,14 @@ from gymnasium.vector import VectorEnv
 
 from flatroll.layout.keys import (
     ACTION,
+    AGENT,
     DELTA,
     DONE,
+    GAME,
+    GAME_STEP,
     IS_INIT,
     NEXT_KNOWN,
+    NUM_AGENTS,
     REWARD,
     TERMINATED,
     TRAJ_IDS,
@@ -87,6 +91,14 @@ class ColumnKeys:
         self.next_of = {key: next_key(key) for key in (*self.obs, *self.roots)}
         self._writers: dict[tuple[str, ...], str] = {}
         self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
+        stream = find_stream(env)
+        # What says of which agent, game and step of the game a row is, if rows are agents.
+        self.agents = (
+            (AGENT, GAME, GAME_STEP, NUM_AGENTS)
+            if stream is not None and stream.source.agents is not None
+            else ()
+        )
+        self.claim("the env's agents", *self.agents)
         self.claim("the policy's action", *self.actions)
         self.claim("the observation", *self.obs, *(self.next_of[key] for key in self.obs))
         for marker in markers:
@@ -149,6 +161,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     rows += [(keys.init, flag)] if keys.init in keys.roots else []
     rows += [(key, count) for own in keys.counts for key in (own, next_key(own))]
     rows += [(keys.traj, Unbounded((), dtype=torch.int64))] if keys.has_ids else []
+    rows += [(key, Unbounded((), dtype=torch.int64)) for key in keys.agents]
     rows += [(keys.returns, Unbounded((1,), dtype=torch.float32))] if keys.returns is not None else []
     batch = Composite(shape=(-1,))
     for key, spec in rows:

@@ -376,6 +376,7 @@ class Collector(Facts):
             "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
+            "vector_steps": self._runner.window.before + self._runner.window.steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -394,6 +395,7 @@ class Collector(Facts):
             self.policy.load_state_dict(state["policy"])
         self.policy_version = state.get("policy_version", 0)
         runner.forget()
+        runner.window.before = state.get("vector_steps", 0)
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 

@@ -172,6 +172,7 @@ class Runner:
             device=self.device,
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
+            agents=self.stream.source.agents,
         )
 
     def _find_masks(self, policy: PolicyModule) -> None:

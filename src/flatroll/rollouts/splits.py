@@ -140,7 +140,7 @@ class JointWindow(Window):
         self._parts = parts
         self.num_envs = sum(part.num_envs for part in parts)
         self.same_step = False  # what only a single window knows makes no difference to the rows
-        self.steps = 0
+        self.steps = self.before = 0
 
     def count(self) -> int:
         """Await the steps under way; count the transitions that no batch has taken."""

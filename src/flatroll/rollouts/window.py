@@ -15,10 +15,14 @@ from torch import Tensor
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import check_delta, encode_delta
 from flatroll.layout.keys import (
+    AGENT,
     DELTA,
     DONE,
+    GAME,
+    GAME_STEP,
     HAS_STATE,
     NEXT_KNOWN,
+    NUM_AGENTS,
     TERMINATED,
     TRUNCATED,
     NestedKey,
@@ -45,6 +49,7 @@ class Window:
         device: torch.device,
         same_step: bool,  # every cell is a transition; else the column DEAD says which are not
         dense_finals: bool,
+        agents: tuple[Array, Array] | None = None,  # the agent and the game of each env, int64 [E]
     ) -> None:
         # With dense_finals the true next observations have columns of their own (on a device, where picking the
         # ended rows would wait); else they are the observations one step later, but for those given to put_final.
@@ -53,12 +58,16 @@ class Window:
         self.steps = 0
         #: Cells of step 0 that an earlier batch has taken: all envs below this number.
         self.taken = 0
+        #: Vector steps before those in the window.
+        self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
         self._device = device
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
+        self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
+        self._games = 0 if agents is None else int(agents[1].max()) + 1
         self._room = steps + 2  # one row is kept for what follows the last step
         self._not_gathered: set[NestedKey] = {DEAD, *(keys.next_of[key] for key in keys.obs)}
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
@@ -149,6 +158,13 @@ class Window:
             left_out = left_out.union(map(next_key, keys.states))
         columns = {key: self.gather(key, cells, host_cells) for key in self.columns if key not in left_out}
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
+        if self._agents is not None:
+            agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
+            # One number for each game and vector step; the writer's bits are those of the trajectory ids.
+            step = (cells // self.num_envs + self.before) * self._games + game
+            writer = columns[keys.traj] >> 40 << 40 if keys.has_ids else 0
+            columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
+            columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
         if not keys.has_ids and self.num_envs > 1:
             # Nothing else tells a row that goes on from another env's row that was cut.
             starts = torch.from_numpy(np.diff(host_cells % self.num_envs, prepend=-1) != 0)
@@ -187,6 +203,14 @@ class Window:
             column = torch.from_numpy(column)  # a view: index_select makes the copy
         rows = column.index_select(0, cells)
         return rows.unsqueeze(-1) if trailing else rows
+
+    def _count_agents(self) -> Tensor:
+        """How many agents acted in each game at each step, int64 ``[steps, games]``; a batch may have some of them."""
+        assert self._agents is not None
+        acts = torch.ones(self.steps, self.num_envs, dtype=torch.int64, device=self._device)
+        if not self.same_step:
+            acts.masked_fill_(to_torch(self.columns[DEAD][: self.steps]), 0)
+        return acts.new_zeros(self.steps, self._games).index_add_(1, self._agents[1], acts)
 
     def _gather_next(
         self, cells: Tensor, host_cells: Array, columns: dict[NestedKey, Tensor]
@@ -232,10 +256,12 @@ class Window:
         """
         last = self.steps - 1
         first = last * self.num_envs  # number of the last step's first cell
+        self.before += self.steps
         self.steps = self.taken = 0
         finals, self._finals = self._finals, {}
         if surplus_from == self.num_envs and not keep:
             return
+        self.before -= 1
         for column in self.columns.values():
             column[0] = column[last]
         for key, kept in finals.items():

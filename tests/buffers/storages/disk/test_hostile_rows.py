@@ -87,6 +87,14 @@ def test_notes(lie: Any, key: str, value: Any) -> None:
         lie("plain", lambda notes: notes.update({key: value}), noted=True)
 
 
+def test_the_error_about_a_column_is_cut(lie: Any) -> None:
+    with pytest.raises(ValueError, match=r"it has the columns .*, and notes .*aaa") as caught:
+        lie(
+            "plain", lambda notes: notes["entries"].append(["a" * 10**6, "float32", [2], "plain"]), noted=True
+        )
+    assert len(str(caught.value)) < 1500
+
+
 def test_seams_in_any_order(lie: Any) -> None:
     buffer = lie("plain", lambda notes: notes.update(seams=[9, 4, 4, 10**30, -3]), noted=True)
     assert buffer[:]["x"][:, 0].tolist() == list(range(0, 2 * ROWS, 2))

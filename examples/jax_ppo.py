@@ -1,0 +1,93 @@
+"""PPO on a JAX simulator: gymnax's CartPole, stepped by one compiled call, learned from with torch.
+
+``python -m flatroll.examples.jax_ppo --picture out/jax_ppo.png`` needs gymnax (``pip install gymnax``).
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.examples.ppo import READ, make_agent
+from flatroll.rollouts import Collector
+from flatroll.wrappers import RewardSum, as_vector_env
+
+
+def train(
+    env: Any,  # a JAX env that as_vector_env takes
+    frames: int = 300_000,
+    seed: int = 0,
+    *,
+    num_envs: int = 64,
+    rows: int = 2048,
+) -> list[tuple[int, float]]:
+    """Train; after each batch the frames so far and the mean return of the last 100 episodes."""
+    torch.manual_seed(seed)
+    vector = RewardSum(as_vector_env(env, num_envs=num_envs))
+    actor, critic = make_agent(vector)
+    total = -(-frames // rows) * rows
+    collector = Collector(vector, actor, frames_per_batch=rows, total_frames=total, seed=seed)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    loss = ClipPPOLoss(
+        actor, critic, entropy_coeff=0.01, critic_coeff=0.25, loss_critic_type="l2", normalize_advantage=True
+    )
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=1e-3, eps=1e-5, fused=True)
+    returns: list[float] = []
+    curve = []
+    for batch in collector:
+        returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
+        curve.append((collector.frames, float(np.mean(returns[-100:] or [0.0]))))
+        data = gae(batch).select(*READ)
+        for _ in range(4):
+            for some in torch.randperm(rows).chunk(4):
+                losses = loss(data[some])
+                optimizer.zero_grad()
+                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - collector.frames / (total + rows))
+    return curve
+
+
+def draw(curve: list[tuple[int, float]], name: str, path: Path) -> None:
+    """Save the learning curve as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*curve, strict=True))
+    axes.set(xlabel="frames", ylabel="mean return of 100 episodes", title=f"PPO on {name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once, print the result, and draw it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--env", default="CartPole-v1", help="gymnax's name of it (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=300_000, help="to learn from (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, actions and envs (default: %(default)s)"
+    )
+    parser.add_argument("--picture", type=Path, help="where to draw the learning curve")
+    args = parser.parse_args(argv)
+    import gymnax
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    curve = train(gymnax.make(args.env)[0], args.frames, args.seed)
+    frames, reached = curve[-1]
+    print(f"{args.env}: return {reached:.1f} after {frames:,} frames, {time.perf_counter() - start:.0f} s")
+    if args.picture is not None:
+        draw(curve, f"gymnax {args.env}", args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,474 @@
+"""The adapters for games of several agents: PettingZoo's parallel envs, and VMAS.
+
+A row of the vector env is one agent of one game: row ``g * A + a`` is agent ``a`` of game ``g``. PettingZoo's agents
+come and go. A step in which an agent joins, or in which its game begins again, only resets its row, as those of a
+NEXT_STEP env do, and so does each step in which it is absent: they are no transitions, and no batch has them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import create_empty_array
+from typing_extensions import override
+
+from flatroll.specs.spaces import space_leaves
+from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
+from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
+
+#: The entry of an observation or of info that says which actions are legal.
+ACTION_MASK = "action_mask"
+#: The entry of the observation that holds the state of the whole game.
+STATE = "state"
+
+_ENTRIES = ("observations", "rewards", "terminations", "truncations")
+
+
+def is_parallel_env(env: object) -> bool:
+    """Whether it has the interface of PettingZoo's ``ParallelEnv``: spaces by agent, ``reset`` and ``step``.
+
+    Raises:
+        TypeError: it is one of PettingZoo's AEC envs, whose agents act in turn.
+    """
+    methods = ("observation_space", "action_space", "reset", "step")
+    if isinstance(env, type) or not all(callable(getattr(env, name, None)) for name in methods):
+        return False
+    if hasattr(env, "agent_iter"):
+        raise TypeError(
+            f"env is {type(env).__name__}, a PettingZoo AEC env, whose agents act in turn: "
+            "pettingzoo.utils.aec_to_parallel(env) makes a ParallelEnv of it if its agents act at the same time"
+        )
+    return True
+
+
+def parallel_envs(env: object) -> list[Any] | None:
+    """The PettingZoo games that an env, a function that makes one, or a list of either stands for; None if none is.
+
+    A function is called; what it made is closed if it is no game.
+    """
+    made = []
+    for one in env if isinstance(env, list | tuple) else [env]:
+        calls = callable(one) and not (hasattr(one, "step") and hasattr(one, "reset"))
+        if isinstance(one, type):  # of no other envs are the spaces methods
+            calls = callable(getattr(one, "observation_space", None))
+        game: Any = one() if callable(one) and calls else one
+        if not is_parallel_env(game):
+            if calls and hasattr(game, "close"):
+                game.close()
+            return None
+        made.append(game)
+    return made or None
+
+
+class PettingZooSource(VectorSource):
+    """PettingZoo ``ParallelEnv`` games: a row for each agent of each game, whether it is there or not.
+
+    `as_vector_env` makes one of an env, of a function or of a list; make it yourself for ``state``, or, with
+    :meth:`groups`, where the agents' spaces differ. Batches have ``("collector", "agent")``, the agent's place in
+    ``possible_agents``, ``("collector", "game")``, the game's place in ``envs``, and
+    ``("collector", "game_step")``, which the rows of one game at one time share (see
+    `flatroll.layout.agents_of`); all int64 ``[N]``.
+
+    An agent ends with ``terminated`` or ``truncated`` and has no rows while it is absent; one that joins or comes back
+    begins a new trajectory. A game without agents is reset by the next step. Game ``g`` is seeded with ``seed + g``.
+    An ``action_mask`` in the observation is a column of its own, one in ``infos`` is ``info["action_mask"]``.
+
+    Args:
+        envs: a game, a function that makes one, or a list of either. All must have equal ``possible_agents`` and
+            spaces.
+        state: add ``env.state()`` to the observation of each of its agents: columns ``"state"`` and
+            ``("next", "state")``. Default False.
+
+    Raises:
+        TypeError: an AEC env, or no game.
+        ValueError: games that differ, agents whose spaces differ.
+
+    >>> from flatroll.wrappers.testing import ScriptedGame
+    >>> source = PettingZooSource([ScriptedGame(), ScriptedGame()], state=True)
+    >>> source.num_envs, source.single_observation_space["state"].shape
+    (6, (3,))
+    """
+
+    metadata: dict[str, Any]
+    render_mode: str | None
+
+    def __init__(self, envs: EnvLike | Callable[[], Any] | Sequence[Any], *, state: bool = False) -> None:
+        games = Games(envs)
+        self._join(games, games.names, state, "")
+
+    @classmethod
+    def groups(
+        cls,
+        envs: EnvLike | Callable[[], Any] | Sequence[Any],
+        groups: Mapping[str, Sequence[str]],
+        *,
+        state: bool = False,
+    ) -> dict[str, "PettingZooSource"]:
+        """One source for each group of agents with equal spaces; the groups share their games, and step together.
+
+        All groups are sent their actions before the first of them is stepped: see `VectorStream.send`.
+
+        Args:
+            envs: as for the class.
+            groups: the names of each group's agents; each agent in one group.
+            state: as for the class.
+
+        Raises:
+            ValueError: an agent in no group or in two, or agents of one group whose spaces differ.
+
+        >>> from flatroll.wrappers.testing import ScriptedGame
+        >>> parts = PettingZooSource.groups(ScriptedGame(), {"front": ["a0"], "back": ["a1", "a2"]})
+        >>> {name: part.num_envs for name, part in parts.items()}
+        {'front': 1, 'back': 2}
+        """
+        games = Games(envs)
+        listed = [name for members in groups.values() for name in members]
+        if sorted(map(str, listed)) != sorted(map(str, games.names)):
+            raise ValueError(
+                f"groups must hold each agent of {games.names} once, got {dict(groups)}: an agent acts in one group"
+            )
+        sources = {}
+        for label, members in groups.items():
+            sources[label] = source = cls.__new__(cls)
+            source._join(games, list(members), state, f"{label!r}: ")
+        return sources
+
+    def _join(self, games: "Games", names: list[Any], state: bool, label: str) -> None:
+        """Become the source of these agents of the games."""
+        first = games.envs[0]
+        self._games, self.names, self._state = games, names, state
+        own, action = (_shared_space(kind, games.envs, names, label) for kind in ("observation", "action"))
+        # The leaves of one agent's observation, as paths in what the env gives and in the row: with a state the row
+        # is a Dict of both.
+        paths = [path for _, path in space_leaves(own, ())]
+        space, prefix = own, tuple[str, ...]()
+        if state:
+            if not isinstance(own, spaces.Dict):
+                own, prefix = spaces.Dict(observation=own), ("observation",)
+            if STATE in own.spaces or not hasattr(first, "state_space"):
+                problem = (
+                    "has that entry already" if STATE in own.spaces else "needs env.state_space, the space"
+                )
+                raise ValueError(
+                    f"state=True adds the entry 'state' to the observations, which {problem}"
+                    f" of env.state(), in {type(first).__name__}: leave state out, or name it otherwise in the env"
+                )
+            space = spaces.Dict({**own.spaces, STATE: first.state_space})
+        self._paths = [(path, (*prefix, *path)) for path in paths]
+        count = len(names)
+        super().__init__(
+            self,
+            count * len(games.envs),
+            space,
+            action,
+            Capabilities(torch.device("cpu"), "numpy", partial_reset=False, exact_flags=True, overlaps=True),
+        )
+        self.stepped = first if len(games.groups) == 0 else self
+        self.metadata = {
+            **(getattr(first, "metadata", None) or {}),
+            "autoreset_mode": AutoresetMode.NEXT_STEP,
+        }
+        self.render_mode = getattr(first, "render_mode", None)
+        numbers = np.array([games.names.index(name) for name in names], np.int64)
+        self.agents = np.tile(numbers, len(games.envs)), np.repeat(np.arange(len(games.envs)), count)
+        self.actions: Tree = None  # those that wait for the games' next step
+        self._turn = 0  # the number of resets and steps of the games that this group has seen
+        games.add(self)
+
+    @override
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+        games = self._games
+        # Of several groups the first one resets the games, and the others see what it has done.
+        if not games.began or self._turn != games.turn - 1:
+            games.reset(seed, options)
+        self._turn = games.turn
+        return self.obs, self.info
+
+    @override
+    def send(self, actions: Tree) -> None:
+        self.actions = actions
+
+    @override
+    def step(self, actions: Tree) -> Step:
+        games = self._games
+        if self._turn == games.turn:
+            if self.actions is None:
+                self.actions = actions
+            games.step()
+        self._turn += 1
+        if games.began or self._turn != games.turn:
+            raise RuntimeError(
+                "the groups of a game step together, and another group has gone on without this one: reset all groups"
+            )
+        return self.obs, self.reward, self.terminated, self.truncated, self.info
+
+    @override
+    def absent(self) -> Array:
+        return self.away
+
+    def begin(self) -> None:
+        """Make the arrays of the next reset or step: nobody is there until `Games` says so."""
+        self.obs = create_empty_array(self.single_observation_space, self.num_envs, np.zeros)
+        self.reward = np.zeros(self.num_envs, np.float32)
+        self.terminated = np.zeros(self.num_envs, bool)
+        self.truncated = np.zeros(self.num_envs, bool)
+        self.away: npt.NDArray[np.bool_] = np.ones(self.num_envs, bool)
+        self.info: Info = {}
+        self._leaves = []
+        arrays = leaves_at(self.obs, [place for _, place in self._paths])
+        for (path, _), array in zip(self._paths, arrays, strict=True):
+            if path and path[-1] == ACTION_MASK:
+                array[...] = 1  # a policy also sees the rows of absent agents
+            self._leaves.append((path, array))
+
+    def show(self, row: int, name: Any, shown: Mapping[Any, Any]) -> None:
+        """Write an agent's observation into its row."""
+        try:
+            value = shown[name]
+        except KeyError:
+            raise _lacks(name, "observations", shown) from None
+        for path, array in self._leaves:
+            leaf = value
+            for part in path:
+                leaf = leaf[part]
+            if not isinstance(leaf, np.ndarray):
+                leaf = np.asarray(leaf)
+            if leaf.shape != array.shape[1:] or (
+                leaf.dtype != array.dtype and not np.can_cast(leaf.dtype, array.dtype, "same_kind")
+            ):
+                entry = f"{name!r}" + "".join(f"[{part!r}]" for part in path)
+                raise ValueError(
+                    f"the observation of agent {entry} must be {array.dtype} of shape {array.shape[1:]}, as "
+                    f"observation_space says, got {leaf.dtype} of shape {leaf.shape}"
+                )
+            array[row] = leaf
+
+    def show_state(self, game: int, env: Any) -> None:
+        """Write a game's state into the rows of its agents."""
+        if self._state:
+            count = len(self.names)
+            obs: Any = self.obs
+            array, state = obs[STATE], np.asarray(env.state())
+            if state.shape != array.shape[1:]:
+                raise ValueError(
+                    f"env.state() must have shape {array.shape[1:]}, as state_space says, got {state.shape}"
+                )
+            array[game * count : (game + 1) * count] = state
+
+    def tell(self, row: int, entries: Info) -> None:
+        """Add an agent's info to the rows' info, as Gymnasium's vector envs do."""
+        self.info = VectorEnv._add_info(self, self.info, entries, row)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Allow every action to the agents without an ``info["action_mask"]``, as to those that are absent."""
+        if ACTION_MASK in self.info and isinstance(self.info[ACTION_MASK], np.ndarray):
+            self.info[ACTION_MASK][~self.info[f"_{ACTION_MASK}"]] = 1
+
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
+        """Call a method of every game, or get an attribute; the answer stands for each agent of it."""
+        values = []
+        for env in self._games.envs:
+            value = getattr(env, name)
+            values += [value(*args, **kwargs) if callable(value) else value] * len(self.names)
+        return tuple(values)
+
+    def render(self) -> tuple[Any, ...]:
+        """What each game renders."""
+        return tuple(env.render() for env in self._games.envs)
+
+    @override
+    def close(self) -> None:
+        for env in self._games.envs:
+            env.close()
+
+
+class Games:
+    """Copies of a PettingZoo game, stepped together once all groups of agents have sent their actions.
+
+    Args:
+        envs: see `PettingZooSource`.
+    """
+
+    def __init__(self, envs: EnvLike | Callable[[], Any] | Sequence[Any]) -> None:
+        games = parallel_envs(envs)
+        if games is None:
+            raise TypeError(
+                f"envs must be PettingZoo ParallelEnvs or functions that make them, got {type(envs).__name__}"
+            )
+        if len({id(env) for env in games}) < len(games):
+            raise ValueError(
+                "envs must be different games, got one of them twice: make a copy for each place"
+            )
+        self.envs = games
+        for env in games:
+            if not getattr(env, "possible_agents", None):
+                raise ValueError(
+                    f"{type(env).__name__} must have possible_agents, the names of all agents that it may ever have: "
+                    "they are the rows of the vector env"
+                )
+        #: The names of all agents, in the order of ``possible_agents``.
+        self.names: list[Any] = list(games[0].possible_agents)
+        for number, env in enumerate(games):
+            if list(env.possible_agents) != self.names:
+                raise ValueError(
+                    f"all games must have the same possible_agents, got {self.names} in game 0 and "
+                    f"{list(env.possible_agents)} in game {number}: make them alike, or a collector for each kind"
+                )
+        self.groups: list[PettingZooSource] = []
+        #: How often the games were reset or stepped, and whether the last time was a reset.
+        self.turn = 0
+        self.began = False
+        self._places: dict[Any, tuple[PettingZooSource, int]] = {}  # name: its group, its place there
+        self._living: list[list[Any]] = [[] for _ in games]  # the agents of each game; none: it is reset next
+
+    def add(self, group: PettingZooSource) -> None:
+        """Let a group have the rows of its agents."""
+        self.groups.append(group)
+        self._places |= {name: (group, place) for place, name in enumerate(group.names)}
+
+    def reset(self, seed: Seed, options: Info | None) -> None:
+        """Reset all games, game ``g`` with ``seed + g``, or with number ``g`` of a list."""
+        if isinstance(seed, int):
+            seed = [seed + number for number in range(len(self.envs))]
+        if seed is not None and len(seed) != len(self.envs):
+            raise ValueError(
+                f"seed must be one number, or one for each of {len(self.envs)} games, got {len(seed)}"
+            )
+        self.turn, self.began = self.turn + 1, True
+        for group in self.groups:
+            group.begin()
+            group.actions = None
+        for game in range(len(self.envs)):
+            self._begin(game, None if seed is None else seed[game], options)
+        for group in self.groups:
+            group.finish()
+
+    def step(self) -> None:
+        """Step each game with the actions that the groups were sent; reset those that have no agents."""
+        waits = sum(group.actions is None for group in self.groups)
+        if waits:
+            raise RuntimeError(
+                f"{waits} of {len(self.groups)} groups have no actions yet: send(actions) to each group, then step each"
+            )
+        self.turn, self.began = self.turn + 1, False
+        for group in self.groups:
+            group.begin()
+        places = self._places
+        for game, env in enumerate(self.envs):
+            living = self._living[game]
+            if not living:
+                self._begin(game, None, None)
+                continue
+            moves = {}
+            for name in living:
+                group, place = places[name]
+                row = game * len(group.names) + place
+                tree = group.actions
+                moves[name] = (
+                    tree[row]
+                    if isinstance(tree, np.ndarray)
+                    else map_tree(lambda leaf, row=row: leaf[row], tree)
+                )
+            shown, paid, terminated, truncated, infos = env.step(moves)
+            ended = []
+            for name in living:
+                group, place = places[name]
+                row = game * len(group.names) + place
+                try:
+                    group.reward[row] = paid[name]
+                    group.terminated[row] = over = terminated[name]
+                    group.truncated[row] = cut = truncated[name]
+                except KeyError:
+                    results = zip(_ENTRIES, (shown, paid, terminated, truncated), strict=True)
+                    lacking, result = next((kind, by) for kind, by in results if name not in by)
+                    raise _lacks(name, lacking, result) from None
+                if over or cut:
+                    ended.append(name)
+                group.show(row, name, shown)
+            now = env.agents
+            self._living[game] = now = (
+                living if not ended and now == living else self._left(living, ended, now)
+            )
+            self._place(game, now, living, shown, infos)
+        for group in self.groups:
+            group.actions = None
+            group.finish()
+
+    def _begin(self, game: int, seed: int | None, options: Info | None) -> None:
+        """Reset a game."""
+        env = self.envs[game]
+        result = env.reset(seed=seed, options=options)
+        shown, infos = result if isinstance(result, tuple) else (result, {})
+        now = self._left([], [], env.agents)
+        if not now:
+            raise ValueError(
+                f"{type(env).__name__} has no agents after reset: it must begin with one at least"
+            )
+        self._living[game] = now
+        self._place(game, now, (), shown, infos)
+
+    def _left(self, living: Sequence[Any], ended: Sequence[Any], now: Iterable[Any]) -> list[Any]:
+        """The agents that are in a game after a step, checked against those before it."""
+        now = list(now)
+        if unknown := [name for name in now if name not in self._places]:
+            raise ValueError(
+                f"env.agents has {unknown}, which possible_agents {self.names} lacks: name all that may join there"
+            )
+        if dead := [name for name in ended if name in now]:
+            raise ValueError(
+                f"agents {dead} were terminated or truncated and are still in env.agents, as if they went on to act: "
+                "take them out of it; one that comes back joins in a later step"
+            )
+        if lost := [name for name in living if name not in now and name not in ended]:
+            raise ValueError(
+                f"agents {lost} left env.agents and were neither terminated nor truncated: set one of the two in the "
+                "step in which they leave"
+            )
+        return now
+
+    def _place(
+        self,
+        game: int,
+        now: Sequence[Any],
+        before: Sequence[Any],
+        shown: Mapping[Any, Any],
+        infos: Mapping[Any, Any],
+    ) -> None:
+        """Say who is there, and show what those see who were not there before."""
+        for name in now:
+            group, place = self._places[name]
+            row = game * len(group.names) + place
+            group.away[row] = False
+            if now is not before and name not in before:
+                group.show(row, name, shown)
+        for name, entries in infos.items():
+            if entries and name in self._places and isinstance(entries, dict):
+                group, place = self._places[name]
+                group.tell(game * len(group.names) + place, entries)
+        for group in self.groups:
+            group.show_state(game, self.envs[game])
+
+
+def _lacks(name: object, entry: str, given: Mapping[Any, Any]) -> ValueError:
+    return ValueError(
+        f"the env's {entry} must have an entry for each agent that acted or is in env.agents, and {name!r} is not in "
+        f"{list(given)}: return it, also in the step that ends the agent"
+    )
+
+
+def _shared_space(kind: str, envs: Sequence[Any], names: Sequence[Any], label: str) -> spaces.Space[Any]:
+    """The one space of all these agents in all games."""
+    found: list[spaces.Space[Any]] = [getattr(env, f"{kind}_space")(name) for env in envs for name in names]
+    for at, space in enumerate(found):
+        if space != found[0]:
+            game, place = divmod(at, len(names))
+            raise ValueError(
+                f"{label}all agents must have the same {kind}_space, got {found[0]} for {names[0]!r} and {space} for "
+                f"{names[place]!r} of game {game}: put agents with equal spaces into groups, "
+                "PettingZooSource.groups(envs, {'a': [...], 'b': [...]}), or pad the spaces (SuperSuit)"
+            )
+    return found[0]

@@ -1,0 +1,223 @@
+"""`FunctionalEnv`, an env made of pure JAX functions, and `as_functional`, which makes one of a simulator's env.
+
+Nothing here imports JAX before an env is made: whoever has one has imported it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+#: A JAX array, or a pytree of them.
+Pytree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class FunctionalEnv:
+    """One environment as two pure JAX functions, which `as_vector_env` compiles for any number of envs.
+
+    Both functions are for one env, without a batch dimension. They may not reset ended episodes themselves: that is
+    done around them, so that the last observation of each episode is known.
+
+    Args:
+        reset: ``reset(key) -> (observation, state)``.
+        step: ``step(key, state, action) -> (observation, state, reward, terminated, truncated, info)``; ``info`` is a
+            dict of arrays. ``state`` is any pytree of arrays, of the same shapes as that of ``reset``.
+        action_space: of one env; a Gymnasium space, or one of a JAX simulator's.
+        observation_space: default None: as ``reset`` says, without bounds. Observations may be dicts, named tuples and
+            dataclasses, which become dicts, and tuples.
+        max_episode_steps: end episodes after so many steps, as truncated. Default None: as ``step`` says.
+        name: what errors call it.
+
+    >>> def reset(key):
+    ...     return {"at": key[:1] % 3}, key[0] % 3
+    >>> def step(key, state, action):
+    ...     state = state + action
+    ...     return {"at": state[None]}, state, 1.0, state > 9, False, {}
+    >>> FunctionalEnv(reset, step, spaces.Discrete(2), max_episode_steps=20).max_episode_steps
+    20
+    """
+
+    reset: Callable[[Any], tuple[Pytree, Pytree]]
+    step: Callable[[Any, Pytree, Any], tuple[Pytree, Pytree, Any, Any, Any, dict[str, Any]]]
+    action_space: object
+    observation_space: spaces.Space[Any] | None = None
+    max_episode_steps: int | None = None
+    name: str = "FunctionalEnv"
+
+
+def as_functional(
+    env: object, *, params: object = None, max_episode_steps: int | None = None
+) -> FunctionalEnv:
+    """Make a `FunctionalEnv` of the env of a JAX simulator; `as_vector_env` calls it itself.
+
+    Call it where the env is not all that there is to say: other parameters than the default ones, or a limit.
+
+    Args:
+        env: of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a functional env of Gymnasium's
+            (``FuncEnv``, ``phys2d``). Not inside a wrapper that batches envs or resets them.
+        params: of a gymnax or craftax env. Default None: its ``default_params``.
+        max_episode_steps: end episodes after so many steps, as truncated. Default None: as the env does.
+
+    Raises:
+        TypeError: the env is of no such simulator, or in a wrapper.
+
+    ``as_functional(gymnax_env, params=params)``
+    """
+    family = family_of(env)
+    if family is None:
+        raise TypeError(
+            "env must be of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium's, "
+            f"got {type(env).__name__}: write its two functions, flatroll.wrappers.FunctionalEnv(reset, step, ...)"
+        )
+    if params is not None and family is not _of_gymnax:
+        raise TypeError(f"params= is for envs of gymnax and craftax, got an env {type(env).__name__}")
+    reset, step, action_space = family(env, params) if family is _of_gymnax else family(env)
+    if max_episode_steps is None:
+        max_episode_steps = getattr(env, "time_limit", None) or None  # of Gymnasium's vector env
+    name = str(getattr(env, "name", None) or type(getattr(env, "unwrapped", env)).__name__)
+    return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
+
+
+def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
+    """The adapter of the simulator that the env's class is from, or None; imports nothing.
+
+    Raises:
+        TypeError: the env is in a wrapper that batches or resets it, or hides what is inside.
+    """
+    kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(env).__mro__}
+    if kinds.get("FuncEnv") == "gymnasium":
+        return _of_gymnasium
+    if "FunctionalJaxVectorEnv" in kinds:
+        return _of_gymnasium_vector
+    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
+        return None
+    family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
+    layer: Any = env
+    while family is not None and layer is not None:
+        module, name = type(layer).__module__, type(layer).__name__
+        resets = "AutoReset" in name and "NoAutoReset" not in name
+        if resets or "Vmap" in name or "gymnax.wrappers" in module:
+            raise TypeError(
+                f"env is in the wrapper {name}, and envs are batched and reset here (with their last observations): "
+                "give the env without it (brax.envs.create(..., auto_reset=False), craftax: auto_reset=False)"
+            )
+        inside = vars(layer)
+        layer = inside.get("env", inside.get("_env"))
+    return family
+
+
+def _of_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
+    """gymnax, and craftax, which has the same interface."""
+    params = env.default_params if params is None else params
+    limit = next((n for n in ("max_steps_in_episode", "max_timesteps") if hasattr(params, n)), None)
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        obs, state, reward, done, info = env.step_env(key, state, action, params)
+        if hasattr(env, "is_truncated"):
+            return obs, state, reward, done, env.is_truncated(state, params), info
+        if limit is None:
+            return obs, state, reward, done, False, info
+        # gymnax before 1.0 and craftax: `done` holds the time limit, which is what a longer one takes away.
+        terminated = done & env.is_terminal(state, params.replace(**{limit: np.iinfo(np.int32).max}))
+        return obs, state, reward, terminated, done & ~terminated, info
+
+    return lambda key: env.reset_env(key, params), step, env.action_space(params)
+
+
+def _of_brax(env: Any) -> tuple[Any, Any, object]:
+    """brax and MuJoCo playground; the time limit is that of brax's EpisodeWrapper."""
+
+    def reset(key: Any) -> tuple[Pytree, Pytree]:
+        state = env.reset(key)
+        return state.obs, state
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        state = env.step(state, action)
+        done = state.done.astype(bool)
+        truncated = state.info["truncation"].astype(bool) if "truncation" in state.info else False
+        return state.obs, state, state.reward, done & ~truncated, done & truncated, state.metrics
+
+    return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
+
+
+def _of_jumanji(env: Any) -> tuple[Any, Any, object]:
+    def reset(key: Any) -> tuple[Pytree, Pytree]:
+        state, first = env.reset(key)
+        return first.observation, state
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        state, now = env.step(state, action)
+        truncated = now.last() & (now.discount != 0)
+        return now.observation, state, now.reward, now.last() & ~truncated, truncated, now.extras
+
+    return reset, step, env.action_spec
+
+
+def _of_navix(env: Any) -> tuple[Any, Any, object]:
+    def reset(key: Any) -> tuple[Pytree, Pytree]:
+        first = env.reset(key)
+        return first.observation, first
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        now = env._step(state, action)  # its step() resets in the row after the end
+        return now.observation, now, now.reward, now.is_termination(), now.is_truncation(), now.info
+
+    return reset, step, env.action_space
+
+
+def _of_gymnasium(env: Any) -> tuple[Any, Any, object]:
+    # The functions of the class: those of an object may have been transformed to take batches.
+    kind = type(env)
+
+    def reset(key: Any) -> tuple[Pytree, Pytree]:
+        state = kind.initial(env, key)
+        return kind.observation(env, state, key), state
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        after = kind.transition(env, state, action, key)
+        reward = kind.reward(env, state, action, after, key)
+        info = kind.transition_info(env, state, action, after)
+        return kind.observation(env, after, key), after, reward, kind.terminal(env, after, key), False, info
+
+    return reset, step, env.action_space
+
+
+def _of_gymnasium_vector(env: Any) -> tuple[Any, Any, object]:
+    return _of_gymnasium(env.func_env)
+
+
+_FAMILIES: dict[str, Callable[..., tuple[Any, Any, object]]] = {
+    "gymnax": _of_gymnax,
+    "craftax": _of_gymnax,
+    "brax": _of_brax,
+    "mujoco_playground": _of_brax,
+    "jumanji": _of_jumanji,
+    "navix": _of_navix,
+}
+
+
+def gym_space(space: Any) -> spaces.Space[Any]:
+    """The Gymnasium space that says what a space (or spec) of a JAX simulator says."""
+    if isinstance(space, spaces.Space):
+        return space
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, dict):
+        return spaces.Dict({key: gym_space(part) for key, part in parts.items()})
+    if isinstance(parts, list | tuple):
+        return spaces.Tuple([gym_space(part) for part in parts])
+    count = getattr(space, "n", getattr(space, "num_values", None))
+    if count is not None:
+        count = np.asarray(count)
+        return spaces.MultiDiscrete(count) if count.ndim else spaces.Discrete(int(count))
+    low, high = (
+        getattr(space, a, getattr(space, b, None)) for a, b in (("low", "minimum"), ("high", "maximum"))
+    )
+    if low is None or high is None:
+        raise TypeError(f"action_space must be a Gymnasium space, or have n, or low and high, got {space!r}")
+    dtype = np.dtype(space.dtype)
+    least, most = (np.broadcast_to(np.asarray(end, dtype), space.shape) for end in (low, high))
+    return spaces.Box(least, most, dtype=dtype.type)

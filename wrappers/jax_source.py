@@ -1,0 +1,330 @@
+"""The adapter for environments that are pure JAX functions: one compiled call steps and resets all of them."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
+
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import RESERVED
+from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.functional_env import FunctionalEnv, Pytree, gym_space
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
+
+#: What the two functions of an env take and return, for errors.
+_SIGNATURES = {
+    "reset": "reset(key) -> (observation, state)",
+    "step": "step(key, state, action) -> (observation, state, reward, terminated, truncated, info)",
+}
+
+#: Up to this many bytes of actions a copy is faster than DLPack.
+_FEW_BYTES = 1 << 20
+
+
+class JaxSource(VectorSource):
+    """E copies of a `FunctionalEnv`, SAME_STEP with their true last observations; states stay on the device.
+
+    Observations, rewards and flags leave by DLPack: they share the memory of JAX's arrays, which nothing else reads but
+    a masked reset, for the rows that it does not reset. Entries of ``info`` stay arrays of JAX's.
+    """
+
+    def __init__(self, env: FunctionalEnv, num_envs: int, device: torch.device | None = None) -> None:
+        import jax
+
+        self._jax = jax
+        self._device = _device_of(jax, device)
+        on_cpu = self._device.platform == "cpu"
+        where = torch.device("cpu") if on_cpu else torch.device("cuda", self._device.local_hardware_id)
+        action_space = gym_space(env.action_space)
+        with jax.default_device(self._device):
+            reset, step, observation_space = _checked(env, action_space)
+        self._start, self._step, self._restart = _compiled(
+            reset, step, whole_number("num_envs", num_envs), env.max_episode_steps
+        )
+        #: From an array of JAX's to the caller's.
+        self._out: Callable[[Any], Array] = _as_numpy if on_cpu else from_dlpack
+        self._key: Any = None
+        self._state: Pytree = None
+        self._obs: Pytree = None  # as last returned
+        self._final: Pytree = None  # those of the last step, before its resets
+        can = Capabilities(where, "numpy" if on_cpu else "torch", exact_flags=True, checks_range=False)
+        super().__init__(env, num_envs, observation_space, action_space, can)
+        self.stepped = self  # not env, whose functions keep no state
+
+    @override
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+        jax = self._jax
+        if rows is not None:
+            mask = rows if isinstance(rows, np.ndarray) else jax.dlpack.from_dlpack(rows)
+            self._key, self._state, self._obs = self._restart(self._key, self._state, self._obs, mask)
+        else:
+            if isinstance(seed, list):
+                numbers = [int.from_bytes(os.urandom(4)) if one is None else one for one in seed]
+                keys = jax.numpy.stack([jax.random.PRNGKey(number) for number in numbers])
+                self._key = jax.random.fold_in(keys[0], self.num_envs)
+            else:
+                if seed is not None or self._key is None:
+                    self._key = jax.random.PRNGKey(int.from_bytes(os.urandom(4)) if seed is None else seed)
+                self._key, key = jax.random.split(self._key)
+                keys = jax.random.split(key, self.num_envs)
+            # A first state that needs no key would have no device of its own, and compile the step once more.
+            obs, state = self._start(jax.device_put(keys, self._device))
+            self._key, self._obs, self._state = jax.device_put((self._key, obs, state), self._device)
+        return map_tree(self._out, self._obs), {}
+
+    @override
+    def step(self, actions: Tree) -> Step:
+        self._key, self._state, self._obs, self._final, reward, flags, info = self._step(
+            self._key, self._state, map_tree(self._take, actions)
+        )
+        terminated, truncated = self._out(flags)
+        return map_tree(self._out, self._obs), self._out(reward), terminated, truncated, info
+
+    @override
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
+        return map_tree(self._out, self._final) if given is None else given
+
+    def _take(self, actions: Array) -> Any:
+        """The actions as a compiled function takes them."""
+        actions = _narrow(actions)
+        # Without DLPack JAX copies them, which is the faster way for few: its Python costs some 90 µs.
+        few = isinstance(actions, np.ndarray) and actions.nbytes < _FEW_BYTES
+        return actions if few else self._jax.dlpack.from_dlpack(actions)
+
+    @override
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _compiled(
+    reset: Callable[[Any], tuple[Pytree, Pytree]],
+    step: Callable[[Any, Pytree, Any], tuple[Any, ...]],
+    num_envs: int,
+    limit: int | None,  # of steps in an episode
+) -> tuple[Callable[..., Any], ...]:
+    """The compiled functions of a source: of all first states, of a step, and of a masked reset."""
+    import jax
+    from jax import numpy as jnp
+
+    # A state goes with the number of steps in its episode. PyTree leaves get the dtype that they keep, so that the
+    # state of a reset and that of a step compile once.
+    def start(keys: Any) -> tuple[Pytree, Pytree]:
+        obs, state = jax.vmap(reset)(keys)
+        return obs, (state, jnp.zeros(num_envs, jnp.int32))
+
+    def restart(key: Any, state: Pytree, obs: Pytree, mask: Any) -> tuple[Pytree, Pytree]:
+        """States and observations with new ones where ``mask`` is True; draws none if it nowhere is."""
+
+        def draw() -> tuple[Pytree, Pytree]:
+            first, fresh = start(jax.random.split(key, num_envs))
+
+            def put(new: Any, old: Any) -> Any:
+                return jnp.where(mask.reshape(num_envs, *(1,) * (new.ndim - 1)), new, old)
+
+            return jax.tree.map(put, fresh, state), jax.tree.map(put, first, obs)
+
+        changed: tuple[Pytree, Pytree] = jax.lax.cond(mask.any(), draw, lambda: (state, obs))
+        return changed
+
+    def step_all(key: Any, state: Pytree, actions: Pytree) -> tuple[Any, ...]:
+        key, steps, resets = jax.random.split(key, 3)
+        inner, elapsed = state
+        obs, inner, reward, terminated, truncated, info = jax.vmap(step)(
+            jax.random.split(steps, num_envs), inner, actions
+        )
+        elapsed += 1
+        if limit is not None:
+            truncated |= elapsed >= limit
+        ended = terminated | truncated
+        state, shown = restart(resets, (inner, elapsed), obs, ended)
+        if info:  # the entries of an ended row belong to the step that ended it: its new episode has none yet
+
+            def clear(leaf: Any) -> Any:
+                return jnp.where(ended.reshape(num_envs, *(1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+
+            info = {**jax.tree.map(clear, info), "final_info": info}
+        return key, state, shown, obs, reward, jnp.stack([terminated, truncated]), info
+
+    def restart_rows(key: Any, state: Pytree, obs: Pytree, mask: Any) -> tuple[Any, Pytree, Pytree]:
+        key, resets = jax.random.split(key)
+        return key, *restart(resets, state, obs, mask)
+
+    return jax.jit(start), jax.jit(step_all), jax.jit(restart_rows)
+
+
+def _checked(
+    env: FunctionalEnv, action_space: spaces.Space[Any]
+) -> tuple[Callable[..., Any], Callable[..., Any], spaces.Space[Any]]:
+    """The env's functions with plain observations and exact dtypes, and the space of its observations.
+
+    Raises:
+        TypeError: a function is not pure, or returns something else than it must.
+    """
+    import jax
+    from jax import numpy as jnp
+
+    key = jax.random.PRNGKey(0)
+    action = map_tree(lambda leaf: _narrow(np.asarray(leaf)), action_space.sample())
+    first, before = _trace(env, "reset", 2, key)
+    last, after, reward, terminated, truncated, info = _trace(env, "step", 6, key, before, action)
+    _same_shapes(env, "state", before, after)
+    _same_shapes(env, "observation", first, last)
+    for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
+        if getattr(value, "shape", None) != ():
+            raise TypeError(
+                f"{name} of {env.name} must be one number for each env, got {value}: sum or weigh the parts in a "
+                "FunctionalEnv of your own"
+            )
+    if not isinstance(info, Mapping):
+        raise TypeError(f"info of {env.name} must be a dict, got {type(info).__name__}")
+    space = _space_of(_plain(first))
+    if env.observation_space is not None and _leaves(space) != _leaves(env.observation_space):
+        raise TypeError(
+            f"observation_space of {env.name} must have the shapes and dtypes of its observations, {space}, got "
+            f"{env.observation_space}"
+        )
+
+    def exact(tree: Pytree, like: Pytree) -> Pytree:
+        """Leaves of the dtypes of ``like``; a Python number's dtype would be weak, and change with the next step."""
+
+        def convert(leaf: Any, to: Any) -> Any:
+            is_key = jnp.issubdtype(to.dtype, jax.dtypes.extended)
+            return leaf if is_key else jax.lax.convert_element_type(leaf, to.dtype)
+
+        return jax.tree.map(convert, tree, like)
+
+    def reset(key: Any) -> tuple[Pytree, Pytree]:
+        obs, state = env.reset(key)
+        return exact(_plain(obs), _plain(last)), exact(state, after)
+
+    def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
+        obs, state, reward, terminated, truncated, info = env.step(key, state, action)
+        numbers = (
+            jnp.asarray(reward, jnp.float32),
+            jnp.asarray(terminated, bool),
+            jnp.asarray(truncated, bool),
+        )
+        return exact(_plain(obs), _plain(last)), exact(state, after), *numbers, dict(info)
+
+    return reset, step, env.observation_space or space
+
+
+def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any, ...]:
+    """The shapes and dtypes that a function of the env returns."""
+    import jax
+
+    must = f"{name} of {env.name} must be a pure JAX function, {_SIGNATURES[name]}"
+    function: Callable[..., Any] = getattr(env, name)
+    own = (
+        getattr(function, "__module__", "") != FunctionalEnv.__module__
+    )  # those of simulators are taken as pure
+    keeps: dict[str, Any] = getattr(getattr(function, "__self__", None), "__dict__", {}) if own else {}
+    kept = dict(keeps)
+    try:
+        result = jax.eval_shape(lambda *given: function(*given), *args)
+        changed = [key for key, value in kept.items() if keeps.get(key) is not value]
+        if own and not changed:
+            one, other = (jax.make_jaxpr(lambda *given: function(*given))(*args) for _ in range(2))
+            same = str(one) == str(other) and all(map(np.array_equal, one.consts, other.consts))
+            changed = [] if same else ["result"]
+        if changed:
+            raise TypeError(
+                f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
+                "random numbers from the key"
+            )
+    except (TypeError, jax.errors.JAXIndexError) as error:
+        if str(error).startswith(must):
+            raise
+        raise TypeError(
+            f"{must}, got {type(error).__name__}: {str(error).splitlines()[0]}\n"
+            "Write it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
+        ) from error
+    if not isinstance(result, tuple) or len(result) != length:
+        came = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(f"{must}, got {came}")
+    return result
+
+
+def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -> None:
+    """Raise TypeError unless step returns what reset does: the same tree, shapes, and dtypes that hold its values."""
+    import jax
+
+    came = jax.tree.structure(after), [leaf.shape for leaf in jax.tree.leaves(after)]
+    wanted = jax.tree.structure(before), [leaf.shape for leaf in jax.tree.leaves(before)]
+    if came != wanted:
+        raise TypeError(
+            f"step of {env.name} must return a {what} of the structure and shapes that reset returns, "
+            f"{before}, got {after}"
+        )
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if (
+            old.dtype != new.dtype
+            and not old.weak_type
+            and jax.numpy.promote_types(old.dtype, new.dtype) != new.dtype
+        ):
+            raise TypeError(
+                f"step of {env.name} must return a {what} of the dtypes that reset returns, {old.dtype}, "
+                f"got {new.dtype}: cast it, .astype(...)"
+            )
+
+
+def _plain(obs: Pytree, reserved: Collection[str] = RESERVED) -> Tree:
+    """Named tuples, dataclasses and mappings as dicts, lists as tuples; ``step_count`` becomes ``step_count_``."""
+    if is_dataclass(obs):
+        obs = {field.name: getattr(obs, field.name) for field in fields(obs)}
+    elif hasattr(obs, "_asdict"):
+        obs = obs._asdict()
+    if isinstance(obs, Mapping):  # its names are the batch's, whose own ones are reserved
+        return {f"{key}_" if key in reserved else key: _plain(value, ()) for key, value in obs.items()}
+    return tuple(_plain(value, ()) for value in obs) if isinstance(obs, tuple | list) else obs
+
+
+def _space_of(tree: Tree) -> spaces.Space[Any]:
+    """The space, without bounds, of a tree of shapes and dtypes."""
+    if isinstance(tree, dict):
+        return spaces.Dict({key: _space_of(value) for key, value in tree.items()})
+    if isinstance(tree, tuple):
+        return spaces.Tuple([_space_of(value) for value in tree])
+    dtype: np.dtype[Any] = np.dtype(tree.dtype)
+    low, high = (0.0, 1.0) if dtype.kind == "b" else (-np.inf, np.inf)
+    if dtype.kind in "iu":
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return spaces.Box(low, high, tree.shape, dtype.type)
+
+
+def _leaves(space: spaces.Space[Any]) -> Any:
+    """The shapes and dtypes in a space, nested as it is."""
+    if isinstance(space, spaces.Dict):
+        return {key: _leaves(part) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(_leaves, space.spaces))
+    return space.shape, space.dtype
+
+
+def _device_of(jax: Any, device: torch.device | None) -> Any:
+    """JAX's device for torch's; of None the one that JAX takes by itself."""
+    if device is None:
+        found = jax.numpy.zeros(()).device
+    else:
+        found = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+    if found.platform not in ("cpu", "gpu"):
+        raise ValueError(f"torch takes no arrays from JAX's device {found}: as_vector_env(env, device='cpu')")
+    return found
+
+
+def _as_numpy(array: Any) -> Array:
+    """A writable view of an array of JAX's on the CPU (``np.asarray`` would give one that cannot be written to)."""
+    return from_dlpack(array.__dlpack__()).numpy()
+
+
+def _narrow(array: Array) -> Array:
+    """int64 as int32, which is JAX's; other dtypes as they are."""
+    if isinstance(array, torch.Tensor):
+        return array.int() if array.dtype is torch.int64 else array
+    return array.astype(np.int32) if array.dtype == np.int64 else array

@@ -1,0 +1,168 @@
+"""A scripted game of agents that come and go, with the interface of PettingZoo's ``ParallelEnv``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+#: One life of an agent: the game step after which it joins, how many steps it takes, and how it ends.
+Life: TypeAlias = tuple[int, int, Literal["terminated", "truncated"]]
+#: One episode of a game: the lives of each agent in order, by name.
+Plan: TypeAlias = Mapping[str, Sequence[Life]]
+Results: TypeAlias = dict[str, Any]
+
+_EPISODES: tuple[Plan, ...] = (
+    {
+        "a0": [(0, 5, "truncated")],
+        "a1": [(0, 2, "terminated"), (3, 2, "truncated")],
+        "a2": [(1, 2, "terminated")],
+    },
+    {"a0": [(0, 3, "terminated")], "a1": [(0, 3, "truncated")], "a2": [(0, 3, "terminated")]},
+)
+
+
+class ScriptedGame:
+    """A game in PettingZoo's parallel form whose observation is (game, agent, life, step), float32 ``[4]``.
+
+    Which agents are there is known beforehand: an agent acts ``steps`` times in each life, and a game ends when nobody
+    is left. ``life`` counts an agent's lives over all episodes, ``step`` its steps in this life. The reward is the
+    action plus ten times the agent's number; ``state()`` is (game, episode, step of the episode), float32 ``[3]``.
+
+    Args:
+        game: its number.
+        episodes: the plans of its episodes, which follow one another in a cycle. Default: two episodes of three agents
+            with a late agent, one that comes back, and ends of both kinds.
+        mask: the observation is a dict of ``"observation"`` and ``"action_mask"``, int8 ``[5]``, in which action
+            ``step % 5`` alone is legal. Default False.
+
+    Raises:
+        ValueError: nobody is there at the beginning, an agent's lives overlap, or one comes after the game's end.
+
+    >>> game = ScriptedGame(game=7)
+    >>> obs, infos = game.reset()
+    >>> game.agents, obs["a1"].tolist()
+    (['a0', 'a1'], [7.0, 1.0, 0.0, 0.0])
+    >>> obs, rewards, terminations, truncations, infos = game.step({"a0": 3, "a1": 4})
+    >>> game.agents, obs["a2"].tolist(), rewards
+    (['a0', 'a1', 'a2'], [7.0, 2.0, 0.0, 0.0], {'a0': 3.0, 'a1': 14.0})
+    """
+
+    metadata = {"name": "scripted_game", "render_modes": []}  # noqa: RUF012 (as PettingZoo has it)
+    render_mode = None
+
+    def __init__(self, game: int = 0, episodes: Sequence[Plan] = _EPISODES, *, mask: bool = False) -> None:
+        self.game, self.episodes, self.mask = game, episodes, mask
+        self.possible_agents = sorted({name for plan in episodes for name in plan})
+        self.agents: list[str] = []
+        self.state_space = spaces.Box(-1, 1e6, (3,), np.float32)
+        self._action = spaces.Discrete(5)
+        self._observation: spaces.Space[Any] = spaces.Box(-1, 1e6, (4,), np.float32)
+        if mask:
+            self._observation = spaces.Dict(
+                observation=self._observation, action_mask=spaces.Box(0, 1, (5,), np.int8)
+            )
+        self._lives = dict.fromkeys(self.possible_agents, -1)  # the number of each agent's life
+        self._steps = dict.fromkeys(self.possible_agents, 0)  # its steps in it
+        self._episode, self._time = -1, 0
+        for plan in episodes:
+            _check(plan)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        """The space of each agent's observations."""
+        return self._observation
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        """Five actions."""
+        return self._action
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the episode under way."""
+        return self.episodes[self._episode % len(self.episodes)]
+
+    def life(self, agent: str, life: int) -> Life:
+        """The plan of an agent's life of this number, over all episodes."""
+        episode = 0
+        while True:
+            lives = self.episodes[episode % len(self.episodes)].get(agent, ())
+            if life < len(lives):
+                return lives[life]
+            life, episode = life - len(lives), episode + 1
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Results, dict[str, dict[str, Any]]]:
+        """Begin the next episode, or with a seed the first one."""
+        self._episode = 0 if seed is not None else self._episode + 1
+        self._time, self.agents = 0, []
+        for name in self.possible_agents:
+            earlier = (self.episodes[k % len(self.episodes)].get(name, ()) for k in range(self._episode))
+            self._lives[name] = sum(map(len, earlier)) - 1
+        self._join()
+        return {name: self._see(name) for name in self.agents}, {name: {} for name in self.agents}
+
+    def step(self, actions: Mapping[str, Any]) -> tuple[Results, Results, Results, Results, Results]:
+        """Step the agents that are there."""
+        if sorted(actions) != sorted(self.agents):
+            raise KeyError(f"actions must be those of {self.agents}, got {sorted(actions)}")
+        acting, self._time = self.agents, self._time + 1
+        rewards = {
+            name: float(action) + 10 * self.possible_agents.index(name) for name, action in actions.items()
+        }
+        terminations, truncations = dict.fromkeys(acting, False), dict.fromkeys(acting, False)
+        self.agents = []
+        for name in acting:
+            self._steps[name] += 1
+            _, steps, end = self.life(name, self._lives[name])
+            if self._steps[name] < steps:
+                self.agents.append(name)
+            else:
+                (terminations if end == "terminated" else truncations)[name] = True
+        observations = {name: self._see(name) for name in acting}
+        self._join()
+        observations |= {name: self._see(name) for name in self.agents}
+        return observations, rewards, terminations, truncations, {name: {} for name in observations}
+
+    def _join(self) -> None:
+        for name, lives in self.plan.items():
+            if any(join == self._time for join, _, _ in lives):
+                self.agents.append(name)
+                self._lives[name] += 1
+                self._steps[name] = 0
+
+    def _see(self, agent: str) -> Any:
+        step = self._steps[agent]
+        seen = np.array(
+            (self.game, self.possible_agents.index(agent), self._lives[agent], step), dtype=np.float32
+        )
+        if not self.mask:
+            return seen
+        return {"observation": seen, "action_mask": (np.arange(5) == step % 5).astype(np.int8)}
+
+    def state(self) -> npt.NDArray[np.float32]:
+        """(game, episode, step of the episode), float32 ``[3]``."""
+        return np.array((self.game, self._episode, self._time), np.float32)
+
+    def render(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _check(plan: Plan) -> None:
+    """Raise ValueError if an episode cannot be played."""
+    there: set[int] = set()  # the times at which somebody acts
+    for name, lives in plan.items():
+        free = 0
+        for join, steps, _ in lives:
+            if join < free or steps < 1:
+                raise ValueError(
+                    f"{name}'s lives must have steps and follow one another with a step between, got {lives}"
+                )
+            there.update(range(join, join + steps))
+            free = join + steps + 1
+    if there != set(range(len(there))):
+        raise ValueError(f"somebody must be there at each step of the game until its end, got {plan}")
