@@ -1,4 +1,4 @@
-"""Recurrent modules over flat marked batches: single steps in rollouts, unpadded runs in training."""
+"""Recurrent modules over flat marked batches, single steps in rollouts and unpadded runs in training; normalisation."""
 
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network
@@ -8,6 +8,7 @@ from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.running_norm import RunningNorm
 
 __all__ = [
     "GRU",
@@ -24,6 +25,7 @@ __all__ = [
     "LSTMModule",
     "LinearRecurrentModule",
     "MinGRUModule",
+    "RunningNorm",
     "SquashedGaussian",
     "TensorDictPrimer",
     "actor",
