@@ -61,8 +61,8 @@ def draw(curve: list[tuple[int, float]], name: str, path: Path) -> None:
 
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*curve, strict=True))
-    axes.set(xlabel="frames", ylabel="mean return of 100 episodes", title=f"PPO on {name}")
+    axes.plot([frames / 1000 for frames, _ in curve], [reached for _, reached in curve])
+    axes.set(xlabel="thousand frames", ylabel="mean return of 100 episodes", title=f"PPO on {name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

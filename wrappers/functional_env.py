@@ -93,7 +93,8 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         return _of_gymnasium
     if "FunctionalJaxVectorEnv" in kinds:
         return _of_gymnasium_vector
-    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
+    # (playground's wrapper for rsl_rl has num_envs: it holds its states itself, and returns tensors.)
+    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):
         return None
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
     layer: Any = env

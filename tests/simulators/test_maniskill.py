@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("mani_skill")
 import sapien
 import sapien.wrapper.actor_builder as builder
-from traces import compare, trace_of
+from traces import compare, run_block, trace_of
 
 from flatroll.layout import audit
 from flatroll.rollouts import Collector, rollout
@@ -78,7 +78,7 @@ def test_rows_are_the_robot_s_states(auto_reset: bool, report: Callable[..., Non
     batch = rollout(stream, policy, num_steps=STEPS, seed=0)
     counts = compare(batch, "observation", trace, 1, JOINTS)
     report(
-        "ManiSkill, PickCube",
+        "ManiSkill, PickCube" + ("" if auto_reset else ", auto_reset=False"),
         "mani-skill",
         mode="SameStep" if auto_reset else "Disabled",
         rows=counts.rows,
@@ -102,3 +102,9 @@ def test_the_named_key_is_there_in_ending_steps_only() -> None:
 
 def test_the_contract_kit() -> None:
     check_vector_env(make(), steps=50)
+
+
+def test_the_block_of_the_page() -> None:
+    bare().close()  # makes the stand-in where there is no Vulkan
+    printed, expected = run_block("mani_skill")
+    assert printed == expected

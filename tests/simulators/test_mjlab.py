@@ -11,7 +11,7 @@ pytest.importorskip("mjlab")
 import mjlab.tasks.cartpole  # noqa: F401
 from mjlab.envs import ManagerBasedRlEnv
 from mjlab.tasks.registry import load_env_cfg
-from traces import Trace, compare
+from traces import Trace, compare, run_block
 
 from flatroll.layout import audit, describe
 from flatroll.rollouts import rollout
@@ -77,7 +77,7 @@ def test_rows_are_mujoco_s_states(auto_reset: bool, report: Callable[..., None])
     batch = rollout(stream, policy, num_steps=STEPS, seed=0)
     counts = compare(batch, "actor", trace, ENVS)
     report(
-        "mjlab, Cartpole",
+        "mjlab, Cartpole" + ("" if auto_reset else ", auto_reset=False"),
         "mjlab",
         mode="SameStep" if auto_reset else "Disabled",
         rows=counts.rows,
@@ -100,3 +100,8 @@ def test_rows_are_mujoco_s_states(auto_reset: bool, report: Callable[..., None])
 @pytest.mark.parametrize("auto_reset", [True, False])
 def test_the_contract_kit(auto_reset: bool) -> None:
     check_vector_env(adapt(make(auto_reset)), steps=30)
+
+
+def test_the_block_of_the_page() -> None:
+    printed, expected = run_block("mjlab")
+    assert printed.endswith(expected)  # mjlab prints its managers before

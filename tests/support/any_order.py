@@ -509,8 +509,13 @@ CASES: list[type[Case]] = [
 ]
 
 
-def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: int = 0) -> tuple[int, int]:
-    """Press at so many places, evenly spread (all, if there are fewer); return how many there are, and interrupts."""
+def sweep(
+    kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: int = 0
+) -> tuple[int, int, int]:
+    """Press at so many places, evenly spread (all, if there are fewer); return how many there are, presses, interrupts.
+
+    A call may have fewer places than the one that was counted.
+    """
     case = kind(nursery, folder)
     case.make()
     if case.fresh:  # what is counted is not what is checked
@@ -523,9 +528,9 @@ def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: i
             found = points(lambda: results.append(case.call()))
             case.after(results.pop(), None)
     every = max(1, found // places)
-    hit = 0
+    presses = interrupts = 0
     for at in range(1 + seed % every, found + 1, every):
-        if case.fresh and hit:
+        if case.fresh and presses:
             case.make()
         try:
             result, where = press(case.call, at)
@@ -533,9 +538,10 @@ def sweep(kind: type[Case], nursery: Nursery, folder: Path, places: int, seed: i
         except BaseException as error:
             error.add_note(f"{kind.__name__}, Ctrl-C at place {at} of {found}")
             raise
-        hit += 1
+        presses += 1
+        interrupts += where is not None
     case.end()
-    return found, hit
+    return found, presses, interrupts
 
 
 class Program:
@@ -718,6 +724,7 @@ def play(nursery: Nursery, folder: Path, seed: int, length: int = 30) -> int:
 def main(number: int, seed: int, only: list[str]) -> int:
     """Run all; return how many cases and programs failed."""
     os.fsync = os.fstat  # type: ignore[assignment]  # nothing here loses power
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
     failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -729,13 +736,14 @@ def main(number: int, seed: int, only: list[str]) -> int:
             faulthandler.dump_traceback_later(1800, exit=True)
             began = time.monotonic()
             try:
-                found, hit = sweep(kind, nursery, Path(folder), number, seed)
+                found, pressed, hit = sweep(kind, nursery, Path(folder), number, seed)
             except Exception:
                 traceback.print_exc()
                 failed += 1
             else:
                 spent = time.monotonic() - began
-                print(f"{kind.__name__}: {hit} presses at {found} places, {spent:.0f} s", flush=True)
+                counts = f"{pressed} presses at {found} places, {hit} interrupts"
+                print(f"{kind.__name__}: {counts}, {spent:.0f} s", flush=True)
         done = interrupts = 0
         for each in range(seed, seed + number if not only or "Program" in only else seed):
             faulthandler.dump_traceback_later(600, exit=True)

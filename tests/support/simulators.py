@@ -402,3 +402,6 @@ class PlaygroundEnv(Simulated):
         reward, done = self.rew_buf.clone(), (terminated | truncated).float()
         self.clock.begin(terminated | truncated)
         return self._obs(), reward, done, extras
+
+
+PlaygroundEnv.__module__ = "mujoco_playground._src.wrapper_torch"

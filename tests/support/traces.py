@@ -1,7 +1,11 @@
 """What a real simulator did, taken at its own `step` before anyone else saw it, and rows held against that."""
 
+import contextlib
+import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +13,18 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.keys import NEXT_KNOWN, next_key
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulators.md"
+
+
+def run_block(package: str) -> tuple[str, str]:
+    """Run the block of the page of simulators that imports a package; return what it prints, and should print."""
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.S)
+    ((block, expected),) = [found for found in blocks if f"import {package}" in found[0]]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, str(PAGE), "exec"), {})
+    return printed.getvalue(), expected
 
 
 @dataclass

@@ -1,0 +1,122 @@
+"""PPO on a simulator that returns torch tensors: mjlab's Cartpole, on the CPU or a GPU.
+
+``pip install mjlab`` in an environment of its own, then ``python -m flatroll.examples.simulator``. It prints the mean
+reward of a step (1 is the best) and saves its curve. mjlab hides the last observation of an episode unless
+``auto_reset`` is off: so flatroll resets the rows that ended, and GAE bootstraps from true last observations.
+"""
+
+import argparse
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule as Sampler
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+
+from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.examples.ppo import Gaussian, LocScale, mlp
+from flatroll.rollouts import Collector
+from flatroll.wrappers import as_vector_env
+
+READ = ("actor", "critic", "action", "action_log_prob", "advantage", "value_target", "state_value")
+STEPS, EPOCHS, MINIBATCHES = 32, 4, 8  # steps of each env in a batch
+
+
+def make_env(task: str, num_envs: int, device: str, seconds: float = 10.0) -> Any:
+    """Make mjlab's env with episodes of ``seconds``; it leaves the resets to flatroll."""
+    import mjlab.tasks.cartpole  # noqa: F401  # registers the tasks
+    from mjlab.envs import ManagerBasedRlEnv
+    from mjlab.tasks.registry import load_env_cfg
+
+    cfg = load_env_cfg(task)
+    cfg.scene.num_envs, cfg.auto_reset, cfg.episode_length_s = num_envs, False, seconds
+    return ManagerBasedRlEnv(cfg, device=device)
+
+
+def train(env: Any, frames: int, seed: int, step_reward: float = 1.0) -> list[tuple[int, float]]:
+    """Train on an env with observations ``"actor"`` and ``"critic"``; return frames and mean rewards of a step.
+
+    Rewards are shown and learnt from in units of ``step_reward``, the greatest of a step.
+    """
+    torch.manual_seed(seed)
+    env = as_vector_env(env)
+    spaces, size = env.single_observation_space, env.single_action_space.shape[0]
+    policy = TensorDictModule(
+        LocScale(mlp(spaces["actor"].shape[0], size, 0.01), size), ["actor"], ["loc", "scale"]
+    )
+    options: Any = {"distribution_class": Gaussian, "distribution_kwargs": {"validate_args": False}}
+    sampler = Sampler(["loc", "scale"], ["action"], return_log_prob=True, **options)
+    actor = ProbabilisticTensorDictSequential(policy, sampler)
+    critic = TensorDictModule(mlp(spaces["critic"].shape[0], 1, 1.0), ["critic"], ["state_value"])
+    for part in (actor, critic):
+        part.to(env.capabilities.device)
+    collector = Collector(env, actor, frames_per_batch=STEPS * env.num_envs, total_frames=frames, seed=seed)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    loss = ClipPPOLoss(actor, critic, entropy_coeff=0.0, normalize_advantage=True, critic_coeff=0.5)
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    curve = []
+    for batch in collector:
+        batch["next", "reward"] /= step_reward
+        curve.append((collector.frames, batch["next", "reward"].mean().item()))
+        rows = gae(batch).select(*READ)
+        for _ in range(EPOCHS):
+            for some in torch.randperm(len(rows)).chunk(MINIBATCHES):
+                losses = loss(rows[some])
+                optimizer.zero_grad()
+                (losses["loss_objective"] + losses["loss_critic"]).backward()
+                nn.utils.clip_grad_norm_(weights, 0.5)
+                optimizer.step()
+    collector.shutdown()
+    return curve
+
+
+def save(curve: list[tuple[int, float]], folder: Path) -> None:
+    """Save the curve as numbers and, where matplotlib is, as a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "simulator_curve.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("frames", "reward"), *curve])
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*curve, strict=True))
+    axes.set(xlabel="frames", ylabel="mean reward of a step", ylim=(0, 1))
+    figure.savefig(folder / "simulator_curve.png", dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once, print the result and save the curve."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task", default="Mjlab-Cartpole-Balance", help="mjlab's name (default: %(default)s)"
+    )
+    parser.add_argument("--num-envs", type=int, default=64, help="stepped at once (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=100_000, help="to learn from (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where it runs (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder of the curve (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    env = make_env(args.task, args.num_envs, args.device)
+    start = time.perf_counter()
+    curve = train(env, args.frames, args.seed, env.step_dt)
+    seconds = time.perf_counter() - start
+    save(curve, args.out)
+    print(
+        f"{args.task}, seed {args.seed}: reward {curve[-1][1]:.2f} (first batch {curve[0][1]:.2f}), {seconds:,.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
