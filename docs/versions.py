@@ -36,6 +36,8 @@ PACKAGES = {
     "pandas": "`flatroll.export`",
     "pyarrow": "`flatroll.export`",
     "zstandard": "compressed columns",
+    "pettingzoo": "[games of several agents](agents.md)",
+    "vmas": "[games of several agents](agents.md)",
     "triton": '`recurrent_backend="triton"`, Linux only',
     "stable-baselines3": "`trainers.sb3`",
     "sb3-contrib": "`trainers.sb3_recurrent`",
