@@ -137,7 +137,8 @@ $(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
 		-e '.[$*]' pytest
 	@touch $@
 
-# Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions.
+# Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions. Oldest has a
+# pyparsing in which what Matplotlib 3.8 calls is not deprecated: warnings fail tests.
 $(VERSIONS)/newest/.ready: TORCH = torch
 $(VERSIONS)/newest/.ready: EXTRAS = docs,envpool,minari,test,text
 $(VERSIONS)/python%/.ready: TORCH = torch
@@ -146,7 +147,7 @@ $(VERSIONS)/oldest/.ready: TORCH =
 $(VERSIONS)/oldest/.ready: EXTRAS = test
 $(VERSIONS)/%/.ready: pyproject.toml docs/versions.py | $(BIN)/pip
 	$(if $(filter python%,$*),$*,$(BIN)/python) -m venv --clear $(@D)
-	$(if $(filter oldest,$*),$(BIN)/python docs/versions.py oldest,echo) $(TORCH) > $(@D)/constraints.txt
+	$(if $(filter oldest,$*),$(BIN)/python docs/versions.py oldest pyparsing==3.2.5,echo) $(TORCH) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt torch hatchling
 	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt --no-build-isolation \
 		-e '.[$(EXTRAS)]'

@@ -35,6 +35,7 @@ from flatroll.estimators.losses.policy_gradient import (
     ReinforceLoss,
 )
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
+from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.estimators import (
     GAE,
     TD0Estimator,
@@ -58,6 +59,7 @@ __all__ = [
     "PPOLoss",
     "PolicyGradientLoss",
     "ReinforceLoss",
+    "RewardScale",
     "SACLoss",
     "SoftUpdate",
     "TD0Estimator",

@@ -17,6 +17,7 @@ from flatroll.wrappers.markers import (
     recurrent_states,
     set_recurrent_primers_from,
 )
+from flatroll.wrappers.normalize import NormalizeObservation
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
 from flatroll.wrappers.vmas_source import VmasSource
@@ -28,6 +29,7 @@ __all__ = [
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
+    "NormalizeObservation",
     "PettingZooSource",
     "RecurrentPrimer",
     "RewardSum",

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from typing_extensions import override
 
-from flatroll.specs.spaces import space_leaves
+from flatroll.layout.spaces import space_leaves
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
 from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 

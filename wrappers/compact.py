@@ -6,10 +6,11 @@ import torch
 
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
+from flatroll.layout.spaces import observation_leaves
 from flatroll.wrappers.arrays import Array, Tree, copy_of, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Step
-from flatroll.wrappers.stream import VectorStream, observation_leaves
+from flatroll.wrappers.stream import VectorStream
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:

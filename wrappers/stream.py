@@ -12,8 +12,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
-from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
@@ -458,26 +456,6 @@ def _one_reward(came: str) -> str:
         f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
         "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
     )
-
-
-def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """List the batch key and the tree path of each observation entry.
-
-    >>> from gymnasium.spaces import Box, Dict
-    >>> observation_leaves(Box(0, 1, (2,)))
-    [('observation', ())]
-    >>> observation_leaves(Dict(eye=Box(0, 1, (2,)), body=Dict(leg=Box(0, 1))))
-    [('eye', ('eye',)), (('body', 'leg'), ('body', 'leg'))]
-    """
-    if not isinstance(space, spaces.Dict):
-        return space_leaves(space, (OBSERVATION,))
-    taken = sorted(RESERVED & set(space.spaces))
-    if taken:
-        raise ValueError(
-            f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
-            "rename them with gymnasium.wrappers.TransformObservation"
-        )
-    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
 def check_space(space: object, name: str, hint: str = "") -> None:

@@ -309,7 +309,8 @@ class StepWriter:
             if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
                 raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
             if step.shape != env.shape:
-                step, env = np.broadcast_arrays(step, env)
+                # Copied: of the views, NumPy 1 warns once Numba asks whether they can be written.
+                step, env = map(np.array, np.broadcast_arrays(step, env))
             step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
         places: Array = np.empty(len(step), np.int64)
         oldest = self._oldest()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from functools import reduce
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -17,7 +16,7 @@ from flatroll.estimators.functional import (
     td_lambda_return_estimate,
     unit_interval,
 )
-from flatroll.estimators.losses.base import LossInputs, LossModule
+from flatroll.estimators.losses.base import LossInputs, LossModule, copy_network
 from flatroll.estimators.masked import (
     DISTANCES,
     Distance,
@@ -27,6 +26,7 @@ from flatroll.estimators.masked import (
     on_host,
     zero_masked,
 )
+from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
@@ -128,7 +128,11 @@ class OffPolicyLoss(LossModule):
         self.make_value_estimator()
 
     def make_value_estimator(
-        self, value_type: str | type[ValueEstimator] = ValueEstimators.TD0, **hyperparams: float
+        self,
+        value_type: str | type[ValueEstimator] = ValueEstimators.TD0,
+        *,
+        reward_scale: RewardScale | None = None,
+        **hyperparams: float,
     ) -> Self:
         """Choose how the critics' regression target is computed, such as TD(0) with a given gamma.
 
@@ -141,6 +145,7 @@ class OffPolicyLoss(LossModule):
 
         Args:
             value_type: ``"td0"``, ``"td1"``, ``"td_lambda"`` or ``"gae"``, or the class. Default: ``"td0"``.
+            reward_scale: divides the reward as it is read; the batch keeps its own. Default: None.
             hyperparams: ``gamma``, default 0.99; ``lmbda`` of the last two, default 0.95. Both in [0, 1].
 
         Returns:
@@ -161,7 +166,7 @@ class OffPolicyLoss(LossModule):
         if unknown := sorted(set(hyperparams) - set(defaults)):
             raise TypeError(f"{kind} takes {' and '.join(defaults)}, got {', '.join(unknown)}")
         numbers = defaults | hyperparams
-        self.gamma = unit_interval("gamma", numbers["gamma"])
+        self.gamma, self.reward_scale = unit_interval("gamma", numbers["gamma"]), reward_scale
         if traced:
             self.lmbda = unit_interval("lmbda", numbers["lmbda"])
         else:
@@ -297,6 +302,7 @@ class OffPolicyLoss(LossModule):
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
+        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
         terminated = self.terminated(inputs)
         steps = get_entry(batch, STEPS)
         if self.lmbda == 0.0:
@@ -418,7 +424,7 @@ def critic_ensemble(
                 f"in_keys=['observation', 'action'], out_keys=[...]), got {type(network).__name__}"
             )
     for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
-        copy = deepcopy(critics[0])
+        copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
             if callable(reset):

@@ -42,6 +42,7 @@ from flatroll.layout.keys import (
     renamed,
     under_next,
 )
+from flatroll.layout.moments import Moments
 from flatroll.layout.tensordict_seam import get_entry, shallow_copy
 
 N = TypeVar("N", bound=nn.Module)
@@ -414,8 +415,13 @@ class LossModule(TensorDictModuleBase):
         return {name: (children[name], t) for name in children if (t := children.get(f"target_{name}"))}
 
 
+def copy_network(network: N) -> N:
+    """A deep copy that shares running statistics with ``network``: there is one of these, which its owner updates."""
+    return deepcopy(network, {id(part): part for part in network.modules() if isinstance(part, Moments)})
+
+
 def target_copy(network: N) -> N:
-    """Return a target network: a deep copy of ``network`` without gradients.
+    """Return a target network: a deep copy without gradients, which shares the statistics of a `RunningNorm`.
 
     Keep it in a loss as ``self.target_<name>`` beside ``self.<name>``, and
     :class:`~flatroll.estimators.SoftUpdate` and :class:`~flatroll.estimators.HardUpdate` move it.
@@ -423,7 +429,7 @@ def target_copy(network: N) -> N:
     >>> target_copy(nn.Linear(2, 1)).weight.requires_grad
     False
     """
-    return deepcopy(network).requires_grad_(False)
+    return copy_network(network).requires_grad_(False)
 
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,6 +1,7 @@
 """Deep Q-learning."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,7 +20,7 @@ from flatroll.estimators.losses.base import LossInputs, NetworkParameters, targe
 from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs, ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
+from flatroll.layout.keys import ACTION_MASK, OBSERVATION, NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
 
@@ -44,6 +45,10 @@ class DQNLoss(OffPolicyLoss):
             such actions. Default: what the shape of the action says.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
+
+    Where the batch has an ``"action_mask"``, the maximum is one over the legal actions of the next state,
+    ``("next", "action_mask")`` ``[*B, A]``. (A network that reads the mask, as `flatroll.modules.q_network` does, says
+    so itself.)
 
     Writes ``loss``, and detached means ``pred_value`` and ``target_value``. Into the batch it writes
     ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer. It is 0 in rows that stand for no
@@ -70,6 +75,10 @@ class DQNLoss(OffPolicyLoss):
         al., Recurrent experience replay in distributed reinforcement learning, 2019.
     """
 
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {
+        **OffPolicyLoss.default_keys,
+        "action_mask": ACTION_MASK,
+    }
     value_name = "action_value"
     value_network_params = NetworkParameters()
     target_value_network_params = NetworkParameters()
@@ -151,7 +160,8 @@ class DQNLoss(OffPolicyLoss):
             after = self.next_entries(inputs, observed)
             choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
             (next_value,) = self.critic_values([target], after, "value_network")
-            return value, next_state_value(next_value, choice)
+            legal = self._legal(inputs)
+            return value, next_state_value(masked(next_value, legal), masked(choice, legal))
 
     def _values_of_runs(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """The same from one pass over the runs, each followed by the observation behind its last row."""
@@ -167,12 +177,38 @@ class DQNLoss(OffPolicyLoss):
         if self.target_value_network is not None:
             with torch.no_grad():
                 next_value = self._over_stream(self.target_value_network, inputs.readable, at).next_value
-        return online.value, next_state_value(next_value, choice if self.double_dqn else None)
+        legal = self._legal(inputs)
+        chosen_by = masked(choice, legal) if self.double_dqn else None
+        return online.value, next_state_value(masked(next_value, legal), chosen_by)
+
+    def _legal(self, inputs: LossInputs) -> Tensor | None:
+        """Which actions are legal in each row's next state, bool ``[*B, A]``; None: all are, or the network says so."""
+        key = self.key("action_mask")
+        if get_entry(inputs.batch, key) is None or key in self._network_inputs.observed:
+            return None
+        return require(inputs.batch, next_key(key)).bool()
 
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
         """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
         reads = NetworkInputs.of(network, self.key("is_init"))
         return state_values(ValueInputs(reads, self.key("action_value"), batch, at, shifted=True))
+
+
+def masked(value: Tensor | None, legal: Tensor | None) -> Any:
+    """Values ``[*B, A]`` with the lowest number for illegal actions, but in rows that have no legal one.
+
+    >>> masked(torch.tensor([[1.0, 9.0]]), torch.tensor([[True, False]])).argmax(-1)
+    tensor([0])
+    """
+    if value is None or legal is None:
+        return value
+    if legal.shape != value.shape:
+        raise ValueError(
+            f"the next action_mask must have shape {tuple(value.shape)}, one number for each action, got "
+            f"{tuple(legal.shape)}"
+        )
+    # A final state may have no legal action, and its value does not count.
+    return value.where(legal | ~legal.any(-1, keepdim=True), torch.finfo(value.dtype).min)
 
 
 def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from flatroll.estimators.masked import (
     standardized_in_groups,
     without_rubbish,
 )
+from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.evaluate import (
     Chunks,
     NetworkInputs,
@@ -71,6 +72,7 @@ class EstimatorOptions(TypedDict, total=False):
     check_finite: bool
     bootstrap_missing: BootstrapMissing
     group_key: NestedKey | None
+    reward_scale: RewardScale | None
     time_dim: int | None
     advantage_key: NestedKey | None
     value_target_key: NestedKey | None
@@ -171,6 +173,7 @@ class ValueEstimator(TensorDictModuleBase):
             advantage is 0, and ``"shifted_valid"``, which the losses heed, is False there. Default:
             ``"error"``.
         group_key: integer entry ``[*B, T]``; standardise within its groups. Default: over all rows.
+        reward_scale: a :class:`RewardScale`: divides rewards as they are read; the batch keeps its own. Default: none.
         time_dim: batch dim of time. Default: the one named ``"time"``, else the last.
         advantage_key, value_target_key, value_key: names of what is written. Default: ``"advantage"``,
             ``"value_target"``, ``"state_value"`` (and ``("next", "state_value")``, 0 where terminated).
@@ -230,6 +233,7 @@ class ValueEstimator(TensorDictModuleBase):
         )
         self.standardize, self.average_rewards = standardize, average_rewards
         self.group_key, self.time_dim = options.get("group_key"), options.get("time_dim")
+        self.reward_scale = options.get("reward_scale")
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
                 f"group_key={self.group_key!r} says within what the advantage or the rewards are standardised: ask "
@@ -419,6 +423,7 @@ class ValueEstimator(TensorDictModuleBase):
             key = keys["reward"]
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
+        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)

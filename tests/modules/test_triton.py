@@ -38,7 +38,9 @@ def printed(*command, **environment):
 
 @needs_triton
 def test_outputs_states_and_gradients_in_the_interpreter():
-    found = printed("-W", "error", CASES, "cpu", TRITON_INTERPRET="1")
+    # Triton's interpreter before 3.7 turns arrays of one number into an int.
+    own = "ignore:Conversion of an array with ndim:DeprecationWarning"
+    found = printed("-W", "error", "-W", own, CASES, "cpu", TRITON_INTERPRET="1")
     assert len(found) > 25
     assert not {case: off for case, off in found.items() if not off <= 1}
 

@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def bounded():
     """End the process, with its traceback, if a test hangs."""
-    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(360, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 def test_a_local_cluster_listens_on_this_machine_only_and_leaves_no_process(paths):
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows, listening, bounded, gone, ended, pids = json.loads(done.stdout)
     assert rows == 24

@@ -173,8 +173,8 @@ def test_masks_of_every_space_and_wrong_ones() -> None:
     assert torch.equal(legal["go"], drawn["go"]) and torch.equal(legal["push"], drawn["push"])
     assert legal["arm"][:, 0].unique().tolist() == [1] and legal["arm"][:, 1].unique().tolist() == [5, 7]
     assert 200 < (legal["arm"][:, 1] == 5).sum() < 300  # uniform: 250, and 4.5 standard deviations
-    none = draws.legal(drawn, {"go": np.zeros((500, 3), np.int8)})
-    assert none["go"].unique().tolist() == [0, 1, 2]  # no legal action: all are
+    with pytest.raises(ValueError, match=r"leave at least one action in each env, got none in envs \[0, 1"):
+        draws.legal(drawn, {"go": np.zeros((500, 3), np.int8)})
     with pytest.raises(ValueError, match=r"action_mask must have one mask for each part"):
         draws.legal(drawn, torch.ones(500, 3))
     with pytest.raises(

@@ -38,6 +38,8 @@ STEPS_TO_NEXT_OBS = "steps_to_next_obs"  #: Of n-step transitions: steps from th
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"
 
+#: The entry of an observation or of info that says which actions are legal.
+ACTION_MASK = "action_mask"
 #: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
 #: these columns, so collectors refuse it.
 RESERVED: frozenset[str] = frozenset(

@@ -1,23 +1,36 @@
-"""Recurrent modules over flat marked batches: single steps in rollouts, unpadded runs in training."""
+"""Recurrent modules over flat marked batches, single steps in rollouts and unpadded runs in training; normalisation."""
 
 from flatroll.modules.burn_in import BurnIn
+from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network
+from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.running_norm import RunningNorm
 
 __all__ = [
     "GRU",
     "LSTM",
+    "ActionMask",
     "BurnIn",
+    "EpsilonGreedy",
     "GRUCell",
     "GRUModule",
+    "Gaussian",
+    "JointBernoulli",
+    "JointCategorical",
     "LSTMCell",
     "LSTMModule",
     "LinearRecurrentModule",
     "MinGRUModule",
+    "RunningNorm",
+    "SquashedGaussian",
     "TensorDictPrimer",
+    "actor",
+    "critic",
+    "q_network",
     "recurrent_mode",
     "set_recurrent_mode",
 ]

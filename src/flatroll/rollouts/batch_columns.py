@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from flatroll.layout.keys import (
@@ -26,8 +25,8 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
+from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
 from flatroll.specs import Categorical, Composite, TensorSpec, Unbounded, as_spec
-from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.compact import ObservationDelta
 from flatroll.wrappers.markers import (
@@ -39,7 +38,6 @@ from flatroll.wrappers.markers import (
     find_wrapper,
 )
 from flatroll.wrappers.source import EnvLike, layers
-from flatroll.wrappers.stream import observation_leaves
 
 #: Column of the rows on which the env only reset; never in a batch.
 DEAD = ("collector", "_dead")
@@ -149,14 +147,14 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     stream = find_stream(env)
     unknown = stream is not None and stream.hides_final_obs  # last observations are made up
     for key, path in zip(keys.obs, keys.obs_paths, strict=True):
-        spec = as_spec(_at(env.single_observation_space, path))
+        spec = as_spec(part_of(env.single_observation_space, path))
         rows.append((key, spec))
         if key in keys.deltas:
             rows.append(((*DELTA, *as_tuple(key)), Unbounded(spec.shape, dtype=keys.delta_dtype)))
         elif not compact and not unknown:
             rows.append((next_key(key), spec))
     for key, path in zip(keys.actions, keys.action_paths, strict=True):
-        rows.append((key, as_spec(_at(env.single_action_space, path))))
+        rows.append((key, as_spec(part_of(env.single_action_space, path))))
     flag, count = Categorical(2, (1,), dtype=torch.bool), Unbounded((1,), dtype=torch.int64)
     rows += [(REWARD, Unbounded((1,), dtype=torch.float32))]
     rows += [(key, flag) for key in (TERMINATED, TRUNCATED, DONE)]
@@ -169,10 +167,3 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     for key, spec in rows:
         batch[key] = spec.expand(-1, *spec.shape)
     return batch
-
-
-def _at(space: spaces.Space[Any], path: tuple[Any, ...]) -> spaces.Space[Any]:
-    """The part of a space at a path of keys and positions."""
-    for name in path:
-        space = space[name]  # type: ignore[index]
-    return space

@@ -82,7 +82,8 @@ class ModulePolicy:
 
     It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
     its ``out_keys`` besides the action becomes columns of the batch, also log-probabilities that stand beside the parts
-    of an action (``("action", "arm_log_prob")``); names that begin with ``_`` do not.
+    of an action (``("action", "arm_log_prob")``); names that begin with ``_`` do not, nor do the ``recomputed_keys`` of
+    one of its parts, such as a `RunningNorm`.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
@@ -105,11 +106,15 @@ class ModulePolicy:
             map(as_tuple, (*policy.out_keys, *base_keys_of(policy))),
             [*map(as_tuple, action_keys)],
         )
+        parts = policy.modules() if isinstance(policy, nn.Module) else ()
+        recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
         #: The columns it may write.
         self.writes: list[NestedKey] = [
             plain_key(key)
             for key in dict.fromkeys(out_keys)
-            if not key[-1].startswith("_") and not any(leaf[: len(key)] == key for leaf in leaves)
+            if not key[-1].startswith("_")
+            and key not in recomputed
+            and not any(leaf[: len(key)] == key for leaf in leaves)
         ]
         # What may stand beside the parts of an action: columns, and what a CompositeDistribution leaves there unasked.
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]

@@ -1,20 +1,19 @@
 """Random actions for any action space, reproducible from a seed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from torch import Tensor
 
-from flatroll.layout.keys import ACTION, NestedKey, as_tuple
+from flatroll.layout.keys import ACTION, ACTION_MASK, NestedKey, as_tuple
+from flatroll.layout.spaces import space_leaves
 from flatroll.specs import Composite, TensorSpec, as_spec
 from flatroll.specs.arithmetic import draw_masked
-from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import Tree, leaves_at, to_torch
-
-#: The entry of an observation or of info that says which actions are legal.
-ACTION_MASK = "action_mask"
 
 #: Actions are drawn in chunks of this many steps; a fixed size, so that windows change no draw.
 _CHUNK = 64
@@ -127,11 +126,11 @@ class RandomActions:
         Args:
             drawn: actions of the space; all others stay as they are.
             mask: True (or 1) where an action is legal: ``[E, n]`` of a Discrete, ``[E, sum(nvec)]`` of a MultiDiscrete,
-                part after part; of a Dict or Tuple space one for each part that has one. A row without any legal
-                action allows all.
+                part after part; of a Dict or Tuple space one for each part that has one.
 
         Raises:
-            ValueError: a mask of another shape.
+            ValueError: a mask of another shape; a row without any legal action (looked at on the CPU only; elsewhere it
+                allows all).
 
         >>> actions = RandomActions(spaces.Discrete(3, start=5), 2, torch.device("cpu"), seed=0)
         >>> actions.legal(actions(), torch.tensor([[0, 1, 0], [1, 0, 0]]))
@@ -161,6 +160,7 @@ class RandomActions:
             raise ValueError(
                 f"{ACTION_MASK} must have shape {(len(drawn), sum(counts))} for {space}, got {tuple(allowed.shape)}"
             )
+        refuse_without_legal(allowed, counts)
         picks = []
         for part in allowed.bool().split_with_sizes(counts, -1):
             picks.append(draw_masked(part | ~part.any(-1, keepdim=True), torch.Size(), self.generator))
@@ -177,6 +177,23 @@ class RandomActions:
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
         self._steps = [] if self._chunk is None else _unbind(self._chunk)
+
+
+def refuse_without_legal(allowed: Tensor, counts: Sequence[int] | None = None) -> None:
+    """Raise ValueError if a row of a mask ``[E, sum(counts)]`` allows no option of a choice; on the CPU only.
+
+    ``counts`` are the numbers of options of each choice; None, there is one choice.
+    """
+    if not allowed.is_cpu:
+        return
+    parts = (allowed,) if counts is None else allowed.split_with_sizes(list(counts), -1)
+    for part in parts:
+        some = part.any(-1)
+        if not bool(some.all()):
+            raise ValueError(
+                f"{ACTION_MASK} must leave at least one action in each env, got none in envs "
+                f"{(~some).nonzero().squeeze(-1).tolist()[:8]}: end the episode where there is nothing to do"
+            )
 
 
 def _unbind(chunk: Tree) -> list[Tree]:

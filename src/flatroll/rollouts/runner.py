@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.keys import (
+    ACTION_MASK,
     HAS_STATE,
     NEXT_KNOWN,
     POLICY_VERSION,
@@ -24,8 +25,15 @@ from flatroll.layout.keys import (
 from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
-from flatroll.rollouts.policies import Columns, ModulePolicy, Policy, as_function_of_obs, is_module
-from flatroll.rollouts.random_actions import ACTION_MASK, RandomActions, RandomPolicy
+from flatroll.rollouts.policies import (
+    Columns,
+    ModulePolicy,
+    Policy,
+    PolicyModule,
+    as_function_of_obs,
+    is_module,
+)
+from flatroll.rollouts.random_actions import RandomActions, RandomPolicy, refuse_without_legal
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
@@ -113,6 +121,7 @@ class Runner:
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
+        self._mask_keys: list[NestedKey] = []  # of masks of legal actions that the policy is given
 
     def start(
         self,
@@ -142,6 +151,7 @@ class Runner:
                 policy, space, self.keys.actions, self.num_envs, devices, recurrent=recurrent, primed=primed
             )
             self.keys.claim("the policy", *module.writes)
+            self._find_masks(policy)
             self._policy = module
             self._carry(module.defaults)
         elif policy is not None:
@@ -164,6 +174,17 @@ class Runner:
             dense_finals=self._dense_finals,
             agents=self.stream.source.agents,
         )
+
+    def _find_masks(self, policy: PolicyModule) -> None:
+        """Note which masks the policy is given; one that it reads, and no observation has, is stored from info."""
+        keys = self.keys
+        read = [key for key in policy.in_keys if as_tuple(key)[0] == ACTION_MASK]
+        missing = [key for key in read if key not in (*keys.obs, *keys.infos)]
+        if missing:
+            keys.claim("the policy's mask", *missing, *map(next_key, missing))
+            keys.infos += (*missing,)
+            self._infos = InfoColumns(self.env, self.stream, keys.infos)
+        self._mask_keys = [key for key in (*keys.obs, *keys.infos) if as_tuple(key)[0] == ACTION_MASK]
 
     def set_version(self, version: int) -> None:
         """Set the version of the policy in the steps that follow, for the column of it if there is one."""
@@ -344,6 +365,10 @@ class Runner:
             for name in self.keys.infos:
                 if (entry := self._infos.entry(self._info, name)) is not None:
                     columns[name] = to_torch(entry)
+            for key in self._mask_keys:
+                if key in columns:
+                    columns[key] = self._allow_where_ended(columns[key])
+                    refuse_without_legal(columns[key])
             columns.update(self.states)
             action, written = policy(columns)
             self.window.put(written, written.values())
@@ -361,7 +386,14 @@ class Runner:
         obs, drawn = self._obs, self.draw()
         mask = obs.get(ACTION_MASK) if isinstance(obs, dict) else None
         mask = self._info.get(ACTION_MASK) if mask is None else mask
-        return drawn if mask is None else self.random.legal(drawn, mask)
+        return drawn if mask is None else self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
+
+    def _allow_where_ended(self, mask: Array) -> Tensor:
+        """A mask ``[E, n]`` that allows all actions of envs that will only reset: after an end there may be none."""
+        column = to_torch(mask)
+        if self._ended is None or self.stream.same_step or self.stream.any_ended is False or column.ndim < 2:
+            return column
+        return column.bool() | to_torch(self._ended).unsqueeze(-1)
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
         """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""

@@ -163,20 +163,3 @@ def make_composite_from_td(
             shape = (*shape[:-1], -1) if dynamic_shape and value.ndim > data.ndim else shape
             specs[key] = Unbounded(shape, value.device, value.dtype)
     return Composite(specs, shape=data.shape)
-
-
-def space_leaves(
-    space: "spaces.Space[Any]", key: tuple[str, ...], path: tuple[Any, ...] = ()
-) -> list[tuple[str | tuple[str, ...], tuple[Any, ...]]]:
-    """List the batch key (starting with ``key``) and the tree path (with ``path``) of each leaf of a space.
-
-    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
-    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
-    """
-    if isinstance(space, spaces.Dict):
-        items: Any = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        items = enumerate(space.spaces)
-    else:
-        return [(key[0] if len(key) == 1 else key, path)]
-    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]

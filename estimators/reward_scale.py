@@ -1,0 +1,189 @@
+"""`RewardScale`: divides rewards by the running deviation of the discounted return."""
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, dispatch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.estimators.functional import unit_interval
+from flatroll.kernels.scan import segmented_scan
+from flatroll.layout.boundaries import run_ends, starts_from
+from flatroll.layout.checks import number
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    REWARD,
+    TRAJ_IDS,
+    NestedKey,
+    flat_column,
+    marker,
+    optional_marker,
+    plain_key,
+    require,
+    under_next,
+)
+from flatroll.layout.moments import Moments
+from flatroll.layout.tensordict_seam import nest
+
+#: With more rows and open trajectories than this, those that no longer get rows are forgotten.
+_MOST_OPEN = 2**20
+
+
+class RewardScale(TensorDictModuleBase):
+    """Divides rewards by the running deviation of the discounted return, so that values are of one scale.
+
+    ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode, and
+    ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics, which run over the
+    rows of all batches: a trajectory that goes on in a later batch goes on with its return.
+
+    Rewards are scaled where they are read, never in storage: give it to an estimator (``GAE(reward_scale=scale)``) or a
+    loss (``loss.make_value_estimator(gamma=0.99, reward_scale=scale)``). For other libraries' losses, call it on the
+    sample, and have the loss read what it writes. Both ways the batch keeps its raw reward, and an old row of a
+    replay buffer gets today's scale.
+
+    The numbers are those of Stable-Baselines3's ``VecNormalize``, and of Gymnasium's ``NormalizeReward`` where
+    episodes are truncated: at a row that terminates, that one forgets the return so far. Both begin with a count of
+    1e-4 in place of 0, and scale each reward by the statistics of its step.
+
+    Args:
+        gamma: discount in [0, 1], that of the estimator. Default: 0.99.
+        clip: largest absolute value of a scaled reward. Default: 10. None: no limit.
+        epsilon: added to the variance. Default: 1e-8.
+        in_key: the reward, under ``"next"``; floating, one for each row. Default: ``"reward"``.
+        out_key: where a call writes, under ``"next"``. Default: ``in_key`` with ``"_scaled"`` at its end.
+        device: of the statistics. Default: torch's.
+
+    Attributes:
+        statistics: ``count``, ``mean`` and ``var`` of the return, float64 ``[1]``; 0, 0 and 1 before the first update.
+        open_ids, open_returns: int64 and float64 ``[K]``, the trajectories that have not ended, and their returns.
+
+    Raises:
+        ValueError: a number out of range.
+
+    >>> from tensordict import TensorDict
+    >>> reward = torch.tensor([[1.0], [1.0], [4.0]])
+    >>> ids, done = torch.tensor([0, 0, 1]), torch.tensor([[False], [True], [False]])
+    >>> rows = TensorDict({"next": {"reward": reward, "done": done}, "collector": {"traj_ids": ids}}, [3])
+    >>> scale = RewardScale(gamma=0.5)
+    >>> scale.update(rows)  # returns 1, 1.5 and 4
+    >>> scale.statistics.mean, scale.open_ids, scale(rows)["next", "reward_scaled"].squeeze(-1)
+    (tensor([2.1667], dtype=torch.float64), tensor([1]), tensor([0.7620, 0.7620, 3.0480]))
+    """
+
+    open_ids: Tensor
+    open_returns: Tensor
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        *,
+        clip: float | None = 10.0,
+        epsilon: float = 1e-8,
+        in_key: NestedKey = "reward",
+        out_key: NestedKey | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.gamma = unit_interval("gamma", gamma)
+        self.clip = None if clip is None else number("clip", clip, above=0)
+        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        *folders, name = under_next(in_key)
+        self.in_key: NestedKey = plain_key((*folders, name))
+        self.out_key: NestedKey = under_next((*folders, f"{name}_scaled") if out_key is None else out_key)
+        self.in_keys: list[Any] = [self.in_key]
+        self.out_keys: list[Any] = [self.out_key]
+        self.statistics = Moments((), device)
+        self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64, device=device))
+        self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64, device=device))
+
+    # a tensordict, or the reward by keyword
+    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """Write the scaled reward beside the raw one; return the batch."""
+        reward = require(tensordict, self.in_key, REWARD)
+        tensordict.set(self.out_key, self.scaled(reward))
+        return tensordict
+
+    def scaled(self, reward: Tensor) -> Tensor:
+        """Scale rewards of any shape; the dtype stays.
+
+        >>> RewardScale(clip=1.0).scaled(torch.tensor([0.5, 7.0]))
+        tensor([0.5000, 1.0000])
+        """
+        return self.statistics.scaled(reward, self.epsilon, self.clip)
+
+    @torch.no_grad()
+    def update(self, batch: TensorDictBase) -> None:
+        """Count the returns of a collected batch, each row once; after ``eval()`` nothing.
+
+        Call it with every batch, in the order in which they were collected. On a device it waits once for the number
+        of open trajectories.
+
+        Args:
+            batch: rows ``[*B]``, time last, with the reward and ``("collector", "traj_ids")``; the rows of a
+                trajectory in their order, apart or together.
+
+        Raises:
+            KeyError: one of the two is missing, or ``("next", "done")``.
+            TypeError: the reward is not floating.
+            ValueError: more than one reward in a row; NaN or infinite rewards, on the host: nothing has changed then.
+        """
+        if not self.training:
+            return
+        key = self.in_key
+        reward = require(batch, key, REWARD)
+        if not reward.is_floating_point():
+            raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
+        home = reward.device
+        rows = [
+            flat_column(reward, batch, key).double(),
+            flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS),
+        ]
+        done, is_init, mask = (
+            marker(batch, DONE),
+            optional_marker(batch, IS_INIT),
+            optional_marker(batch, MASK),
+        )
+        rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
+        # The trajectories that are open stand first, each as one row whose reward is its return so far. Sorted by
+        # id, each trajectory is in one piece.
+        none = torch.zeros_like(self.open_ids, dtype=torch.bool)
+        before = (self.open_returns, self.open_ids, none, none, none)
+        columns = [
+            torch.cat([x.to(home), (y if mask is None else y[mask]).reshape(-1).to(home)])
+            for x, y in zip(before, rows, strict=True)
+        ]
+        ids, order = columns[1].sort(stable=True)
+        if not len(ids):
+            return
+        given, _, done, first, counted = (x[order] for x in columns)
+        markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
+        ends = run_ends(nest(markers, len(ids)))
+        # The scan runs backward in time: of the rows turned round, those that begin a run end one.
+        returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
+        self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
+        goes_on = ~done
+        goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
+        if len(ids) > _MOST_OPEN:
+            goes_on &= counted  # those that this batch has not touched may never go on
+        self.open_ids, self.open_returns = (
+            ids[goes_on].to(self.open_ids),
+            returns[goes_on].to(self.open_returns),
+        )
+
+    @override
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *rest: Any, **more: Any
+    ) -> None:
+        for name in ("open_ids", "open_returns"):  # as many as were open then
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                setattr(self, name, getattr(self, name).new_empty(saved.shape))
+        super()._load_from_state_dict(state_dict, prefix, *rest, **more)

@@ -1,0 +1,739 @@
+"""`actor`, `critic`, `q_network`: networks for an env's spaces, as plain tensordict modules."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    CompositeDistribution,
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
+from tensordict.nn.probabilistic import interaction_type
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.nn import functional as F
+from typing_extensions import override
+
+from flatroll.layout.checks import expect, number, one_of, whole_number
+from flatroll.layout.keys import (
+    ACTION,
+    ACTION_MASK,
+    IS_INIT,
+    MASK,
+    NestedKey,
+    as_tuple,
+    marker,
+    next_key,
+    plain_key,
+    require,
+)
+from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
+from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
+from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.running_norm import RunningNorm
+
+#: An env, of which only the spaces are read.
+SpacedEnv: TypeAlias = Any
+Recurrent: TypeAlias = Literal["gru", "lstm"]
+Cnn: TypeAlias = Literal["small", "impala"]
+
+#: Shortest side of an image that the three strided layers of the small CNN need.
+_LEAST_SIDE = 36
+_WAY_OUT = "build the network of tensordict modules, or change the space with a wrapper of gymnasium"
+
+
+def actor(
+    env: SpacedEnv,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    activation: type[nn.Module] = nn.Tanh,
+    cnn: Cnn = "small",
+    recurrent: Recurrent | None = None,
+    std: Literal["independent", "dependent"] = "independent",
+    squash: bool | None = None,
+    norm: bool = True,
+    action_mask: bool | None = None,
+    device: torch.device | str | None = None,
+) -> ProbabilisticTensorDictSequential:
+    """Build an actor for an env's spaces: its body reads the observation, its head is a distribution of actions.
+
+    =================================  ===========================================================================
+    action space                       distribution
+    =================================  ===========================================================================
+    Discrete                           ``torch.distributions.Categorical`` (`JointCategorical` where it has a start)
+    MultiDiscrete                      `JointCategorical`
+    MultiBinary                        `JointBernoulli`
+    Box with bounds                    `SquashedGaussian`
+    Box without, or ``squash=False``   `Gaussian`
+    Dict, Tuple of these               a ``CompositeDistribution`` of them, one log-probability for each part
+    =================================  ===========================================================================
+
+    The body concatenates what it makes of each entry: the features of a CNN of an image (a Box of three dims, or of
+    unsigned bytes in two or four; channels first or last), one-hot numbers of a Discrete or MultiDiscrete, the
+    flattened numbers of any other. An MLP follows. Weights are orthogonal, those of the head scaled by 0.01.
+
+    The result is a plain ``ProbabilisticTensorDictSequential``: print it, index it (``actor[0]``), replace its
+    parts. It writes ``"action"`` and its log-probability, and samples unless `set_interaction_type` says otherwise.
+
+    Args:
+        env: has Gymnasium's ``single_observation_space`` and ``single_action_space`` (or, of one env,
+            ``observation_space`` and ``action_space``).
+        hidden: sizes of the layers between the entries' features and the head; with ``recurrent`` the last one is
+            the size of the memory. Default ``(64, 64)``. ``(512,)`` with images is the network of Mnih et al.
+        activation: between the layers. Default ``nn.Tanh``.
+        cnn: for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36), or
+            ``"impala"``, fifteen layers in residual blocks.
+        recurrent: ``"gru"`` or ``"lstm"``: the last layer is a `GRUModule` or `LSTMModule`, whose state collectors
+            carry. Default None: no memory.
+        std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
+            number, or a second output of the network, ``"dependent"``.
+        squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
+        norm: begin with a `RunningNorm` for each floating Box that is no image. Its statistics stay as they are
+            until ``actor[0].update(batch)`` is called. Default True.
+        action_mask: read ``"action_mask"``, and give illegal actions of a Discrete or MultiDiscrete the probability
+            0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``, from
+            where a `Collector` then stores it.
+        device: of the weights. Default: torch's.
+
+    Raises:
+        TypeError: ``env`` has no spaces of Gymnasium.
+        ValueError: a space without a head or body; ``squash=True`` without finite bounds; called: a row has no legal
+            action (looked at on the CPU only).
+
+    References:
+        V. Mnih et al., Human-level control through deep reinforcement learning, 2015; L. Espeholt et al., IMPALA, 2018,
+        https://arxiv.org/abs/1802.01561; M. Andrychowicz et al., What matters in on-policy reinforcement learning?,
+        2020, https://arxiv.org/abs/2006.05990.
+
+    >>> import gymnasium as gym
+    >>> from tensordict import TensorDict
+    >>> policy = actor(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> out = policy(TensorDict({"observation": torch.zeros(5, 4)}, [5]))
+    >>> out["action"].shape, out["action_log_prob"].shape
+    (torch.Size([5]), torch.Size([5]))
+    """
+    one_of("std", std, ("independent", "dependent"))
+    observation, action = _spaces_of(env)
+    body = _Body(observation, hidden, activation, cnn, recurrent, norm, action_mask is not False)
+    parts, width = body.parts("", recurrent_state=None)
+    masked = body.has_mask or bool(action_mask)
+    names: dict[str, NestedKey] = {}  # part of the action -> its key
+    kinds: dict[str, type] = {}
+    options: dict[str, dict[str, Any]] = {}
+    leaves = space_leaves(action, (ACTION,))
+    for key, path in leaves:
+        space, name = part_of(action, path), ".".join(map(str, path))
+        kind, kwargs, head, written = _head_of(space, width, std, squash, name)
+        prefix = ("params", name) if path else ()
+        out_keys = [plain_key((*prefix, entry)) for entry in written]
+        parts.append(TensorDictModule(head, [body.features], out_keys))
+        if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            mask = plain_key((ACTION_MASK, *map(str, path)))
+            parts.append(ActionMask(out_keys[0], mask, counts_of(space), strict=True))
+        names[name], kinds[name], options[name] = key, kind, kwargs
+    sampling: dict[str, Any] = {
+        "default_interaction_type": InteractionType.RANDOM,
+        "return_log_prob": True,
+    }
+    if len(leaves) == 1 and not leaves[0][1]:
+        sampling |= {"distribution_class": kinds[""], "distribution_kwargs": options[""]}
+        parts.append(ProbabilisticTensorDictModule(list(written), [ACTION], **sampling))
+    else:
+        sampling["distribution_class"] = CompositeDistribution
+        sampling["distribution_kwargs"] = {
+            "distribution_map": kinds,
+            "name_map": names,
+            "extra_kwargs": options,
+        }
+        parts.append(ProbabilisticTensorDictModule(["params"], list(names.values()), **sampling))
+    return ProbabilisticTensorDictSequential(*parts).to(device)
+
+
+def critic(
+    env: SpacedEnv,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    activation: type[nn.Module] = nn.Tanh,
+    cnn: Cnn = "small",
+    recurrent: Recurrent | None = None,
+    norm: bool = True,
+    actor: ProbabilisticTensorDictSequential | None = None,
+    shared: bool = False,
+    device: torch.device | str | None = None,
+) -> TensorDictSequential:
+    """Build a critic for an env's observations, which writes ``"state_value"`` ``[*B, 1]``.
+
+    Its body is as that of `flatroll.modules.actor`; an ``action_mask`` of a Dict observation is left out.
+
+    Args:
+        env, hidden, activation, cnn, norm, device: see `flatroll.modules.actor`.
+        recurrent: likewise. The critic's own memory starts from zeros at each run of a batch, since nobody stores
+            its state; with ``shared=True`` it is the actor's, which is stored.
+        actor: an actor of `flatroll.modules.actor` for the same env: its `RunningNorm` modules are taken instead of
+            own ones, so that one update serves both. Default None.
+        shared: take the actor's whole body, weights and memory included; only the head is new. Then ``hidden``,
+            ``activation``, ``cnn`` and ``recurrent`` have no effect. Default False.
+
+    Raises:
+        ValueError: ``shared`` without an ``actor``, or see `flatroll.modules.actor`.
+
+    >>> import gymnasium as gym
+    >>> from tensordict import TensorDict
+    >>> value = critic(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> value(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["state_value"].shape
+    torch.Size([5, 1])
+    """
+    if shared and actor is None:
+        raise ValueError(
+            "shared=True needs the actor whose body is shared: critic(env, actor=policy, shared=True)"
+        )
+    taken: list[Any] = [] if actor is None else list(actor.module)
+    if shared:
+        ends = [i for i, part in enumerate(taken) if FEATURES in part.out_keys]
+        if not ends:
+            raise ValueError(
+                f"actor must be one of flatroll.modules.actor: no part of it writes {FEATURES!r}"
+            )
+        parts, features = taken[: ends[0] + 1], FEATURES
+        heads = [part for part in taken[ends[0] + 1 :] if features in part.in_keys]
+        width = next(layer.in_features for layer in heads[0].modules() if isinstance(layer, nn.Linear))
+    else:
+        observation, _ = _spaces_of(env)
+        body = _Body(observation, hidden, activation, cnn, recurrent, norm, without_mask=True)
+        body.take_norms(taken)
+        parts, width = body.parts("_value", recurrent_state="critic_state")
+        features = body.features
+    head = _linear(width, 1, gain=1.0)
+    return TensorDictSequential(*parts, TensorDictModule(head, [features], ["state_value"])).to(device)
+
+
+def q_network(
+    env: SpacedEnv,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    activation: type[nn.Module] = nn.ReLU,
+    cnn: Cnn = "small",
+    recurrent: Recurrent | None = None,
+    norm: bool = True,
+    action_mask: bool | None = None,
+    epsilon: float = 0.0,
+    device: torch.device | str | None = None,
+) -> TensorDictSequential:
+    """Build a network of action values for an env's spaces.
+
+    For a Discrete space it writes ``"action_value"`` ``[*B, n]`` and the best ``"action"``, so that it is the network
+    of `flatroll.estimators.DQNLoss` and the policy; illegal actions get the lowest number, so that neither the policy
+    nor the maximum over the next state's actions takes one. For a Box it reads ``"action"``, too, and writes
+    ``"state_action_value"`` ``[*B, 1]``, as `flatroll.estimators.SACLoss` wants it.
+
+    Args:
+        env, hidden, cnn, recurrent, norm, action_mask, device: see `flatroll.modules.actor`.
+        activation: default ``nn.ReLU``.
+        epsilon: probability of a random legal action while a collector explores; see `EpsilonGreedy`. Default 0.
+
+    Raises:
+        ValueError: a space without values, or see `flatroll.modules.actor`.
+
+    >>> import gymnasium as gym
+    >>> from tensordict import TensorDict
+    >>> net = q_network(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> net(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["action_value"].shape
+    torch.Size([5, 2])
+    """
+    observation, action = _spaces_of(env)
+    body = _Body(observation, hidden, activation, cnn, recurrent, norm, action_mask is not False)
+    if isinstance(action, spaces.Box):
+        if recurrent is not None:
+            raise ValueError(
+                f"recurrent={recurrent!r} is for values of each action, of a Discrete space, got {action}"
+            )
+        body.leaves.append((ACTION, ACTION, action))
+        parts, width = body.parts("", recurrent_state=None)
+        head = _linear(width, 1, gain=1.0)
+        parts.append(TensorDictModule(head, [body.features], ["state_action_value"]))
+        return TensorDictSequential(*parts).to(device)
+    if not isinstance(action, spaces.Discrete) or action.start != 0:
+        raise ValueError(
+            f"q_network needs a Discrete action space that counts from 0, or a Box, got {action}: {_WAY_OUT}"
+        )
+    parts, width = body.parts("", recurrent_state=None)
+    head = _linear(width, int(action.n), gain=1.0)
+    parts.append(TensorDictModule(head, [body.features], ["action_value"]))
+    if body.has_mask or action_mask:
+        parts.append(ActionMask("action_value", ACTION_MASK, counts_of(action), strict=False))
+    parts.append(TensorDictModule(EpsilonGreedy(epsilon), ["action_value"], [ACTION]))
+    return TensorDictSequential(*parts).to(device)
+
+
+class ActionMask(TensorDictModuleBase):
+    """Gives illegal actions the lowest number: as logits they have the probability 0, as values they are never best.
+
+    Args:
+        key: logits or values, ``[*B, sum(counts)]``, which are replaced.
+        mask_key: True (or 1) where an action is legal, of the same shape. Default ``"action_mask"``.
+        counts: number of options of each choice. Default None: all are those of one choice.
+        strict: refuse rows in which a choice has no legal option. They are looked for on the CPU only; elsewhere, and
+            if not strict, all options of such a choice stay. Default True.
+
+    Raises:
+        ValueError: the mask has another shape; ``strict``, and a row has no legal action.
+
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({"logits": torch.zeros(1, 3), "action_mask": torch.tensor([[1, 0, 1]])}, [1])
+    >>> ActionMask("logits")(rows)["logits"].softmax(-1)
+    tensor([[0.5000, 0.0000, 0.5000]])
+    """
+
+    def __init__(
+        self,
+        key: NestedKey,
+        mask_key: NestedKey = ACTION_MASK,
+        counts: Sequence[int] | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = [key, mask_key], [key]
+        self.counts, self.strict = None if counts is None else tuple(counts), strict
+
+    @override
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Replace the entry in the batch ``[*B]``; return it."""
+        key, mask_key = self.in_keys
+        logits, mask = require(tensordict, key), require(tensordict, mask_key)
+        if mask.shape != logits.shape:
+            raise ValueError(
+                f"batch[{mask_key!r}] must have shape {tuple(logits.shape)}, one number for each action, got "
+                f"{tuple(mask.shape)}"
+            )
+        allowed = mask.bool()
+        parts = (allowed,) if self.counts is None else allowed.split_with_sizes(self.counts, -1)
+        some = [part.any(-1, keepdim=True) for part in parts]
+        if self.strict and mask.is_cpu and not torch.compiler.is_compiling():
+            lacking = ~torch.cat(some, -1).all(-1)
+            if tensordict.get(MASK, None) is not None:  # padding may hold anything
+                lacking = lacking & marker(tensordict, MASK)
+            if bool(lacking.any()):
+                raise ValueError(
+                    f"batch[{mask_key!r}] must leave at least one action in each row, got none in "
+                    f"{int(lacking.sum())} of {lacking.numel()}: end the episode where there is nothing to do"
+                )
+        whole = [part | ~one for part, one in zip(parts, some, strict=True)]
+        lowest = torch.finfo(logits.dtype).min
+        legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
+        tensordict.set(key, torch.where(legal, logits, lowest))
+        return tensordict
+
+
+class EpsilonGreedy(nn.Module):
+    """Chooses the best action or, while a collector explores, with probability ``epsilon`` a random legal one.
+
+    It explores where `set_interaction_type` says ``"random"``, as collectors do unless told otherwise; in losses, in
+    `evaluate` and in a plain call the best action is chosen.
+
+    Args:
+        epsilon: in [0, 1]; a buffer, which goes to workers with the weights. Change it with
+            ``module.epsilon.fill_(0.1)``. Default 0.
+
+    Called with values ``[*B, A]`` it returns int64 ``[*B]``. Values as low as `ActionMask` makes them are illegal.
+
+    >>> EpsilonGreedy(0.5)(torch.tensor([[1.0, 2.0, 0.0]]))
+    tensor([1])
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, epsilon: float = 0.0) -> None:
+        super().__init__()
+        number("epsilon", epsilon, least=0, most=1)
+        self.register_buffer("epsilon", torch.tensor(float(epsilon)))
+
+    @override
+    def forward(self, value: Tensor) -> Tensor:
+        best = value.argmax(-1)
+        if interaction_type() is not InteractionType.RANDOM:
+            return best
+        # A random number for each legal action, of which the greatest wins; illegal ones have -1.
+        lots = torch.rand_like(value).masked_fill(value == torch.finfo(value.dtype).min, -1.0)
+        explores = torch.rand(best.shape, device=value.device) < self.epsilon
+        return torch.where(explores, lots.argmax(-1), best)
+
+
+def counts_of(space: "spaces.Discrete | spaces.MultiDiscrete") -> tuple[int, ...]:
+    """The number of options of each choice.
+
+    >>> counts_of(spaces.MultiDiscrete([2, 3]))
+    (2, 3)
+    """
+    return (int(space.n),) if isinstance(space, spaces.Discrete) else tuple(space.nvec.reshape(-1).tolist())
+
+
+def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
+    """The spaces of one env's observation and action."""
+    found = []
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, f"single_{name}", None)
+        hint = "adapt it with flatroll.wrappers.as_vector_env"
+        found.append(
+            expect(
+                f"env.{name}",
+                getattr(env, name, None) if space is None else space,
+                spaces.Space,
+                "a gymnasium space",
+                hint=hint,
+            )
+        )
+    return found[0], found[1]
+
+
+def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    _orthogonal(layer, gain)
+    return layer
+
+
+def _orthogonal(layer: nn.Module, gain: float) -> None:
+    """Give a layer orthogonal weights and biases of 0."""
+    for name, weight in layer.named_parameters():
+        if weight.ndim > 1:
+            nn.init.orthogonal_(weight, gain)
+        elif "bias" in name:
+            nn.init.zeros_(weight)
+
+
+def _head_of(
+    space: Any, width: int, std: str, squash: bool | None, name: str
+) -> tuple[type, dict[str, Any], nn.Module, tuple[str, ...]]:
+    """The distribution of an action space, its fixed arguments, the layer in front, and what that writes."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        counts = counts_of(space)
+        head = _linear(width, sum(counts), gain=0.01)
+        start = torch.as_tensor(np.asarray(space.start, np.int64)).reshape(-1)
+        if isinstance(space, spaces.Discrete) and not bool(start.any()):
+            return Categorical, {"validate_args": False}, head, ("logits",)
+        same = bool((start == start[0]).all())
+        kwargs: dict[str, Any] = {"nvec": counts, "shape": np.shape(space.start)}
+        kwargs["start"] = int(start[0]) if same else start
+        return JointCategorical, kwargs, head, ("logits",)
+    if isinstance(space, spaces.MultiBinary):
+        head = _linear(width, math.prod(space.shape), gain=0.01)
+        return JointBernoulli, {"shape": tuple(space.shape)}, head, ("logits",)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        if squash and not bounded:
+            raise ValueError(f"squash=True needs finite bounds, got {space}: leave squash out")
+        spread = LocScale(width, tuple(space.shape), dependent=std == "dependent")
+        kwargs = {"event_dims": len(space.shape)}
+        if not (bounded if squash is None else squash):
+            return Gaussian, kwargs, spread, ("loc", "scale")
+        for end, bound in (("low", space.low), ("high", space.high)):
+            # One number where all are the same: a tensor would go to the device at each call.
+            same = bool((bound == bound.flat[0]).all())
+            kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
+        return SquashedGaussian, kwargs, spread, ("loc", "scale")
+    where = f"action space {name!r}" if name else "action space"
+    raise ValueError(
+        f"{where} must be a Discrete, MultiDiscrete, MultiBinary, floating Box, or a Dict or Tuple of these, got "
+        f"{space}: {_WAY_OUT}"
+    )
+
+
+class LocScale(nn.Module):
+    """Outputs the means and standard deviations ``[*B, *shape]`` of normal numbers.
+
+    Args:
+        inputs: size of the features.
+        shape: of an action.
+        dependent: whether the deviations are outputs of the layer, with logarithms within -20 and 2, too; else they
+            are parameters. Both begin near 1. Default False.
+
+    >>> loc, scale = LocScale(8, (2,))(torch.zeros(5, 8))
+    >>> loc.shape, scale[0]
+    (torch.Size([5, 2]), tensor([1., 1.], grad_fn=<SelectBackward0>))
+    """
+
+    def __init__(self, inputs: int, shape: tuple[int, ...], *, dependent: bool = False) -> None:
+        super().__init__()
+        size = math.prod(shape)
+        self.shape, self.dependent = tuple(shape), dependent
+        self.linear = _linear(inputs, 2 * size if dependent else size, gain=0.01)
+        if not dependent:
+            self.log_scale = nn.Parameter(torch.zeros(self.shape))
+
+    @override
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        out: Tensor = self.linear(features)
+        rows = features.shape[:-1]
+        if not self.dependent:
+            loc = out.reshape(*rows, *self.shape)
+            return loc, self.log_scale.exp().expand_as(loc)
+        loc, log_scale = (part.reshape(*rows, *self.shape) for part in out.chunk(2, -1))
+        return loc, log_scale.clamp(-20.0, 2.0).exp()
+
+
+#: Where the bodies of actors leave their features; collectors do not store what begins with "_".
+FEATURES = "_features"
+
+
+class _Body:
+    """The parts of a network in front of its head.
+
+    Args:
+        observation: the space.
+        hidden, activation, cnn, recurrent, norm: see `actor`.
+        without_mask: whether the entry "action_mask" of a Dict is no part of what the network sees.
+    """
+
+    def __init__(
+        self,
+        observation: Any,
+        hidden: Sequence[int],
+        activation: type[nn.Module],
+        cnn: Cnn,
+        recurrent: Recurrent | None,
+        norm: bool,
+        without_mask: bool,
+    ) -> None:
+        one_of("cnn", cnn, ("small", "impala"))
+        one_of("recurrent", recurrent, (None, "gru", "lstm"))
+        self._hidden = [whole_number("hidden", size) for size in hidden]
+        if recurrent is not None and not self._hidden:
+            raise ValueError(
+                f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
+            )
+        self._activation, self._cnn, self._recurrent = activation, cnn, recurrent
+        #: Whether the observation holds a mask of the legal actions.
+        self.has_mask = (
+            without_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+        )
+        self.features = FEATURES
+        self.norms: dict[NestedKey, RunningNorm] = {}
+        #: Of each entry: its key, the key that the network reads, its space.
+        self.leaves: list[tuple[NestedKey, NestedKey, Any]] = []
+        for key, path in observation_leaves(observation):
+            if self.has_mask and as_tuple(key)[0] == ACTION_MASK:
+                continue
+            space: Any = part_of(observation, path)
+            read = key
+            if (
+                norm
+                and isinstance(space, spaces.Box)
+                and np.issubdtype(space.dtype, np.floating)
+                and not _is_image(space)
+            ):
+                self.norms[key] = RunningNorm(key, shape=tuple(space.shape))
+                read = self.norms[key].out_keys[0]
+            self.leaves.append((key, read, space))
+        if not self.leaves:
+            raise ValueError(f"the observation must have an entry besides {ACTION_MASK!r}, got {observation}")
+
+    def take_norms(self, parts: Sequence[Any]) -> None:
+        """Use the `RunningNorm` modules among ``parts`` instead of own ones."""
+        for part in parts:
+            if isinstance(part, RunningNorm) and part.in_keys[0] in self.norms:
+                self.norms[part.in_keys[0]] = part
+
+    def parts(self, prefix: str, recurrent_state: str | None) -> tuple[list[Any], int]:
+        """The parts, the last of which writes `features`, and the size of these.
+
+        Entries that they write begin with ``prefix``; ``recurrent_state`` names the memory's states, which then begin
+        with zeros at each run.
+        """
+        self.features = prefix + FEATURES
+        recurrent, layers = self._recurrent, list(self._hidden)
+        size = layers.pop() if recurrent is not None else 0
+        body = Encoder([space for *_, space in self.leaves], layers, self._activation, self._cnn)
+        keys = [read for _, read, _ in self.leaves]
+        if recurrent is None:
+            return [*self.norms.values(), TensorDictModule(body, keys, [self.features])], body.size
+        embedding = f"{prefix}_embedding"
+        kind: Any = GRUModule if recurrent == "gru" else LSTMModule
+        names = (
+            kind.state_keys
+            if recurrent_state is None
+            else [key.replace("recurrent_state", recurrent_state) for key in kind.state_keys]
+        )
+        memory = kind(
+            body.size,
+            size,
+            in_keys=[embedding, *names, IS_INIT],
+            out_keys=[self.features, *map(next_key, names)],
+            state="stored" if recurrent_state is None else "zero",
+        )
+        _orthogonal(memory.net, 1.0)
+        return [*self.norms.values(), TensorDictModule(body, keys, [embedding]), memory], size
+
+
+def _is_image(space: Any) -> bool:
+    """Whether a space holds images: a Box of three dims, or of unsigned bytes in two or four."""
+    if not isinstance(space, spaces.Box):
+        return False
+    return len(space.shape) == 3 or (space.dtype == np.uint8 and len(space.shape) in (2, 4))
+
+
+class Encoder(nn.Module):
+    """Makes one vector of an observation's entries, in the dtype of its weights.
+
+    Args:
+        leaves: the spaces of the entries.
+        hidden: sizes of the layers behind the entries' features.
+        activation: behind each of these layers.
+        cnn: for images, see `flatroll.modules.actor`.
+
+    Called with the entries, ``[*B, *shape]`` each, it returns ``[*B, size]``.
+
+    >>> net = Encoder([spaces.Box(-1, 1, (3,)), spaces.Discrete(4)], [16])
+    >>> net(torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)).shape
+    torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        leaves: "Sequence[spaces.Space[Any]]",
+        hidden: Sequence[int] = (),
+        activation: type[nn.Module] = nn.Tanh,
+        cnn: Cnn = "small",
+    ) -> None:
+        super().__init__()
+        self.entries = nn.ModuleList([_entry_of(space, cnn) for space in leaves])
+        sizes = [sum(entry.size for entry in self.entries), *hidden]  # type: ignore[misc]
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [_linear(inputs, outputs, gain=math.sqrt(2.0)), activation()]
+        self.layers = nn.Sequential(*layers)
+        #: Of the result.
+        self.size: int = sizes[-1]
+
+    @override
+    def forward(self, *entries: Tensor) -> Tensor:
+        weight = next(self.parameters(), None)
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        seen = [entry(column, dtype) for entry, column in zip(self.entries, entries, strict=True)]
+        features: Tensor = self.layers(seen[0] if len(seen) == 1 else torch.cat(seen, -1))
+        return features
+
+
+def _entry_of(space: Any, cnn: Cnn) -> Any:
+    """The module that makes a vector of an observation's entry."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return OneHotEntry(space)
+    if _is_image(space):
+        return ImageEntry(space.shape, cnn, scaled=space.dtype == np.uint8)
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        return VectorEntry(space.shape)
+    raise ValueError(
+        f"observation entries must be Box, Discrete, MultiDiscrete or MultiBinary, got {space}: {_WAY_OUT}"
+    )
+
+
+class VectorEntry(nn.Module):
+    """Flattens an entry ``[*B, *shape]`` to ``[*B, size]``."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape, self.size = tuple(shape), math.prod(shape)
+
+    @override
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.reshape(*x.shape[: x.ndim - len(self.shape)], self.size).to(dtype)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.shape} -> {self.size}"
+
+
+class OneHotEntry(nn.Module):
+    """Makes one-hot numbers ``[*B, size]`` of choices ``[*B, *shape]``."""
+
+    start: Tensor
+
+    def __init__(self, space: "spaces.Discrete | spaces.MultiDiscrete") -> None:
+        super().__init__()
+        self.counts, self.shape = counts_of(space), np.shape(space.start)
+        self.size = sum(self.counts)
+        # Column of each choice's first option, less the number that stands for it: option + start is its column.
+        first = np.cumsum([0, *self.counts[:-1]]) - np.asarray(space.start, np.int64).reshape(-1)
+        self.register_buffer("start", torch.from_numpy(first), persistent=False)
+
+    @override
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        columns = x.reshape(*x.shape[: x.ndim - len(self.shape)], -1).long() + self.start
+        out = torch.zeros(*columns.shape[:-1], self.size, dtype=dtype, device=x.device)
+        return out.scatter_(-1, columns, 1.0)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"counts={self.counts}"
+
+
+class ImageEntry(nn.Module):
+    """A CNN of images ``[*B, *shape]``, channels first or last, with features ``[*B, size]``."""
+
+    def __init__(self, shape: Sequence[int], cnn: Cnn, *, scaled: bool) -> None:
+        super().__init__()
+        self.shape, self.scaled = tuple(shape), scaled
+        # Dims of channels: of [stack, H, W, C] both, of [H, W] none; of three dims the smaller one of first and last.
+        self.last = len(shape) == 3 and shape[-1] < shape[0]
+        height, width = (
+            shape[1:3] if len(shape) == 4 else shape[:2] if self.last or len(shape) == 2 else shape[1:]
+        )
+        channels = math.prod(shape) // (height * width)
+        self.sides = height, width
+        make = _small_cnn if cnn == "small" else _impala_cnn
+        self.layers = make(channels, min(height, width))
+        for layer in self.layers.modules():
+            if isinstance(layer, nn.Conv2d):
+                _orthogonal(layer, math.sqrt(2.0))
+        with torch.no_grad():
+            self.size = self.layers(torch.zeros(1, channels, height, width)).numel()
+
+    @override
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = x.shape[: x.ndim - len(self.shape)]
+        x = x.reshape(-1, *self.shape)
+        if len(self.shape) == 4 or self.last:
+            x = x.movedim(-1, 1)
+        x = x.reshape(len(x), -1, *self.sides).to(dtype)
+        out: Tensor = self.layers(x / 255.0 if self.scaled else x)
+        return out.reshape(*rows, self.size)
+
+
+def _small_cnn(channels: int, side: int) -> nn.Sequential:
+    if side >= _LEAST_SIDE:
+        sizes = [(channels, 32, 8, 4, 0), (32, 64, 4, 2, 0), (64, 64, 3, 1, 0)]
+    else:
+        sizes = [(channels, 16, 3, 1, 1), (16, 32, 3, 1, 1)]
+    layers = [layer for size in sizes for layer in (nn.Conv2d(*size), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+def _impala_cnn(channels: int, side: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for out in (16, 32, 32):
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
+        layers += [Residual(out), Residual(out)]
+        channels = out
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
+
+
+class Residual(nn.Module):
+    """Adds two convolutions of an image to it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
+        return out

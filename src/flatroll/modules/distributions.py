@@ -1,0 +1,218 @@
+"""Distributions of actions: one log-probability ``[*B]`` for all numbers of an action, whatever its shape."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    AffineTransform,
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+    register_kl,
+)
+from torch.nn import functional as F
+
+
+class JointCategorical(Distribution):
+    """Independent choices, as a MultiDiscrete space has them, or one that does not count from 0.
+
+    Args:
+        logits: of all choices, one after the other, ``[*B, sum(nvec)]``.
+        nvec: number of options of each choice.
+        shape: of an action; the product of its sizes is the number of choices.
+        start: first option of all choices, or of each, int64 ``[choices]``. Default: 0.
+
+    Samples are int64 ``[*B, *shape]``.
+
+    >>> dist = JointCategorical(torch.zeros(4, 5), nvec=(2, 3), shape=(2,))
+    >>> dist.sample().shape, dist.entropy().exp()
+    (torch.Size([4, 2]), tensor([6., 6., 6., 6.]))
+    """
+
+    arg_constraints: ClassVar[Any] = {}  # pyright: ignore[reportIncompatibleMethodOverride]
+    has_enumerate_support = False
+
+    def __init__(
+        self,
+        logits: Tensor,
+        *,
+        nvec: tuple[int, ...],
+        shape: tuple[int, ...] = (),
+        start: Tensor | int = 0,
+    ) -> None:
+        most = max(nvec)
+        parts = logits.split_with_sizes(nvec, -1)
+        # Options that a choice does not have get the lowest logit: their probability is 0.
+        lowest = torch.finfo(logits.dtype).min
+        wide = [F.pad(part, (0, most - part.shape[-1]), value=lowest) for part in parts]
+        self.choices = Categorical(logits=torch.stack(wide, -2), validate_args=False)  # [*B, choices, most]
+        self.logits = logits
+        self._start = start if isinstance(start, int) else start.to(logits.device)
+        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    @property
+    def mode(self) -> Tensor:
+        """The most probable option of each choice, ``[*B, *shape]``."""
+        return self._action(self.choices.mode)
+
+    deterministic_sample = mode
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions ``[*sample_shape, *B, *shape]``."""
+        choices: Any = self.choices  # torch has no types for it
+        return self._action(choices.sample(torch.Size(sample_shape)))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
+        dims = len(self.event_shape)
+        rows = value.shape[: value.ndim - dims]
+        options = value.reshape(*rows, -1) - self._start
+        choices: Any = self.choices
+        log_prob: Tensor = choices.log_prob(options).sum(-1)
+        return log_prob
+
+    def entropy(self) -> Tensor:
+        """The sum of the choices' entropies, ``[*B]``."""
+        choices: Any = self.choices
+        entropy: Tensor = choices.entropy().sum(-1)
+        return entropy
+
+    def _action(self, options: Tensor) -> Tensor:
+        return (options + self._start).reshape(*options.shape[:-1], *self.event_shape)
+
+
+@register_kl(JointCategorical, JointCategorical)  # type: ignore[untyped-decorator,no-untyped-call]
+def _kl_of_choices(p: JointCategorical, q: JointCategorical) -> Tensor:
+    divergence: Tensor = kl_divergence(p.choices, q.choices).sum(-1)
+    return divergence
+
+
+class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it takes none
+    """Independent flags, as a MultiBinary space has them.
+
+    Args:
+        logits: ``[*B, n]``.
+        shape: of an action, n flags in all. Default: ``(n,)``.
+
+    Samples are int8 ``[*B, *shape]``; the mode is 0 where both values are equally probable.
+
+    >>> JointBernoulli(torch.tensor([[2.0, -2.0, 0.0]])).mode
+    tensor([[1, 0, 0]], dtype=torch.int8)
+    """
+
+    def __init__(self, logits: Tensor, *, shape: tuple[int, ...] | None = None) -> None:
+        shape = logits.shape[-1:] if shape is None else shape
+        flags = Bernoulli(logits=logits.reshape(*logits.shape[:-1], *shape), validate_args=False)
+        super().__init__(flags, len(shape), validate_args=False)
+
+    @property
+    def mode(self) -> Tensor:
+        """The more probable value of each flag."""
+        flags: Any = self.base_dist
+        mode: Tensor = (flags.logits > 0).to(torch.int8)
+        return mode
+
+    deterministic_sample = mode
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw flags ``[*sample_shape, *B, *shape]``."""
+        return super().sample(torch.Size(sample_shape)).to(torch.int8)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities ``[*B]`` of flags ``[*B, *shape]`` of any dtype."""
+        flags: Any = self.base_dist
+        log_prob: Tensor = super().log_prob(value.to(flags.logits.dtype))  # type: ignore[no-untyped-call]
+        return log_prob
+
+
+class Gaussian(Independent):  # type: ignore[type-arg]
+    """Independent normal distributions of an action's numbers.
+
+    Args:
+        loc: means, ``[*B, *shape]``.
+        scale: standard deviations, likewise.
+        event_dims: number of dims of an action. Default: 1.
+
+    >>> Gaussian(torch.zeros(4, 2), torch.ones(4, 2)).log_prob(torch.zeros(4, 2)).shape
+    torch.Size([4])
+    """
+
+    def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
+        super().__init__(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The mean, which is the mode."""
+        return self.mean
+
+
+class _BoundedTanh(TanhTransform):
+    """Tanh whose inverse stays finite at -1 and 1."""
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        most = 1.0 - torch.finfo(y.dtype).eps
+        return y.clamp(-most, most).atanh()
+
+
+class _IntoBounds(AffineTransform):
+    """From [-1, 1] into bounds; a rounded sum does not lie beyond them."""
+
+    def __init__(self, low: Tensor, high: Tensor, event_dims: int) -> None:
+        # Half of each bound first: their difference may be larger than the largest number.
+        super().__init__(high / 2 + low / 2, high / 2 - low / 2, event_dim=event_dims)
+        self._low, self._high = low, high
+
+    def _call(self, x: Tensor) -> Tensor:
+        into: Tensor = self.loc + self.scale * x
+        return into.clamp(self._low, self._high)
+
+
+class SquashedGaussian(TransformedDistribution):
+    """Independent normal numbers, squashed by tanh into the bounds of an action.
+
+    In float32 an action close to a bound does not tell which normal number it was made of. A collector keeps that
+    number in the batch (``("base_sample", "action")``), from which flatroll's losses take the log-probability; without
+    it the log-probability of such an action is finite, and wrong.
+
+    Args:
+        loc: means before tanh, ``[*B, *shape]``.
+        scale: standard deviations before tanh, likewise.
+        low: lower bounds, ``[*shape]`` or a number.
+        high: upper bounds, likewise.
+        event_dims: number of dims of an action. Default: 1.
+
+    Reference: T. Haarnoja et al., Soft actor-critic, 2018, https://arxiv.org/abs/1801.01290, appendix C.
+
+    >>> dist = SquashedGaussian(torch.zeros(4, 2), torch.ones(4, 2), low=-2.0, high=2.0)
+    >>> dist.sample().shape, dist.deterministic_sample[0]
+    (torch.Size([4, 2]), tensor([0., 0.]))
+    """
+
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor,
+        *,
+        low: Tensor | float = -1.0,
+        high: Tensor | float = 1.0,
+        event_dims: int = 1,
+    ) -> None:
+        low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
+        base = Independent(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
+        super().__init__(base, [_BoundedTanh(), _IntoBounds(low, high, event_dims)], validate_args=False)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The median: what the mean becomes."""
+        action: Tensor = self.base_dist.mean
+        for transform in self.transforms:
+            action = transform(action)
+        return action
+
+    mode = deterministic_sample  # for readers that ask for one; that of the density lies elsewhere
