@@ -1,10 +1,11 @@
 """The adapter for VMAS: batched games of agents in torch, whose results are lists of one tensor for each agent."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,6 +26,8 @@ class VmasSource(VectorSource):
     Raises:
         ValueError: agents whose spaces differ, or ``max_steps`` without ``terminated_truncated``.
     """
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.DISABLED}
 
     def __init__(self, env: Any) -> None:
         self._agent_names = [agent.name for agent in env.agents]

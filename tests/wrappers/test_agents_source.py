@@ -205,7 +205,7 @@ def test_as_tensors_and_in_another_dtype() -> None:
     ):
         env = as_vector_env([ScriptedGame(), ScriptedGame(1)], **kwargs)  # type: ignore[arg-type]
         batch: Any = Collector(env, frames_per_batch=60, seed=0).rollout()
-        plain: Any = Collector([ScriptedGame(), ScriptedGame(1)], frames_per_batch=60, seed=0).rollout()  # type: ignore[arg-type]
+        plain: Any = Collector([ScriptedGame(), ScriptedGame(1)], frames_per_batch=60, seed=0).rollout()
         assert batch["observation"].dtype is kwargs.get("dtype", torch.float32)
         batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
         assert (batch == plain).all()
