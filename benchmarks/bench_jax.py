@@ -36,8 +36,7 @@ def hand_written(num_envs: int) -> Callable[[], None]:
         obs, state, reward, terminated, _ = env.step_env(key, state, action, params)
         return obs, state, reward, terminated, env.is_truncated(state, params)
 
-    @jax.jit
-    def step(key: Any, state: Any, action: Any) -> Any:
+    def step_all(key: Any, state: Any, action: Any) -> Any:
         key, stepping, resetting = jax.random.split(key, 3)
         last, state, reward, terminated, truncated = jax.vmap(one)(
             jax.random.split(stepping, num_envs), state, action
@@ -47,6 +46,7 @@ def hand_written(num_envs: int) -> Callable[[], None]:
         state = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, state)
         return key, state, jnp.where(ended[:, None], first, last), last, reward, terminated, truncated
 
+    step = jax.jit(step_all)
     key = jax.random.PRNGKey(0)
     first, start = jax.jit(all_first)(key)
     start = jax.tree.map(jnp.asarray, start)

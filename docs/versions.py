@@ -32,6 +32,7 @@ PACKAGES = {
     "numpy": "everything",
     "numba": "kernels",
     "envpool": "environments",
+    "jax": "[JAX simulators](jax.md)",
     "matplotlib": "`timeline`",
     "pandas": "`flatroll.export`",
     "pyarrow": "`flatroll.export`",

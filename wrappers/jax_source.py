@@ -23,15 +23,16 @@ _SIGNATURES = {
     "step": "step(key, state, action) -> (observation, state, reward, terminated, truncated, info)",
 }
 
-#: Up to this many bytes of actions a copy is faster than DLPack.
-_FEW_BYTES = 1 << 20
+#: Below so many bytes a copy is faster than DLPack, whose Python costs 10 µs on the way out and 90 µs on the way in.
+_SMALL, _SMALL_ACTIONS = 1 << 16, 1 << 20
 
 
 class JaxSource(VectorSource):
     """E copies of a `FunctionalEnv`, SAME_STEP with their true last observations; states stay on the device.
 
-    Observations, rewards and flags leave by DLPack: they share the memory of JAX's arrays, which nothing else reads but
-    a masked reset, for the rows that it does not reset. Entries of ``info`` stay arrays of JAX's.
+    Observations, rewards and flags leave by DLPack, but for small ones on the CPU: they share the memory of JAX's
+    arrays, which nothing else reads but a masked reset, for the rows that it does not reset. Entries of ``info`` stay
+    arrays of JAX's.
     """
 
     def __init__(self, env: FunctionalEnv, num_envs: int, device: torch.device | None = None) -> None:
@@ -93,9 +94,8 @@ class JaxSource(VectorSource):
     def _take(self, actions: Array) -> Any:
         """The actions as a compiled function takes them."""
         actions = _narrow(actions)
-        # Without DLPack JAX copies them, which is the faster way for few: its Python costs some 90 µs.
-        few = isinstance(actions, np.ndarray) and actions.nbytes < _FEW_BYTES
-        return actions if few else self._jax.dlpack.from_dlpack(actions)
+        small = isinstance(actions, np.ndarray) and actions.nbytes < _SMALL_ACTIONS
+        return actions if small else self._jax.dlpack.from_dlpack(actions)
 
     @override
     def close(self) -> None:
@@ -319,7 +319,9 @@ def _device_of(jax: Any, device: torch.device | None) -> Any:
 
 
 def _as_numpy(array: Any) -> Array:
-    """A writable view of an array of JAX's on the CPU (``np.asarray`` would give one that cannot be written to)."""
+    """A writable array of one of JAX's on the CPU: the same memory, or a copy if that is faster."""
+    if array.nbytes < _SMALL:
+        return np.array(array)
     return from_dlpack(array.__dlpack__()).numpy()
 
 

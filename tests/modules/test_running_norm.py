@@ -133,7 +133,7 @@ def test_what_a_device_does_without_a_wait_is_the_same(seed: int, rows: int, sha
 
 
 def test_digits_far_from_zero_are_kept() -> None:
-    """Ten thousand parts of a column with deviation 1 around 1e9, where a sum of squares has no digits left."""
+    """A thousand parts of a column with deviation 1 around 1e9, where a sum of squares has no digits left."""
     column = 1e9 + torch.randn(20_000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     norm = RunningNorm("x", shape=(1,), clip=None)
     for part in column.split(20):

@@ -72,19 +72,28 @@ def test_one_compiled_call_a_step_and_one_compilation_for_batches_of_any_length(
 
 
 def test_nothing_is_copied_on_the_way_out_or_in() -> None:
-    env = as_vector_env(COUNT, num_envs=8, framework="torch")
-    env.reset(seed=0)
-    obs, _, terminated, _, _ = env.step(torch.zeros(8, dtype=torch.int64))
-    source = env.source.source
-    assert obs.data_ptr() == source._obs.unsafe_buffer_pointer()
-    native = as_vector_env(COUNT, num_envs=8)
-    native.reset(seed=0)
-    shown, *_ = native.step(np.zeros(8, np.int64))
-    assert shown.ctypes.data == native.source._obs.unsafe_buffer_pointer() and shown.flags.writeable
-    ended = source.final_obs({}, obs, terminated)
-    assert ended.ctypes.data == source._final.unsafe_buffer_pointer()
-    actions = torch.zeros(4096, 128).numpy()  # as a policy's; few are copied, which is faster
-    assert source._take(actions).unsafe_buffer_pointer() == actions.ctypes.data
+    def observe(key: Any) -> tuple[Any, Any]:
+        return jax.random.uniform(key, (4096,)), key
+
+    large = FunctionalEnv(
+        observe,
+        lambda key, state, action: (*observe(key), 0.0, state[0] % 2 == 0, False, {}),
+        spaces.Box(-1, 1, (65_536,)),
+    )
+    # 128 KB of observations, 2 MB of actions: small ones are copied, which is faster.
+    actions = torch.zeros(8, 65_536)
+    for framework in ("numpy", "torch"):
+        env = as_vector_env(large, num_envs=8, framework=framework)
+        source = env.source.source if framework == "torch" else env.source
+        env.reset(seed=0)
+        obs, _, terminated, _, info = env.step(actions)
+        assert terminated.any() and not terminated.all()
+        for shown, kept in ((obs, source._obs), (info["final_obs"], source._final)):
+            at = shown.data_ptr() if framework == "torch" else shown.ctypes.data
+            assert at == kept.unsafe_buffer_pointer()
+            shown[0] = 0  # may be written into
+    assert source._take(actions.numpy()).unsafe_buffer_pointer() == actions.data_ptr()
+    assert source._take(actions).unsafe_buffer_pointer() == actions.data_ptr()
     assert source._take(np.zeros(8, np.int64)).dtype == np.int32
     assert source._take(torch.zeros(8, dtype=torch.int64)).dtype == np.int32
 
@@ -92,7 +101,7 @@ def test_nothing_is_copied_on_the_way_out_or_in() -> None:
 def test_what_was_returned_may_be_written_into() -> None:
     # The state of this env is its observation, as in Gymnasium's phys2d.
     walk = FunctionalEnv(
-        lambda key: (state := jax.random.uniform(key, (3,)), state),
+        lambda key: (state := jax.random.uniform(key, (8192,)), state),  # not copied
         lambda key, state, action: (state + 1, state + 1, 0.0, state[0] > 5, False, {}),
         spaces.Discrete(2),
     )
