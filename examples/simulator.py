@@ -8,6 +8,7 @@ reward of a step (1 is the best) and saves its curve. mjlab hides the last obser
 import argparse
 import csv
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,13 @@ def make_env(task: str, num_envs: int, device: str, seconds: float = 10.0) -> An
     return ManagerBasedRlEnv(cfg, device=device)
 
 
-def train(env: Any, frames: int, seed: int, step_reward: float = 1.0) -> list[tuple[int, float]]:
+def train(
+    env: Any, frames: int, seed: int, step_reward: float = 1.0, episode: int = STEPS
+) -> list[tuple[int, float]]:
     """Train on an env with observations ``"actor"`` and ``"critic"``; return frames and mean rewards of a step.
 
-    Rewards are shown and learnt from in units of ``step_reward``, the greatest of a step.
+    Rewards are shown and learnt from in units of ``step_reward``, the greatest of a step. Each mean is over the last
+    ``episode`` steps: all envs begin together, and the first steps of an episode are the easiest.
     """
     torch.manual_seed(seed)
     env = as_vector_env(env)
@@ -59,9 +63,12 @@ def train(env: Any, frames: int, seed: int, step_reward: float = 1.0) -> list[tu
     weights = list(loss.parameters())
     optimizer = torch.optim.Adam(weights, lr=1e-3)
     curve = []
+    means: deque[float] = deque(maxlen=-(-episode // STEPS))
     for batch in collector:
         batch["next", "reward"] /= step_reward
-        curve.append((collector.frames, batch["next", "reward"].mean().item()))
+        means.append(batch["next", "reward"].mean().item())
+        if len(means) == means.maxlen:
+            curve.append((collector.frames, sum(means) / len(means)))
         rows = gae(batch).select(*READ)
         for _ in range(EPOCHS):
             for some in torch.randperm(len(rows)).chunk(MINIBATCHES):
@@ -109,11 +116,11 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     env = make_env(args.task, args.num_envs, args.device)
     start = time.perf_counter()
-    curve = train(env, args.frames, args.seed, env.step_dt)
+    curve = train(env, args.frames, args.seed, env.step_dt, env.max_episode_length)
     seconds = time.perf_counter() - start
     save(curve, args.out)
     print(
-        f"{args.task}, seed {args.seed}: reward {curve[-1][1]:.2f} (first batch {curve[0][1]:.2f}), {seconds:,.0f} s"
+        f"{args.task}, seed {args.seed}: reward {curve[-1][1]:.2f} (first episodes {curve[0][1]:.2f}), {seconds:,.0f} s"
     )
     return 0
 

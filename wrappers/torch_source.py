@@ -132,11 +132,12 @@ class TorchSource(VectorSource):
             if timed_out is None:
                 truncated = torch.zeros_like(done)
             else:
-                if timed_out.shape != done.shape:  # [E] and [E, 1] would broadcast to [E, E]
+                if timed_out.ndim != done.ndim:  # [E] and [E, 1] would broadcast to [E, E]
                     timed_out = timed_out.reshape(done.shape)
                 truncated = timed_out.bool() & done
             terminated = done & ~truncated
-            obs = self._with_privileged(_plain(obs))
+            if self._has_privileged:
+                obs = self._with_privileged(obs)
         else:
             raise TypeError(
                 f"step must return (obs, reward, terminated, truncated, info) or (obs, reward, dones, extras), got "
@@ -165,7 +166,7 @@ class TorchSource(VectorSource):
 
     def _with_privileged(self, obs: Tree) -> Tree:
         """The observations, with legged_gym's privileged ones if it has any."""
-        if not self._has_privileged or isinstance(obs, dict):
+        if not self._has_privileged or isinstance(obs, dict | TensorDictBase):
             return obs
         return {"policy": obs, "critic": self.env.get_privileged_observations()}
 

@@ -68,7 +68,7 @@ def trace_of(env: Any, read: Callable[[], Tensor]) -> Trace:
 
 
 def compare(
-    batch: TensorDictBase, key: str, trace: Trace, num_envs: int, physics: slice = slice(None)
+    batch: TensorDictBase, key: str, trace: Trace, num_envs: int, physics: slice | list[int] = slice(None)
 ) -> Counts:
     """Hold the rows of `rollout` against a trace: ``physics`` are the columns of the observation that it has.
 

@@ -1,0 +1,89 @@
+"""MuJoCo playground's RSLRLBraxWrapper on the CPU, every row against MJX's own state."""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("mujoco_playground")
+from mujoco_playground import registry
+from mujoco_playground._src.wrapper_torch import RSLRLBraxWrapper
+from traces import Trace, compare
+
+from flatroll.layout import audit, describe
+from flatroll.rollouts import rollout
+from flatroll.wrappers import as_vector_env
+from flatroll.wrappers.testing import check_vector_env
+
+ENVS, STEPS, LIMIT = 4, 70, 20
+
+
+@pytest.fixture(scope="module")
+def env() -> Any:
+    """Made and compiled once."""
+    return RSLRLBraxWrapper(
+        registry.load("CartpoleBalance", config_overrides={"impl": "jax"}), ENVS, 0, LIMIT, 1
+    )
+
+
+def traced(env: Any) -> Trace:
+    """The wrapper resets within its step and keeps no state of an ended episode: it shows what comes after."""
+    trace, step = Trace(), env.step
+
+    def recorded(action: torch.Tensor) -> Any:
+        result = step(action)
+        data = env.env_state.data
+        # The angle's cosine and sine in the observation are of the step before: MJX integrates last.
+        state = np.concatenate([np.asarray(data.qpos)[:, :1], np.asarray(data.qvel)], 1)
+        done, truncated = result[2].bool(), result[3]["time_outs"].bool()
+        trace.add(torch.from_numpy(state), result[1], done & ~truncated, truncated)
+        return result
+
+    env.step = recorded
+    return trace
+
+
+def policy(obs: Any) -> torch.Tensor:
+    return (3 * obs["state"][:, 2:3] + 0.3 * obs["state"][:, 4:5]).sin()
+
+
+def test_rows_are_mjx_s_states(env: Any, report: Callable[..., None]) -> None:
+    stream = as_vector_env(env, autoreset_mode="SameStep")
+    assert env.env_state is None  # wrapping has not reset it
+    started = time.perf_counter()
+    stream.reset()
+    for _ in range(2):  # the second step compiles again
+        stream.step(torch.zeros(ENVS, 1))
+    seconds = time.perf_counter() - started
+    trace = traced(env)
+    batch = rollout(stream, policy, num_steps=STEPS)
+    counts = compare(batch, "state", trace, ENVS, [0, 3, 4])
+    del env.step
+    report(
+        "MuJoCo playground, CartpoleBalance by RSLRLBraxWrapper",
+        "playground",
+        mode="SameStep",
+        rows=counts.rows,
+        false=counts.false,
+        known=counts.known,
+        unknown=counts.unknown,
+        first_seconds=seconds,
+    )
+    assert (counts.rows, counts.false, counts.known) == (ENVS * STEPS, 0, 0)
+    assert counts.unknown == ENVS * (STEPS // LIMIT)
+    assert audit(batch) == []
+    assert "no last observation" in describe(batch)
+    again = rollout(stream, policy, num_steps=STEPS)  # it resets to the same states every time
+    assert torch.equal(batch["state"], again["state"])
+    assert torch.equal(batch["next", "reward"], again["next", "reward"])
+
+
+def test_the_contract_kit(env: Any) -> None:
+    stream = as_vector_env(env, autoreset_mode="SameStep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_vector_env(stream, steps=30)
