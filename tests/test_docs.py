@@ -6,10 +6,9 @@ What the pages may contain:
 * A ``text`` block right behind it is what it prints (``...`` stands for anything).
 * A ``python`` block that begins with ``>>>`` is a doctest: each expression has its own output.
 * ``<!-- not run -->`` before a block leaves it alone, and so does ``<!-- run by tests/... -->``, a test of its own.
-* A block that imports an optional package stands alone: where the package is missing, it is skipped.
+* A block that names an optional package stands alone: where the package is missing, it is skipped.
 """
 
-import ast
 import contextlib
 import doctest
 import importlib.util
@@ -26,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OPTIONAL = {"envpool", "matplotlib", "moviepy", "pandas", "pyarrow", "pygame", "rsl_rl", "torchrl"}
+OPTIONAL = {"envpool", "matplotlib", "minari", "moviepy", "pandas", "pyarrow", "pygame", "rsl_rl", "torchrl"}
 OPTIONAL |= {"brax", "gymnax", "jax", "navix"}
 OPTIONAL |= {"sb3_contrib", "skrl", "stable_baselines3", "tensorboard", "transformers"}
 NOT_RUN = re.compile(r"<!-- (not run|run by tests/[\w/]+\.py) -->\s*\Z")
@@ -75,19 +74,10 @@ def runnable(blocks: list[Block]) -> Iterator[tuple[Block, str | None]]:
 
 
 def needs_missing(block: Block) -> bool:
-    source = doctest.script_from_examples(block.text) if block.is_doctest else block.text
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(ast.parse(source))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    return any(importlib.util.find_spec(name) is None for name in imported & OPTIONAL)
+    return any(
+        importlib.util.find_spec(name) is None and re.search(rf"^[^#]*\b{name}\b", block.text, re.M)
+        for name in OPTIONAL
+    )
 
 
 def run_block(block: Block, namespace: dict[str, object], page: Path) -> str:

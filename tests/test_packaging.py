@@ -1,5 +1,6 @@
 """What is built holds the package and nothing else, and works away from the repository."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -105,6 +106,8 @@ def test_no_folder_at_the_root_hides_a_package() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     own = {*LINKED, "benchmarks", "tests", "docs", "src", "build", "dist", "out"}
     assert folders <= own
+    if importlib.util.find_spec("datasets") is None:
+        return
     found = run(sys.executable, "-c", "import datasets; print(datasets.__file__)", cwd=ROOT)
     assert not Path(found.strip()).is_relative_to(ROOT / "src")
     assert Path(found.strip()).parent.parent.name == "site-packages"

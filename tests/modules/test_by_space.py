@@ -34,7 +34,7 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "discrete from 5": spaces.Discrete(3, start=5),
     "multi discrete": spaces.MultiDiscrete([2, 4]),
-    "grid of choices": spaces.MultiDiscrete([[2, 3], [3, 2]]),
+    "grid of choices": spaces.MultiDiscrete([[2, 3], [3, 2]]),  # type: ignore[list-item]
     "flags": spaces.MultiBinary(3),
     "grid of flags": spaces.MultiBinary((2, 2)),
     "bounded": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 5.0], np.float32)),
@@ -135,7 +135,7 @@ def test_the_deviation_may_depend_on_the_observation() -> None:
     policy = actor(env, std="dependent", norm=False)
     ppo(env, policy, critic(env, norm=False))
     rows = TensorDict({"observation": torch.randn(5, 3)}, [5])
-    assert len(policy(rows)["scale"].unique()) > 2  # type: ignore[no-untyped-call]
+    assert len(policy(rows)["scale"].unique()) > 2
     fixed = actor(env, norm=False)(rows.select("observation"))["scale"]
     assert torch.equal(fixed, torch.ones(5, 2))
 
@@ -174,19 +174,19 @@ def test_a_saturated_tanh_keeps_its_log_probability() -> None:
         2.0 * (np.log(2.0) - raw - nn.functional.softplus(-2.0 * raw))
         + torch.tensor([1.0, 2.5]).double().log()
     )
-    exact = (Normal(loc, 1.0).log_prob(raw) - slope).sum(-1)
+    exact = (Normal(loc, 1.0).log_prob(raw) - slope).sum(-1)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(batch["action_log_prob"].double(), exact, rtol=1e-5, atol=1e-5)
     assert ClipPPOLoss(policy)(batch.set("advantage", torch.ones(64, 1)))["max_ratio"] == pytest.approx(
         1.0, abs=1e-4
     )
     at_bounds = SquashedGaussian(torch.zeros(1, 2), torch.ones(1, 2), low=-1.0, high=1.0)
-    assert at_bounds.log_prob(torch.tensor([[1.0, -1.0]])).isfinite()
+    assert at_bounds.log_prob(torch.tensor([[1.0, -1.0]])).isfinite()  # type: ignore[no-untyped-call]
 
 
 def test_a_squashed_action_lies_within_its_bounds() -> None:
     low, high = torch.tensor([-0.1, 1e30, -3e38]), torch.tensor([0.7, 3e30, 3e38])
     dist = SquashedGaussian(torch.zeros(10_000, 3), torch.full((10_000, 3), 20.0), low=low, high=high)
-    drawn = dist.sample()
+    drawn = dist.sample()  # type: ignore[no-untyped-call]
     assert (drawn >= low).all() and (drawn <= high).all() and (drawn == high).any()
     torch.testing.assert_close(dist.deterministic_sample[0], torch.tensor([0.3, 2e30, 0.0]))
 
@@ -194,12 +194,12 @@ def test_a_squashed_action_lies_within_its_bounds() -> None:
 def test_the_joint_distributions_are_those_of_torch() -> None:
     logits = torch.randn(7, 5)
     dist = JointCategorical(logits, nvec=(2, 3), shape=(2,), start=torch.tensor([4, 0]))
-    parts = [Categorical(logits=part) for part in logits.split([2, 3], -1)]
+    parts = [Categorical(logits=part) for part in logits.split([2, 3], -1)]  # type: ignore[no-untyped-call]
     drawn = dist.sample((6,))
     assert drawn.shape == (6, 7, 2) and drawn.dtype is torch.int64
-    expected = parts[0].log_prob(drawn[..., 0] - 4) + parts[1].log_prob(drawn[..., 1])
+    expected = parts[0].log_prob(drawn[..., 0] - 4) + parts[1].log_prob(drawn[..., 1])  # type: ignore[no-untyped-call]
     torch.testing.assert_close(dist.log_prob(drawn), expected)
-    torch.testing.assert_close(dist.entropy(), parts[0].entropy() + parts[1].entropy())
+    torch.testing.assert_close(dist.entropy(), parts[0].entropy() + parts[1].entropy())  # type: ignore[no-untyped-call]
     assert torch.equal(dist.mode, torch.stack([parts[0].mode + 4, parts[1].mode], -1))
     other = JointCategorical(torch.zeros(7, 5), nvec=(2, 3), shape=(2,))
     flat = [Categorical(logits=torch.zeros(7, n)) for n in (2, 3)]
@@ -209,10 +209,10 @@ def test_the_joint_distributions_are_those_of_torch() -> None:
     plain = Independent(Bernoulli(logits=logits.unsqueeze(-1)), 2)
     pressed = flags.sample()
     assert pressed.dtype is torch.int8 and pressed.shape == (7, 5, 1)
-    torch.testing.assert_close(flags.log_prob(pressed), plain.log_prob(pressed.float()))
-    torch.testing.assert_close(flags.entropy(), plain.entropy())
+    torch.testing.assert_close(flags.log_prob(pressed), plain.log_prob(pressed.float()))  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(flags.entropy(), plain.entropy())  # type: ignore[no-untyped-call]
     normal = Gaussian(torch.zeros(3, 2, 2), torch.ones(3, 2, 2), event_dims=2)
-    assert normal.log_prob(torch.zeros(3, 2, 2)).shape == (3,) and not normal.deterministic_sample.any()
+    assert normal.log_prob(torch.zeros(3, 2, 2)).shape == (3,) and not normal.deterministic_sample.any()  # type: ignore[no-untyped-call]
 
 
 def test_modes_are_taken_where_nothing_is_sampled() -> None:
@@ -269,7 +269,7 @@ def test_norms_are_one_module_for_actor_and_critic() -> None:
 def test_a_q_network_is_policy_and_network_of_dqn() -> None:
     env = make(OBSERVATIONS["dict"])
     for recurrent in (None, "gru"):
-        net = q_network(env, hidden=(8, 8), recurrent=recurrent, epsilon=0.5)  # type: ignore[arg-type]
+        net = q_network(env, hidden=(8, 8), recurrent=recurrent, epsilon=0.5)
         batch = next(Collector(env, net, frames_per_batch=64, seed=0))
         loss = DQNLoss(net)
         loss(batch)["loss"].backward()
@@ -324,10 +324,10 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         (lambda: actor(make(), hidden=(), recurrent="gru"), ValueError, "hidden must have at least one size"),
         (lambda: actor(make(), hidden=(0,)), ValueError, "hidden must be an integer of at least 1, got 0"),
         (
-            lambda: actor(make(), recurrent="rnn"),
+            lambda: actor(make(), recurrent="rnn"),  # type: ignore[arg-type]
             ValueError,
             "recurrent must be None, 'gru' or 'lstm', got 'rnn'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: actor(make(), std="none"), ValueError, "std must be 'independent' or 'dependent'"),  # type: ignore[arg-type]
         (lambda: critic(make(), shared=True), ValueError, "shared=True needs the actor"),
         (

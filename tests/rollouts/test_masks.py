@@ -41,7 +41,7 @@ class Masked(gym.vector.VectorEnv[Any, Any, Any]):
             spaces.Dict(observation_of=numbers, action_mask=mask) if place == "obs" else numbers
         )
         self.single_action_space = (
-            spaces.Discrete(6) if kind == "discrete" else spaces.MultiDiscrete(self.counts)
+            spaces.Discrete(6) if kind == "discrete" else spaces.MultiDiscrete([*self.counts])
         )
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -166,9 +166,9 @@ def test_log_probability_and_entropy_count_legal_actions_only() -> None:
         dist = policy.get_dist(row.select("observation_of", "action_mask").unsqueeze(0))
         raw = policy[1].module(policy[0].module(row["observation_of"]))
         legal = Categorical(logits=raw[allowed].double())
-        torch.testing.assert_close(dist.entropy()[0].double(), legal.entropy(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(dist.entropy()[0].double(), legal.entropy(), rtol=1e-4, atol=1e-6)  # type: ignore[no-untyped-call]
         at = int(allowed[: row["action"]].sum())
-        exact = legal.log_prob(torch.tensor(at))
+        exact = legal.log_prob(torch.tensor(at))  # type: ignore[no-untyped-call]
         torch.testing.assert_close(batch["action_log_prob"][i].double(), exact.detach(), rtol=1e-4, atol=1e-5)
         assert (dist.probs[0][~allowed] == 0).all()
 

@@ -83,7 +83,7 @@ def test_navix(report: Any) -> None:
 
 def test_jumanji(report: Any) -> None:
     jumanji = pytest.importorskip("jumanji")
-    env = jumanji.make("Snake-v1")
+    env = jumanji.make("Snake-v1", time_limit=20)
 
     def own(state: Any, action: Any) -> tuple[Any, ...]:
         _, now = env.step(state, action)
