@@ -76,8 +76,10 @@ def as_functional(
     if params is not None and family is not _of_gymnax:
         raise TypeError(f"params= is for envs of gymnax and craftax, got an env {type(env).__name__}")
     reset, step, action_space = family(env, params) if family is _of_gymnax else family(env)
-    if max_episode_steps is None:
-        max_episode_steps = getattr(env, "time_limit", None) or None  # of Gymnasium's vector env
+    if max_episode_steps is None and family is _of_gymnasium_vector:
+        max_episode_steps = (
+            getattr(env, "time_limit", None) or None
+        )  # jumanji's, of this name, are its own to keep
     name = str(getattr(env, "name", None) or type(getattr(env, "unwrapped", env)).__name__)
     return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
 

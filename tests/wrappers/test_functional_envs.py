@@ -55,6 +55,8 @@ def test_a_functional_env_of_gymnasium_s_and_its_vector_env() -> None:
     assert as_functional(CartPole()).max_episode_steps is None
     assert as_functional(CartPoleJaxVectorEnv()).max_episode_steps == 200
     assert as_functional(CartPoleJaxVectorEnv(), max_episode_steps=9).max_episode_steps == 9
+    # jumanji's games end by their own limit.
+    assert as_functional(simulator("jumanji.x", action_spec=None, time_limit=7)).max_episode_steps is None
 
 
 def test_wrappers_that_batch_or_reset_are_refused() -> None:
