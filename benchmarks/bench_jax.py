@@ -22,9 +22,9 @@ STEPS = {64: 256, 4096: 32}
 
 def hand_written(num_envs: int) -> Callable[[], None]:
     """gymnax's CartPole in one jitted function, with true last observations, and preallocated time-major columns."""
-    import gymnax
-    import jax
-    from jax import numpy as jnp
+    import gymnax  # pyright: ignore[reportMissingImports]
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
 
     env, params = gymnax.make("CartPole-v1")
     steps, rng = STEPS[num_envs], np.random.default_rng(0)
@@ -105,7 +105,7 @@ def hand_written(num_envs: int) -> Callable[[], None]:
 
 def ours(num_envs: int, framework: str) -> Callable[[], object]:
     """A collector of the same columns, with the same random actions' cost."""
-    import gymnax
+    import gymnax  # pyright: ignore[reportMissingImports]
 
     env = as_vector_env(gymnax.make("CartPole-v1")[0], num_envs=num_envs, framework=framework)
     env = InitTracker(StepCounter(TrajId(env)))

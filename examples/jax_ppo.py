@@ -69,7 +69,7 @@ def draw(curve: list[tuple[int, float]], name: str, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once, print the result, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--env", default="CartPole-v1", help="gymnax's name of it (default: %(default)s)")
     parser.add_argument("--frames", type=int, default=200_000, help="to learn from (default: %(default)s)")
     parser.add_argument(
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--picture", type=Path, help="where to draw the learning curve")
     args = parser.parse_args(argv)
-    import gymnax
+    import gymnax  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     start = time.perf_counter()

@@ -7,7 +7,7 @@ finds the rows of one game at one time. ``pip install flatroll[agents]``, for si
 import argparse
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -70,7 +70,7 @@ def add_team(batch: TensorDict, agents: int) -> TensorDict:
     rows = agents_of(batch, max_num_agents=agents)  # [J, agents]
     assert rows.numel() == len(batch)  # nobody is absent, and batches are whole steps
     for key, source in (("team", "observation"), (("next", "team"), ("next", "observation"))):
-        seen = batch[source]
+        seen = cast(Tensor, batch[source])
         joint = seen[rows].flatten(1)  # [J, agents * obs]
         team = seen.new_empty(len(batch), joint.shape[1])
         team[rows] = joint[:, None].expand(-1, agents, -1)
@@ -90,9 +90,11 @@ def train(name: str, frames: int, seed: int, num_games: int) -> Iterator[tuple[i
     else:
         read, net = ["loc", "scale"], LocScale(mlp(inputs, space.shape[0], 0.01), space.shape[0])  # type: ignore[index]
     kind: Any = {"distribution_class": Categorical if read == ["logits"] else Gaussian}
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(net, ["observation"], read), Sampler(read, ["action"], return_log_prob=True, **kind)
-    )
+    parts: list[Any] = [
+        TensorDictModule(net, ["observation"], read),
+        Sampler(read, ["action"], return_log_prob=True, **kind),
+    ]
+    actor = ProbabilisticTensorDictSequential(*parts)
     critic = TensorDictModule(mlp(agents * inputs, 1, 1.0), ["team"], ["state_value"])
     steps = STEPS if name == "balance" else 25
     collector = Collector(env, actor, frames_per_batch=steps * env.num_envs, total_frames=-1, seed=seed)

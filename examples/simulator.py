@@ -28,9 +28,10 @@ STEPS, EPOCHS, MINIBATCHES = 32, 4, 8  # steps of each env in a batch
 
 def make_env(task: str, num_envs: int, device: str, seconds: float = 10.0) -> Any:
     """Make mjlab's env with episodes of ``seconds``; it leaves the resets to flatroll."""
-    import mjlab.tasks.cartpole  # noqa: F401  # registers the tasks
-    from mjlab.envs import ManagerBasedRlEnv
-    from mjlab.tasks.registry import load_env_cfg
+    # The first import registers the tasks.
+    import mjlab.tasks.cartpole  # noqa: F401  # pyright: ignore[reportMissingImports]
+    from mjlab.envs import ManagerBasedRlEnv  # pyright: ignore[reportMissingImports]
+    from mjlab.tasks.registry import load_env_cfg  # pyright: ignore[reportMissingImports]
 
     cfg = load_env_cfg(task)
     cfg.scene.num_envs, cfg.auto_reset, cfg.episode_length_s = num_envs, False, seconds
@@ -53,7 +54,8 @@ def train(
     )
     options: Any = {"distribution_class": Gaussian, "distribution_kwargs": {"validate_args": False}}
     sampler = Sampler(["loc", "scale"], ["action"], return_log_prob=True, **options)
-    actor = ProbabilisticTensorDictSequential(policy, sampler)
+    parts: list[Any] = [policy, sampler]
+    actor = ProbabilisticTensorDictSequential(*parts)
     critic = TensorDictModule(mlp(spaces["critic"].shape[0], 1, 1.0), ["critic"], ["state_value"])
     for part in (actor, critic):
         part.to(env.capabilities.device)

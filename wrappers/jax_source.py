@@ -36,7 +36,7 @@ class JaxSource(VectorSource):
     """
 
     def __init__(self, env: FunctionalEnv, num_envs: int, device: torch.device | None = None) -> None:
-        import jax
+        import jax  # pyright: ignore[reportMissingImports]
 
         self._jax = jax
         self._device = _device_of(jax, device)
@@ -109,8 +109,8 @@ def _compiled(
     limit: int | None,  # of steps in an episode
 ) -> tuple[Callable[..., Any], ...]:
     """The compiled functions of a source: of all first states, of a step, and of a masked reset."""
-    import jax
-    from jax import numpy as jnp
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
 
     # A state goes with the number of steps in its episode. PyTree leaves get the dtype that they keep, so that the
     # state of a reset and that of a step compile once.
@@ -166,8 +166,8 @@ def _checked(
     Raises:
         TypeError: a function is not pure, or returns something else than it must.
     """
-    import jax
-    from jax import numpy as jnp
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
 
     key = jax.random.PRNGKey(0)
     action = map_tree(lambda leaf: _narrow(np.asarray(leaf)), action_space.sample())
@@ -217,7 +217,7 @@ def _checked(
 
 def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any, ...]:
     """The shapes and dtypes that a function of the env returns."""
-    import jax
+    import jax  # pyright: ignore[reportMissingImports]
 
     must = f"{name} of {env.name} must be a pure JAX function, {_SIGNATURES[name]}"
     function: Callable[..., Any] = getattr(env, name)
@@ -253,7 +253,7 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
 
 def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -> None:
     """Raise TypeError unless step returns what reset does: the same tree, shapes, and dtypes that hold its values."""
-    import jax
+    import jax  # pyright: ignore[reportMissingImports]
 
     came = jax.tree.structure(after), [leaf.shape for leaf in jax.tree.leaves(after)]
     wanted = jax.tree.structure(before), [leaf.shape for leaf in jax.tree.leaves(before)]

@@ -127,6 +127,7 @@ def actor(
     body = _Body(observation, hidden, activation, cnn, recurrent, norm, action_mask is not False)
     parts, width = body.parts("", recurrent_state=None)
     masked = body.has_mask or bool(action_mask)
+    out_keys: list[Any] = []  # of the last head
     names: dict[str, NestedKey] = {}  # part of the action -> its key
     kinds: dict[str, type] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -147,7 +148,7 @@ def actor(
     }
     if len(leaves) == 1 and not leaves[0][1]:
         sampling |= {"distribution_class": kinds[""], "distribution_kwargs": options[""]}
-        parts.append(ProbabilisticTensorDictModule(list(written), [ACTION], **sampling))
+        parts.append(ProbabilisticTensorDictModule(out_keys, [ACTION], **sampling))
     else:
         sampling["distribution_class"] = CompositeDistribution
         sampling["distribution_kwargs"] = {
@@ -214,7 +215,8 @@ def critic(
         parts, width = body.parts("_value", recurrent_state="critic_state")
         features = body.features
     head = _linear(width, 1, gain=1.0)
-    return TensorDictSequential(*parts, TensorDictModule(head, [features], ["state_value"])).to(device)
+    parts = [*parts, TensorDictModule(head, [features], ["state_value"])]
+    return TensorDictSequential(*parts).to(device)
 
 
 def q_network(
@@ -303,13 +305,15 @@ class ActionMask(TensorDictModuleBase):
         strict: bool = True,
     ) -> None:
         super().__init__()
-        self.in_keys, self.out_keys = [key, mask_key], [key]
+        read: list[Any] = [key, mask_key]
+        self.in_keys, self.out_keys = read, read[:1]
         self.counts, self.strict = None if counts is None else tuple(counts), strict
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Replace the entry in the batch ``[*B]``; return it."""
-        key, mask_key = self.in_keys
+        read: list[Any] = self.in_keys
+        key, mask_key = read
         logits, mask = require(tensordict, key), require(tensordict, mask_key)
         if mask.shape != logits.shape:
             raise ValueError(
@@ -347,7 +351,9 @@ class EpsilonGreedy(nn.Module):
 
     Called with values ``[*B, A]`` it returns int64 ``[*B]``. Values as low as `ActionMask` makes them are illegal.
 
-    >>> EpsilonGreedy(0.5)(torch.tensor([[1.0, 2.0, 0.0]]))
+    >>> from tensordict.nn import set_interaction_type
+    >>> with set_interaction_type("deterministic"):
+    ...     EpsilonGreedy(0.5)(torch.tensor([[1.0, 2.0, 0.0]]))
     tensor([1])
     """
 
@@ -511,7 +517,8 @@ class _Body:
             raise ValueError(
                 f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
             )
-        self._activation, self._cnn, self._recurrent = activation, cnn, recurrent
+        self._activation, self._recurrent = activation, recurrent
+        self._cnn: Cnn = cnn
         #: Whether the observation holds a mask of the legal actions.
         self.has_mask = (
             without_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
@@ -553,7 +560,7 @@ class _Body:
         recurrent, layers = self._recurrent, list(self._hidden)
         size = layers.pop() if recurrent is not None else 0
         body = Encoder([space for *_, space in self.leaves], layers, self._activation, self._cnn)
-        keys = [read for _, read, _ in self.leaves]
+        keys: list[Any] = [read for _, read, _ in self.leaves]
         if recurrent is None:
             return [*self.norms.values(), TensorDictModule(body, keys, [self.features])], body.size
         embedding = f"{prefix}_embedding"

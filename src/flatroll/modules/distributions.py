@@ -210,9 +210,13 @@ class SquashedGaussian(TransformedDistribution):
     @property
     def deterministic_sample(self) -> Tensor:
         """The median: what the mean becomes."""
-        action: Tensor = self.base_dist.mean
+        value: Any = self.base_dist.mean
         for transform in self.transforms:
-            action = transform(action)
+            value = transform(value)
+        action: Tensor = value
         return action
 
-    mode = deterministic_sample  # for readers that ask for one; that of the density lies elsewhere
+    @property
+    def mode(self) -> Tensor:
+        """The median, for readers that ask for one number; the mode of the density lies elsewhere."""
+        return self.deterministic_sample
