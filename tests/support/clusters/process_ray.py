@@ -17,12 +17,14 @@ def serve(channel: Channel, kind) -> None:
     """Run the calls of an actor one after the other in a thread, and those of a group at once."""
     instance, calls, results = kind(), SimpleQueue(), deque()
     finished, finish = os.pipe()
+    sent = threading.Semaphore(0)
 
     def run():
         while True:
             number, method, arguments = calls.get()
             results.append((number, getattr(instance, method)(*arguments)))
             os.write(finish, b".")
+            sent.acquire()  # as in Ray: a result is there before the next call, which may stop the whole process
 
     threading.Thread(target=run, daemon=True).start()
     while not channel.ended:
@@ -35,6 +37,7 @@ def serve(channel: Channel, kind) -> None:
         if finished in wait_for_any([channel, finished]):
             os.read(finished, 1)
             channel.send("result", results.popleft())
+            sent.release()
         channel.feed()
 
 
