@@ -16,12 +16,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from typing_extensions import override
 
+from flatroll.layout.keys import ACTION_MASK
 from flatroll.layout.spaces import space_leaves
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
 from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
-#: The entry of an observation or of info that says which actions are legal.
-ACTION_MASK = "action_mask"
 #: The entry of the observation that holds the state of the whole game.
 STATE = "state"
 
