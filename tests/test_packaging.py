@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from flatroll.examples.common import programs
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "flatroll"
 LINKED = (
@@ -23,7 +25,8 @@ LINKED = (
     "estimators",
     "examples",
 )  # folders at the root that the package reaches by links
-SHIPPED_EXAMPLES = {"__init__.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
+SHIPPED_EXAMPLES = {"__init__.py", "common.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
+SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # and what `flatroll run` runs
 
 
 def run(*command: str | Path, cwd: Path) -> str:

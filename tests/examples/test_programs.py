@@ -1,0 +1,157 @@
+"""The programs of `python -m flatroll run`: each in small, and killed and resumed."""
+
+import csv
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatroll.__main__ import main
+from flatroll.disk import Checkpoint
+from flatroll.examples.common import Log, programs, save_film
+
+#: Of each program: options that make it small.
+SMALL = {
+    "ppo_continuous": "--env Pendulum-v1 --frames 320 --steps 64 --epochs 2 --minibatches 2",
+}
+SHARED = "--episodes 2 --eval-every 200 --save-every 100"
+#: Those whose envs take a seed at each reset.
+DETERMINISTIC = ["ppo_continuous"]
+
+
+def options_of(name: str, folder: Path) -> list[str]:
+    return [*SMALL[name].split(), *SHARED.split(), "--folder", str(folder)]
+
+
+def test_every_program_is_tested() -> None:
+    assert sorted(SMALL) == list(programs())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_each_is_short_enough_to_read(name: str) -> None:
+    source = (Path(__file__).parents[2] / "examples" / f"{name}.py").read_text()
+    assert len(source.splitlines()) <= 150
+
+
+def test_run_alone_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(programs())
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_an_unknown_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "chess"]) == 2
+    assert capsys.readouterr().err.startswith("flatroll run: no program named chess; there are: ")
+
+
+def test_their_help_imports_nothing_of_them() -> None:
+    program = """
+import sys
+from flatroll.__main__ import main
+for name in sys.argv[1:]:
+    try:
+        main(["run", name, "--help"])
+    except SystemExit as stopped:
+        assert stopped.code == 0
+assert not {"torch", "numpy", "gymnasium"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program, *SMALL], capture_output=True, text=True, check=True)
+    assert done.stdout.count("usage: ") == done.stdout.count("--save-every INT ") == len(SMALL)
+
+
+def log_of(folder: Path) -> list[dict[str, str]]:
+    """The lines of a log, without the seconds."""
+    with (folder / "log.csv").open() as file:
+        return [{key: row[key] for key in ("frames", "name", "value")} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that runs a program, once, and returns its folder."""
+    top = tmp_path_factory.mktemp("runs")
+
+    def run(name: str) -> Path:
+        if not (top / name).exists():
+            assert main(["run", name, *options_of(name, top / name)]) == 0
+        return top / name
+
+    return run
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_it_logs_saves_and_evaluates(
+    name: str, finished: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished(name)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((folder / "result.json").read_text())
+    assert result["program"] == name and result["interval"][0] <= result["evaluation"]
+    log = log_of(folder)
+    assert {"lr", "evaluation"} <= {row["name"] for row in log}
+    assert int(log[-1]["frames"]) == result["frames"]
+    assert Checkpoint(folder / "checkpoint").versions()
+
+
+class Kept:
+    """A part of a checkpoint that keeps the state it is given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def weights_after(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in the newest version."""
+    parts: Any = {name: Kept() for name in ("optimizer", "policy", "scale", "check", "log", "collector")}
+    Checkpoint(folder / "checkpoint", rng=False, **parts).load()
+    state: dict[str, torch.Tensor] = parts["policy"].state
+    return state
+
+
+def run_and_die(name: str, options: list[str]) -> None:
+    """Run a program, and die of kill -9 when it logs a batch after its first checkpoint."""
+    write = Log.__call__
+
+    def write_or_die(self: Log, *args: Any, **numbers: Any) -> None:
+        if Checkpoint(self.args.folder / "checkpoint").versions():
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, *args, **numbers)
+
+    Log.__call__ = write_or_die  # type: ignore[method-assign]
+    import_module(f"flatroll.examples.{name}").main(options)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_killed_run_ends_at_the_same_weights(
+    name: str, finished: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = options_of(name, tmp_path)
+    process = multiprocessing.get_context("fork").Process(target=run_and_die, args=(name, options))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    import_module(f"flatroll.examples.{name}").main(options)
+    whole, resumed = weights_after(finished(name)), weights_after(tmp_path)
+    assert list(whole) == list(resumed) and all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert log_of(finished(name)) == log_of(tmp_path)
+
+
+def test_a_film_is_a_gif(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    save_film(
+        torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 8, 8, 3), tmp_path / "film.gif"
+    )
+    with image.open(tmp_path / "film.gif") as film:
+        assert film.n_frames == 3
