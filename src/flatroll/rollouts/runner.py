@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor
 
+from flatroll.layout.checks import legal_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
@@ -35,7 +36,7 @@ from flatroll.rollouts.policies import (
     is_module,
     turn_to_act,
 )
-from flatroll.rollouts.random_actions import RandomActions, RandomPolicy, refuse_without_legal
+from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
@@ -372,7 +373,7 @@ class Runner:
             for key in self._mask_keys:
                 if key in columns:
                     columns[key] = self._allow_where_ended(columns[key])
-                    refuse_without_legal(columns[key])
+                    legal_options(ACTION_MASK, columns[key], each="env")
             columns.update(self.states)
             with turn_to_act(), set_interaction_type(self._exploration):
                 action, written = policy(columns)
