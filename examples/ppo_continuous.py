@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 optimizer.step()
         norm.update(batch)  # after the epochs: ratios compare with the policy that acted
         stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses.detach().to_dict())
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
         if stop or frames % args.save_every < rows or frames == total:
             checkpoint.save()
             # New episodes, as after a restart: so a run that was killed ends at the same weights.

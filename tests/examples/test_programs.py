@@ -17,15 +17,19 @@ import torch
 
 from flatroll.__main__ import main
 from flatroll.disk import Checkpoint
+from flatroll.disk.checkpoint import read_tree
+from flatroll.disk.folder import Folder
 from flatroll.examples.common import Log, programs, save_film
 
 #: Of each program: options that make it small.
 SMALL = {
+    "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
     "ppo_continuous": "--env Pendulum-v1 --frames 320 --steps 64 --epochs 2 --minibatches 2",
+    "sac": "--frames 320 --start 280",
 }
-SHARED = "--episodes 2 --eval-every 200 --save-every 100"
+SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
 #: Those whose envs take a seed at each reset.
-DETERMINISTIC = ["ppo_continuous"]
+DETERMINISTIC = ["dqn", "ppo_continuous", "sac"]
 
 
 def options_of(name: str, folder: Path) -> list[str]:
@@ -102,21 +106,10 @@ def test_it_logs_saves_and_evaluates(
     assert Checkpoint(folder / "checkpoint").versions()
 
 
-class Kept:
-    """A part of a checkpoint that keeps the state it is given."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def weights_after(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights in the newest version."""
-    parts: Any = {name: Kept() for name in ("optimizer", "policy", "scale", "check", "log", "collector")}
-    Checkpoint(folder / "checkpoint", rng=False, **parts).load()
-    state: dict[str, torch.Tensor] = parts["policy"].state
+    """The state of the loss with all its networks, in the newest version."""
+    tree = Folder(folder / "checkpoint").load_with(lambda loaded: read_tree(loaded, 1000), None, strict=True)
+    state: dict[str, torch.Tensor] = tree["others"]["parts"]["policy"]
     return state
 
 

@@ -1,15 +1,12 @@
 """ManiSkill's PickCube on the CPU, every row against the robot's joints as SAPIEN has them."""
 
-import warnings
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 
 pytest.importorskip("mani_skill")
-import sapien
-import sapien.wrapper.actor_builder as builder
+from maniskill_env import LIMIT, bare, make
 from traces import assert_same, compare, run_block, trace_of
 
 from flatroll.layout import audit
@@ -17,39 +14,8 @@ from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import as_vector_env
 from flatroll.wrappers.testing import check_vector_env
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mani_skill.envs  # noqa: F401
-    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
-
-STEPS, LIMIT = 130, 20
+STEPS = 130
 JOINTS = slice(0, 18)  # of the observation: the positions and speeds of nine joints
-
-
-class Material:
-    """Stands in for a material of the renderer, which needs a Vulkan device even where nothing is drawn."""
-
-    def __init__(self, base_color: Any = (1.0, 1.0, 1.0, 1.0), **_: object) -> None:
-        self.base_color = base_color
-
-
-def bare() -> Any:
-    """What ManiSkill's users call an env: `gym.make`, which sets the time limit."""
-    if not sapien.Device("cpu").can_render():
-        sapien.render.RenderMaterial = builder.sapien.render.RenderMaterial = Material
-    return gym.make(
-        "PickCube-v1",
-        num_envs=1,
-        obs_mode="state",
-        sim_backend="physx_cpu",
-        render_backend="none",
-        max_episode_steps=LIMIT,
-        enhanced_determinism=True,
-    )
-
-
-def make(auto_reset: bool = True) -> Any:
-    return ManiSkillVectorEnv(bare(), auto_reset=auto_reset)
 
 
 def policy(obs: torch.Tensor) -> torch.Tensor:

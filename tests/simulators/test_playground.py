@@ -1,4 +1,4 @@
-"""MuJoCo playground's RSLRLBraxWrapper on the CPU, every row against MJX's own state."""
+"""MuJoCo playground on the CPU, as itself and in its RSLRLBraxWrapper: every row against MJX's own state."""
 
 import warnings
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jax_trace import check_simulator, count_false
 
 pytest.importorskip("mujoco_playground")
 from mujoco_playground import registry
@@ -14,18 +15,20 @@ from traces import Trace, assert_same, compare
 
 from flatroll.layout import audit, describe
 from flatroll.rollouts import rollout
-from flatroll.wrappers import as_vector_env
+from flatroll.wrappers import as_functional, as_vector_env
 from flatroll.wrappers.testing import check_vector_env
 
 ENVS, STEPS, LIMIT = 4, 70, 20
 
 
+def load() -> Any:
+    return registry.load("CartpoleBalance", config_overrides={"impl": "jax"})
+
+
 @pytest.fixture(scope="module")
 def env() -> Any:
     """Made and compiled once."""
-    return RSLRLBraxWrapper(
-        registry.load("CartpoleBalance", config_overrides={"impl": "jax"}), ENVS, 0, LIMIT, 1
-    )
+    return RSLRLBraxWrapper(load(), ENVS, 0, LIMIT, 1)
 
 
 def traced(env: Any) -> Trace:
@@ -71,3 +74,19 @@ def test_the_contract_kit(env: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_vector_env(stream, steps=30)
+
+
+def test_the_env_itself(report: Any) -> None:
+    bare = load()
+
+    def own(state: Any, action: Any) -> tuple[Any, ...]:
+        after = bare.step(state, action)
+        return after.obs, after.reward, None, None
+
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, ENVS, 1e-4)
+
+    stream = report.start(lambda: as_functional(bare, max_episode_steps=LIMIT), num_envs=ENVS)
+    name, ends = "MuJoCo playground, CartpoleBalance", ENVS * (STEPS // LIMIT)
+    batch = check_simulator(stream, report, name, "playground", false, steps=STEPS, ends=ends)
+    assert int(batch["next", "truncated"].sum()) == ends and not batch["next", "terminated"].any()

@@ -39,8 +39,8 @@ class RunningNorm(TensorDictModuleBase):
 
     Only :meth:`update` changes the statistics. Call it in the process that learns, once for each collected batch, and
     update the collector's weights afterwards, as after a step of the optimizer: with ``track_policy_version=True`` the
-    version in a row says which statistics acted, too. Before the first update only ``clip`` has an effect; if 10,000 calls
-    of losses come without one, it warns.
+    version in a row says which statistics acted, too. Before the first update only ``clip`` has an effect; after 10,000
+    calls of losses without one, it warns.
 
     Integer and bool entries, such as images in uint8, are passed on as they are. A stack of frames is one observation
     like any other: each place in the stack has statistics of its own. A Dict observation needs one module for each
