@@ -5,13 +5,15 @@ after the other, each on one thread, ours and the peer's in turn: about an hour 
 envs, networks and hyperparameters, but for PPO the usual minibatches, of 128 rows at 2.5e-4 on CartPole and of 64 at
 3e-4 on HalfCheetah; ours are twice as large, at 5e-4. It has no recurrent Q-learning: its DQN sees the last four
 observations instead, with the settings that its own collection of tuned hyperparameters has for CartPole. Returns are
-those of the last training episodes, of the recurrent DQN that of the kept weights, without exploration.
+those of the last training episodes; of the recurrent DQN (the kept weights) and of SAC those of the policy without
+exploration.
 """
 
 import argparse
 import importlib
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -19,17 +21,37 @@ import torch
 
 from benchmarks.measure.timing import table
 from benchmarks.peers import learning as peers
-from flatroll.examples import ppo, recurrent_dqn, sac
+from flatroll.examples import ppo, recurrent_dqn
+from flatroll.examples.common import parse
 
 Outcome = dict[str, float]
 CHEETAH = "envpool:HalfCheetah-v4"
+
+
+def program(name: str, frames: int, seed: int) -> Outcome:
+    """Run a program of the examples; the return is that of its evaluation at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [
+            "--frames",
+            str(frames),
+            "--seed",
+            str(seed),
+            "--folder",
+            folder,
+            "--eval-every",
+            str(2 * frames),
+        ]
+        train = importlib.import_module(f"flatroll.examples.{name}").train
+        found = train(parse(name, [*options, "--save-every", str(2 * frames)]))
+    return {"return": found["evaluation"], "frames": found["frames"], "s": found["seconds"]}
+
 
 #: Our runs, by task: from (frames, seed) to the outcome; and the frames.
 OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
     "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed, num_envs=16), 500_000),
     "dqn-memory": (recurrent_dqn.train, 150_000),
-    "sac-pendulum": (sac.train, 15_000),
+    "sac-pendulum": (lambda frames, seed: program("sac", frames, seed), 15_000),
 }
 
 

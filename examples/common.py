@@ -19,6 +19,7 @@ SHARED: dict[str, tuple[Any, str]] = {
         "",
         "log, checkpoints and result (default: out/PROGRAM/ENV-seedN); the run goes on from a checkpoint there",
     ),
+    "log_every": (1_000, "frames between two lines of the log, at least a batch"),
     "save_every": (100_000, "frames between two checkpoints"),
     "eval_every": (100_000, "frames between two evaluations"),
     "episodes": (20, "of each evaluation, played with the most probable actions"),
@@ -71,13 +72,17 @@ def parse(name: str, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
-    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now."""
+    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now.
+
+    With ``render_mode=`` it is always Gymnasium's: envpool draws nothing.
+    """
     import gymnasium as gym
     import torch
 
     from flatroll.wrappers import as_vector_env
 
-    if not name.startswith("envpool:"):
+    if not name.startswith("envpool:") or "render_mode" in options:
+        name = name.removeprefix("envpool:")
         made: Any = gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", **options)
         return as_vector_env(made, dtype=torch.float32)
     try:
@@ -99,6 +104,7 @@ class Log:
         self.args, self.file = args, args.folder / "log.csv"
         self.frames, self.seconds, self._since = 0, 0.0, time.perf_counter()
         self.returns: list[float] = []  # of the last 100 episodes
+        self.ended: list[float] = []  # returns of the episodes since the last lines
         self._writer: Any = None
         args.folder.mkdir(parents=True, exist_ok=True)
         if args.tensorboard:
@@ -107,20 +113,28 @@ class Log:
             self._writer = SummaryWriter(args.folder)
 
     def __call__(self, batch: Any, frames: int, check: Any = None, **numbers: Any) -> None:
-        """Write the mean return of the episodes that ended in a batch, the `Evaluator`'s new return, and numbers."""
+        """Note the episodes that ended in a batch; every so many frames write their mean return, and the numbers.
+
+        What an `Evaluator` has just found is written at once.
+        """
         ended: list[float] = batch["next", "episode_reward"][batch["next", "done"]].tolist()
-        self.frames, self.returns = frames, [*self.returns, *ended][-100:]
-        if ended:
-            numbers = {"return": sum(ended) / len(ended), **numbers}
-        if check is not None and check.history and check.history[-1][0] == frames:
+        self.frames, self.returns, self.ended = frames, [*self.returns, *ended][-100:], [*self.ended, *ended]
+        evaluated = check is not None and check.history and check.history[-1][0] == frames
+        if evaluated:
             numbers["evaluation"] = check.history[-1][1].mean
+        elif frames % self.args.log_every >= len(batch):
+            return
+        if self.ended:
+            numbers["return"] = sum(self.ended) / len(self.ended)
+            self.ended = []
         new = not self.file.exists()
         with self.file.open("a") as file:
             file.write("frames,seconds,name,value\n" if new else "")
             for name, value in numbers.items():
-                file.write(f"{frames},{self.elapsed():.2f},{name},{float(value):.6g}\n")
+                number = float(value.detach() if hasattr(value, "detach") else value)
+                file.write(f"{frames},{self.elapsed():.2f},{name},{number:.6g}\n")
                 if self._writer is not None:
-                    self._writer.add_scalar(name, float(value), frames)
+                    self._writer.add_scalar(name, number, frames)
 
     def elapsed(self) -> float:
         """Seconds of this run, and of those that it goes on from."""
@@ -144,12 +158,13 @@ class Log:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The frames, the seconds and the last returns."""
-        return {"frames": self.frames, "seconds": self.elapsed(), "returns": self.returns}
+        """The frames, the seconds and the returns."""
+        numbers = {"frames": self.frames, "seconds": self.elapsed()}
+        return {**numbers, "returns": self.returns, "ended": self.ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.frames, self.returns = state["frames"], list(state["returns"])
+        self.frames, self.returns, self.ended = state["frames"], list(state["returns"]), list(state["ended"])
         self.seconds, self._since = state["seconds"], time.perf_counter()
         if self.file.exists():
             head, *lines = self.file.read_text().splitlines(keepends=True)
@@ -157,9 +172,18 @@ class Log:
             self.file.write_text("".join([head, *kept]))
 
 
-def save_film(frames: Any, file: str | Path) -> None:
-    """Save the frames of an `Evaluation`, uint8 ``[T, H, W, C]``, as an animated GIF of 30 frames a second."""
+def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:
+    """Play one episode and save it as an animated GIF of 30 frames a second.
+
+    Args:
+        file: ends in ``.gif``.
+        env: made with ``render_mode="rgb_array"``.
+        policy, options: as for `evaluate`.
+    """
     from PIL import Image
 
+    from flatroll.rollouts import evaluate
+
+    frames: Any = evaluate(env, policy, film="first", **options | {"episodes": 1}).film
     first, *others = map(Image.fromarray, frames.numpy())
     first.save(file, save_all=True, append_images=others, duration=33, loop=0)

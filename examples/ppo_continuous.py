@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 optimizer.step()
         norm.update(batch)  # after the epochs: ratios compare with the policy that acted
         stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses.detach().to_dict())
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
         if stop or frames % args.save_every < rows or frames == total:
             checkpoint.save()
             # New episodes, as after a restart: so a run that was killed ends at the same weights.
@@ -107,8 +107,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     collector.shutdown()
     found = evaluate(test_env, policy, **judged)
     if args.film:
-        film_env = ClipAction(make_env(args.env.removeprefix("envpool:"), 1, render_mode="rgb_array"))
-        save_film(evaluate(film_env, policy, film="first", **judged | {"episodes": 1}).film, args.film)
+        shown = ClipAction(make_env(args.env, 1, render_mode="rgb_array"))
+        save_film(args.film, shown, policy, **judged)
     return log.finish(found)
 
 

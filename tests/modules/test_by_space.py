@@ -13,7 +13,16 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Independent, Normal, kl_divergence
+from torch.distributions import (
+    AffineTransform,
+    Bernoulli,
+    Categorical,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+)
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss, SACLoss
@@ -181,6 +190,20 @@ def test_a_saturated_tanh_keeps_its_log_probability() -> None:
     )
     at_bounds = SquashedGaussian(torch.zeros(1, 2), torch.ones(1, 2), low=-1.0, high=1.0)
     assert at_bounds.log_prob(torch.tensor([[1.0, -1.0]])).isfinite()  # type: ignore[no-untyped-call]
+
+
+def test_the_squashed_normal_is_that_of_torch() -> None:
+    loc, scale = torch.randn(50, 2), torch.rand(50, 2) + 0.1
+    same = TransformedDistribution(
+        Independent(Normal(loc, scale), 1), [TanhTransform(), AffineTransform(0.0, 2.0)]
+    )
+    ours: Any = SquashedGaussian(loc, scale, low=-2.0, high=2.0)
+    action = 1.9 * torch.rand(50, 2)
+    torch.testing.assert_close(ours.log_prob(action), same.log_prob(action), atol=1e-3, rtol=1e-3)
+    drawn = ours.sample()
+    inside = (drawn.abs() < 1.9).all(-1)  # nearer to the limit, atanh loses digits
+    found, expected = ours.log_prob(drawn)[inside], same.log_prob(drawn)[inside]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_squashed_action_lies_within_its_bounds() -> None:
