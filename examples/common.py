@@ -72,13 +72,17 @@ def parse(name: str, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
-    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now."""
+    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now.
+
+    With ``render_mode=`` it is always Gymnasium's: envpool draws nothing.
+    """
     import gymnasium as gym
     import torch
 
     from flatroll.wrappers import as_vector_env
 
-    if not name.startswith("envpool:"):
+    if not name.startswith("envpool:") or "render_mode" in options:
+        name = name.removeprefix("envpool:")
         made: Any = gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", **options)
         return as_vector_env(made, dtype=torch.float32)
     try:
@@ -168,9 +172,18 @@ class Log:
             self.file.write_text("".join([head, *kept]))
 
 
-def save_film(frames: Any, file: str | Path) -> None:
-    """Save the frames of an `Evaluation`, uint8 ``[T, H, W, C]``, as an animated GIF of 30 frames a second."""
+def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:
+    """Play one episode and save it as an animated GIF of 30 frames a second.
+
+    Args:
+        file: ends in ``.gif``.
+        env: made with ``render_mode="rgb_array"``.
+        policy, options: as for `evaluate`.
+    """
     from PIL import Image
 
+    from flatroll.rollouts import evaluate
+
+    frames: Any = evaluate(env, policy, film="first", **options | {"episodes": 1}).film
     first, *others = map(Image.fromarray, frames.numpy())
     first.save(file, save_all=True, append_images=others, duration=33, loop=0)

@@ -91,8 +91,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     collector.shutdown()
     found = evaluate(test_env, net, **judged)
     if args.film:
-        film_env = make_env(args.env.removeprefix("envpool:"), 1, render_mode="rgb_array")
-        save_film(evaluate(film_env, net, film="first", **judged | {"episodes": 1}).film, args.film)
+        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), net, **judged)
     return log.finish(found)
 
 

@@ -107,8 +107,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     collector.shutdown()
     found = evaluate(test_env, policy, **judged)
     if args.film:
-        film_env = ClipAction(make_env(args.env.removeprefix("envpool:"), 1, render_mode="rgb_array"))
-        save_film(evaluate(film_env, policy, film="first", **judged | {"episodes": 1}).film, args.film)
+        shown = ClipAction(make_env(args.env, 1, render_mode="rgb_array"))
+        save_film(args.film, shown, policy, **judged)
     return log.finish(found)
 
 

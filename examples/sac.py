@@ -102,8 +102,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     collector.shutdown()
     found = evaluate(test_env, policy, **judged)
     if args.film:
-        film_env = make_env(args.env.removeprefix("envpool:"), 1, render_mode="rgb_array")
-        save_film(evaluate(film_env, policy, film="first", **judged | {"episodes": 1}).film, args.film)
+        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), policy, **judged)
     return log.finish(found)
 
 

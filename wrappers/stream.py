@@ -184,6 +184,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         Raises:
             ValueError: the env cannot reset chosen rows, hides its last observations, or has been reset already.
         """
+        if max_steps is not None and self._limit is not None and self._limit <= max_steps:
+            return  # a second evaluation in this env, say
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:

@@ -19,21 +19,24 @@ from flatroll.__main__ import main
 from flatroll.disk import Checkpoint
 from flatroll.disk.checkpoint import read_tree
 from flatroll.disk.folder import Folder
-from flatroll.examples.common import Log, programs, save_film
+from flatroll.examples import ppo_masked
+from flatroll.examples.common import Log, parse, programs
 
 #: Of each program: options that make it small.
 SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
     "ppo_continuous": "--env Pendulum-v1 --frames 320 --steps 64 --epochs 2 --minibatches 2",
+    "ppo_masked": "--frames 320 --num-envs 2 --steps 16 --epochs 1 --minibatches 2",
+    "ppo_pixels": "--frames 64 --num-envs 2 --steps 16 --epochs 1 --minibatches 2 --max-steps 20 --eval-every 32",
     "sac": "--frames 320 --start 280",
 }
 SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
 #: Those whose envs take a seed at each reset.
-DETERMINISTIC = ["dqn", "ppo_continuous", "sac"]
+DETERMINISTIC = ["dqn", "ppo_continuous", "ppo_masked", "sac"]
 
 
 def options_of(name: str, folder: Path) -> list[str]:
-    return [*SMALL[name].split(), *SHARED.split(), "--folder", str(folder)]
+    return [*SHARED.split(), *SMALL[name].split(), "--folder", str(folder)]
 
 
 def test_every_program_is_tested() -> None:
@@ -96,6 +99,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_it_logs_saves_and_evaluates(
     name: str, finished: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name == "ppo_pixels":
+        pytest.importorskip("envpool")
     folder = finished(name)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((folder / "result.json").read_text())
@@ -143,8 +148,13 @@ def test_a_killed_run_ends_at_the_same_weights(
 
 def test_a_film_is_a_gif(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
-    save_film(
-        torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 8, 8, 3), tmp_path / "film.gif"
-    )
+    options = [*options_of("ppo_masked", tmp_path), "--frames", "32", "--film", str(tmp_path / "film.gif")]
+    assert main(["run", "ppo_masked", *options, "--tensorboard"]) == 0
     with image.open(tmp_path / "film.gif") as film:
-        assert film.n_frames == 3
+        assert film.n_frames > 10 and film.size == (80, 80)
+    assert list(tmp_path.glob("events.out.tfevents*"))
+
+
+def test_an_evaluation_stops_the_training(tmp_path: Path) -> None:
+    result = ppo_masked.train(parse("ppo_masked", [*options_of("ppo_masked", tmp_path), "--stop-at", "-1"]))
+    assert result["frames"] == 224 and result["evaluation"] >= 0
