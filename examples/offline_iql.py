@@ -22,10 +22,11 @@ from flatroll.examples.common import Log, make_env, parse, save_film
 from flatroll.export import export
 from flatroll.modules import actor, critic, q_network
 from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.trainers.versions import trainer_imports
 
 OPTIONS = {
     "env": ("Pendulum-v1", "an id of Gymnasium, for the evaluation"),
-    "data": ("", "a Minari set, by its name or folder (default: made here, of Pendulum)"),
+    "data": ("", "name of a Minari set, fetched by its library (default: made here, of Pendulum)"),
     "episodes_made": (200, "of the set that is made here"),
     "frames": (5_000, "updates"),
     "batch_size": (256, "rows of an update"),
@@ -60,9 +61,8 @@ def make_set(args: argparse.Namespace, folder: Path) -> Path:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, resume where there is a checkpoint, evaluate; return the result."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing it warns about packages that are not there
-        from torchrl.objectives import IQLLoss, SoftUpdate
+    with warnings.catch_warnings(action="ignore"), trainer_imports("torchrl", "0.14", "0.15", "torchrl"):
+        from torchrl.objectives import IQLLoss, SoftUpdate  # warns about packages that are not there
     torch.manual_seed(args.seed)
     log = Log(args)
     made: Any = {} if args.data else {"fetch": lambda name, folder: make_set(args, folder)}
@@ -111,8 +111,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             break
     found = evaluate(env, policy, **judged)
     if args.film:
-        film_env = ClipAction(make_env(args.env, 1, render_mode="rgb_array"))
-        save_film(evaluate(film_env, policy, film="first", **judged | {"episodes": 1}).film, args.film)
+        save_film(args.film, ClipAction(make_env(args.env, 1, render_mode="rgb_array")), policy, **judged)
     return log.finish(found)
 
 
