@@ -26,7 +26,7 @@ LINKED = (
     "examples",
 )  # folders at the root that the package reaches by links
 SHIPPED_EXAMPLES = {"__init__.py", "common.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
-SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # and what `flatroll run` runs
+SHIPPED_EXAMPLES |= {"curves.py", *(f"{name}.py" for name in programs())}  # and what `flatroll run` runs
 
 
 def run(*command: str | Path, cwd: Path) -> str:
