@@ -182,7 +182,7 @@ class PettingZooSource(VectorSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         games = self._games
         # Of several groups the first one resets the games, and the others see what it has done.
-        if not games.began or self._turn != games.turn - 1:
+        if not games.began or self._turn == games.turn:
             games.reset(seed, options)
         self._turn = games.turn
         return self.obs, self.info
@@ -351,7 +351,8 @@ class Games:
         waits = sum(group.actions is None for group in self.groups)
         if waits:
             raise RuntimeError(
-                f"{waits} of {len(self.groups)} groups have no actions yet: send(actions) to each group, then step each"
+                f"{waits} of {len(self.groups)} groups have no actions yet: collect them all with a GroupCollector, or "
+                "send(actions) to each group, then step each"
             )
         self.turn, self.began = self.turn + 1, False
         for group in self.groups:
