@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.examples import offline_iql, recurrent_ppo
+from flatroll.examples import offline_iql, report
 from flatroll.examples.curves import draw, find_logs, over_seeds
 from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
@@ -277,8 +277,8 @@ def main() -> None:
     if args.which == "first":
         return
     runs = {"GRU": out / "memory", "the same sizes without memory": out / "memoryless"}
-    recurrent_ppo.main(["--out", str(runs["GRU"]), "--quiet"])
-    recurrent_ppo.main(["--memoryless", "--out", str(list(runs.values())[1]), "--quiet"])
+    report.demo(["--out", str(runs["GRU"]), "--quiet"])
+    report.demo(["--memoryless", "--out", str(list(runs.values())[1]), "--quiet"])
     draw_curves(runs).savefig(IMAGES / "learning_curve.png", dpi=110)
     draw_timeline().savefig(IMAGES / "timeline.png", dpi=110)
 
