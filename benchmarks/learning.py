@@ -21,26 +21,17 @@ import torch
 
 from benchmarks.measure.timing import table
 from benchmarks.peers import learning as peers
-from flatroll.examples import ppo, recurrent_dqn
+from flatroll.examples import ppo
 from flatroll.examples.common import parse
 
 Outcome = dict[str, float]
 CHEETAH = "envpool:HalfCheetah-v4"
 
 
-def program(name: str, frames: int, seed: int) -> Outcome:
-    """Run a program of the examples; the return is that of its evaluation at the end."""
+def program(name: str, frames: int, seed: int, *more: str) -> Outcome:
+    """Run a program of the examples with one checkpoint; the return is that of its evaluation at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [
-            "--frames",
-            str(frames),
-            "--seed",
-            str(seed),
-            "--folder",
-            folder,
-            "--eval-every",
-            str(2 * frames),
-        ]
+        options = ["--frames", str(frames), "--seed", str(seed), "--folder", folder, *more]
         train = importlib.import_module(f"flatroll.examples.{name}").train
         found = train(parse(name, [*options, "--save-every", str(2 * frames)]))
     return {"return": found["evaluation"], "frames": found["frames"], "s": found["seconds"]}
@@ -50,8 +41,11 @@ def program(name: str, frames: int, seed: int) -> Outcome:
 OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
     "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed, num_envs=16), 500_000),
-    "dqn-memory": (recurrent_dqn.train, 150_000),
-    "sac-pendulum": (lambda frames, seed: program("sac", frames, seed), 15_000),
+    "dqn-memory": (lambda frames, seed: program("recurrent_dqn", frames, seed), 150_000),
+    "sac-pendulum": (
+        lambda frames, seed: program("sac", frames, seed, "--eval-every", str(2 * frames)),
+        15_000,
+    ),
 }
 
 

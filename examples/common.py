@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-#: Options of every program. A program may give one of them another default.
+#: Options of every program. A program may give one of them another default, or None: then it has no such option.
 SHARED: dict[str, tuple[Any, str]] = {
     "seed": (1, "of weights, actions and envs"),
     "folder": (
@@ -42,21 +42,25 @@ def programs() -> dict[str, str]:
     return found
 
 
-def parse(name: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of a program."""
+def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> argparse.Namespace:
+    """Parse the command line of a program, which may have more options than its table."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     tables = [
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS"
     ]
-    own: dict[str, tuple[Any, str]] = ast.literal_eval(tables[0])
+    own: dict[str, tuple[Any, str] | None] = ast.literal_eval(tables[0])
     parser = argparse.ArgumentParser(
         prog=f"flatroll run {name}",
         description=ast.get_docstring(tree),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option, (default, meaning) in {**own, **{k: v for k, v in SHARED.items() if k not in own}}.items():
+    table = {**own, **more, **{option: row for option, row in SHARED.items() if option not in own}}
+    for option, row in table.items():
+        if row is None:
+            continue
+        default, meaning = row
         flag, shown = "--" + option.replace("_", "-"), meaning.replace("%", "%%")
         if default is False:
             parser.add_argument(flag, action="store_true", help=shown)
@@ -83,7 +87,9 @@ def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) 
 
     if not name.startswith("envpool:") or "render_mode" in options:
         name = name.removeprefix("envpool:")
-        made: Any = gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", **options)
+        if "render_mode" in options:
+            options["vectorization_mode"] = "sync"  # CartPole's own vector env draws otherwise
+        made: Any = gym.make_vec(name, num_envs=num_envs, **options)
         return as_vector_env(made, dtype=torch.float32)
     try:
         import envpool

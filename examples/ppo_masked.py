@@ -6,7 +6,7 @@ other env whose Dict observation has an ``"action_mask"`` can be given. To resum
 """
 
 import argparse
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -40,7 +40,7 @@ OPTIONS = {
 class Warehouse(gym.Env[Any, Any]):
     """A floor of 5 x 5 cells with one parcel: 1 for each that is picked up, and the next one appears; 50 steps."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 10}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
     moves = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
     observation_space: spaces.Space[Any] = spaces.Dict(
         {

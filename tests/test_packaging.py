@@ -25,8 +25,8 @@ LINKED = (
     "estimators",
     "examples",
 )  # folders at the root that the package reaches by links
-SHIPPED_EXAMPLES = {"__init__.py", "common.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
-SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # and what `flatroll run` runs
+SHIPPED_EXAMPLES = {"__init__.py", "common.py", "last_action.py", "report.py"}  # what the programs import
+SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # what `flatroll run` and `flatroll demo` run
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
-            return run_demo(words[1:])
+            from flatroll.examples.report import demo
+
+            return demo(words[1:])
         if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # so do the programs
             return run_program(words[1], words[2:])
         arguments = build_parser().parse_args(words)
@@ -84,16 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     compiler = commands.add_parser("compile", help="compile the kernels now, not at the first sample (once)")
     compiler.set_defaults(run=run_compile)
     return parser
-
-
-def run_demo(argv: list[str]) -> int:
-    """Hand the arguments to the example that trains a recurrent policy."""
-    from flatroll.examples.report import parse
-
-    parse(argv)  # --help and mistakes end here, before torch and all else is imported
-    from flatroll.examples import recurrent_ppo
-
-    return recurrent_ppo.main(argv)
 
 
 def list_programs(arguments: argparse.Namespace) -> int:

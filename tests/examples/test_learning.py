@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import learning
 from benchmarks.peers import sb3
-from flatroll.examples import hindsight, ppo, recurrent_dqn
+from flatroll.examples import hindsight, ppo
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,11 +40,6 @@ def test_ppo_of_continuous_actions() -> None:
     assert result["frames"] == 2048
 
 
-def test_recurrent_dqn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recurrent_dqn.main(["--frames", "6000"]) == 0
-    assert "seed 1: return" in capsys.readouterr().out
-
-
 def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     learning.main(["sac-pendulum", "--seeds", "1", "--frames", "1040", "--alone"])
     assert "| sac-pendulum | flatroll | 1,040 |" in capsys.readouterr().out
@@ -52,7 +47,7 @@ def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         learning.main(["chess"])
 
 
-@pytest.mark.parametrize("name", ["hindsight", "ppo", "recurrent_dqn"])
+@pytest.mark.parametrize("name", ["hindsight", "ppo"])
 def test_each_is_short_enough_to_read(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 150
 

@@ -25,14 +25,28 @@ from flatroll.examples.common import Log, parse, programs
 #: Of each program: options that make it small.
 SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
+    "multi_agent": "--env flatroll.wrappers.testing:ScriptedGame --frames 96 --games 2 --steps 8 --eval-every 48",
+    "offline_iql": "--frames 60 --eval-every 30 --save-every 30 --episodes-made 4 --batch-size 32",
     "ppo_continuous": "--env Pendulum-v1 --frames 320 --steps 64 --epochs 2 --minibatches 2",
     "ppo_masked": "--frames 320 --num-envs 2 --steps 16 --epochs 1 --minibatches 2",
     "ppo_pixels": "--frames 64 --num-envs 2 --steps 16 --epochs 1 --minibatches 2 --max-steps 20 --eval-every 32",
+    "recurrent_dqn": "--frames 320 --num-envs 4 --rows 32 --start 100 --capacity 200 --updates 1 --batch-size 40",
+    "recurrent_ppo": "--frames 320 --num-envs 4 --steps 16 --hidden 8 --epochs 1 --target 1000 --quiet",
     "sac": "--frames 320 --start 280",
 }
 SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
+#: Packages that some need, besides those of every installation.
+NEEDS = {"offline_iql": ("minari", "torchrl"), "ppo_pixels": ("envpool",)}
 #: Those whose envs take a seed at each reset.
-DETERMINISTIC = ["dqn", "ppo_continuous", "ppo_masked", "sac"]
+DETERMINISTIC = [
+    "dqn",
+    "offline_iql",
+    "ppo_continuous",
+    "ppo_masked",
+    "recurrent_dqn",
+    "recurrent_ppo",
+    "sac",
+]
 
 
 def options_of(name: str, folder: Path) -> list[str]:
@@ -88,6 +102,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     top = tmp_path_factory.mktemp("runs")
 
     def run(name: str) -> Path:
+        for package in NEEDS.get(name, ()):
+            pytest.importorskip(package)
         if not (top / name).exists():
             assert main(["run", name, *options_of(name, top / name)]) == 0
         return top / name
@@ -99,8 +115,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_it_logs_saves_and_evaluates(
     name: str, finished: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "ppo_pixels":
-        pytest.importorskip("envpool")
     folder = finished(name)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((folder / "result.json").read_text())
@@ -135,15 +149,15 @@ def run_and_die(name: str, options: list[str]) -> None:
 def test_a_killed_run_ends_at_the_same_weights(
     name: str, finished: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    options = options_of(name, tmp_path)
+    other, options = finished(name), options_of(name, tmp_path)
     process = multiprocessing.get_context("fork").Process(target=run_and_die, args=(name, options))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     import_module(f"flatroll.examples.{name}").main(options)
-    whole, resumed = weights_after(finished(name)), weights_after(tmp_path)
+    whole, resumed = weights_after(other), weights_after(tmp_path)
     assert list(whole) == list(resumed) and all(torch.equal(whole[key], resumed[key]) for key in whole)
-    assert log_of(finished(name)) == log_of(tmp_path)
+    assert log_of(other) == log_of(tmp_path)
 
 
 def test_a_film_is_a_gif(tmp_path: Path) -> None:
