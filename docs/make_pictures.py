@@ -92,8 +92,10 @@ def draw_offline(out: Path, seeds: range = range(1, 4)) -> Figure:
     for seed, folder in zip(seeds, folders, strict=True):
         offline_iql.main(["--seed", str(seed), "--folder", str(folder)])
     (logs,) = find_logs(folders).values()
-    figure = draw({f"IQL, {len(logs)} seeds": over_seeds(logs, "evaluation")}, "mean return of 20 episodes")
-    axes = figure.axes[0]
+    figure: Figure = draw(
+        {f"IQL, {len(logs)} seeds": over_seeds(logs, "evaluation")}, "mean return of 20 episodes"
+    )
+    (axes,) = figure.axes
     data = np.mean([json.loads((folder / "result.json").read_text())["return"] for folder in folders])
     axes.axhline(data, color="0.6", linewidth=1, linestyle=":", label="episodes of the data set")
     axes.set(xlabel="updates")

@@ -26,6 +26,7 @@ LINKED = (
     "examples",
 )  # folders at the root that the package reaches by links
 SHIPPED_EXAMPLES = {"__init__.py", "common.py", "last_action.py", "report.py"}  # what the programs import
+SHIPPED_EXAMPLES.add("curves.py")  # and what draws their runs
 SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # what `flatroll run` and `flatroll demo` run
 
 

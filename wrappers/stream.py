@@ -272,6 +272,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
                     raise ValueError(_one_reward(f"shape {tuple(reward.shape)}"))
+                for name, flags in (("terminated", terminated), ("truncated", truncated)):
+                    if len(flags.reshape(-1)) != self.num_envs:
+                        raise ValueError(
+                            f"{name} must be one flag for each of {self.num_envs} envs, got shape {tuple(flags.shape)} "
+                            f"from {type(self.source.env).__name__}"
+                        )
                 reward, terminated = reward.reshape(shape), terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated

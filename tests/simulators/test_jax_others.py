@@ -1,11 +1,12 @@
-"""brax, navix and jumanji: rows of a collector against the simulator's own steps from the same states."""
+"""brax, navix, jumanji and craftax: rows of a collector against the simulator's own steps from the same states."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from jax_trace import check_simulator, count_false
 
-from flatroll.wrappers import as_vector_env
+from flatroll.wrappers import as_functional, as_vector_env
 
 jax = pytest.importorskip("jax")
 E, T = 8, 60
@@ -60,3 +61,27 @@ def test_jumanji(report: Any) -> None:
     adapted = report.start(lambda: env, num_envs=E)
     batch = check_simulator(adapted, report, "jumanji Snake", "jumanji", false, steps=T, ends=5)
     assert set(batch.keys()) >= {"grid", "action_mask", "step_count_"}
+
+
+def test_craftax(report: Any) -> None:
+    craftax = pytest.importorskip("craftax.craftax_env")
+    env = craftax.make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
+    limit = 30
+    endless, params = env.default_params, env.default_params.replace(max_timesteps=limit)
+    whole = as_functional(env, params=params)
+
+    def key_of(state: Any) -> Any:
+        """In place of a step's own key, so that the same state and action make the same step again."""
+        return jax.random.fold_in(jax.random.PRNGKey(3), state.timestep)
+
+    def own(state: Any, action: Any) -> tuple[Any, ...]:
+        obs, after, reward, _, _ = env.step_env(key_of(state), state, action, params)
+        over = env.is_terminal(after, endless)
+        return obs, reward, over, ~over & (after.timestep >= limit)
+
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E)
+
+    known = replace(whole, step=lambda key, state, action: whole.step(key_of(state), state, action))
+    adapted = report.start(lambda: known, num_envs=E)
+    check_simulator(adapted, report, "craftax Classic-Symbolic", "craftax", false, steps=T, ends=E)
