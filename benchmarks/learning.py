@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,25 +26,26 @@ from flatroll.examples import ppo
 from flatroll.examples.common import parse
 
 Outcome = dict[str, float]
-CHEETAH = "envpool:HalfCheetah-v4"
+CHEETAH = {"env": "envpool:HalfCheetah-v4", "num-envs": 16, "steps": 128, "minibatches": 16, "lr": 5e-4}
 
 
-def program(name: str, frames: int, seed: int, *more: str) -> Outcome:
-    """Run a program of the examples with one checkpoint; the return is that of its evaluation at the end."""
+def program(name: str, frames: int, seed: int, **more: Any) -> Outcome:
+    """Run a program of the examples; PPO's return is that of the training, others' of the evaluation at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--frames", str(frames), "--seed", str(seed), "--folder", folder, *more]
-        train = importlib.import_module(f"flatroll.examples.{name}").train
-        found = train(parse(name, [*options, "--save-every", str(2 * frames)]))
-    return {"return": found["evaluation"], "frames": found["frames"], "s": found["seconds"]}
+        options = {"frames": frames, "seed": seed, "folder": folder, "save-every": 2 * frames, **more}
+        words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        found = importlib.import_module(f"flatroll.examples.{name}").train(parse(name, words))
+    result = found["return" if name == "ppo_continuous" else "evaluation"]
+    return {"return": result, "frames": found["frames"], "s": found["seconds"]}
 
 
 #: Our runs, by task: from (frames, seed) to the outcome; and the frames.
 OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
-    "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed, num_envs=16), 500_000),
+    "ppo-cheetah": (lambda frames, seed: program("ppo_continuous", frames, seed, **CHEETAH), 500_000),
     "dqn-memory": (lambda frames, seed: program("recurrent_dqn", frames, seed), 150_000),
     "sac-pendulum": (
-        lambda frames, seed: program("sac", frames, seed, "--eval-every", str(2 * frames)),
+        lambda frames, seed: program("sac", frames, seed),
         15_000,
     ),
 }

@@ -33,13 +33,6 @@ def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(outcome.split("return ")[1].split(",")[0]) > 40  # random actions: 22
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
-def test_ppo_of_continuous_actions() -> None:
-    pytest.importorskip("envpool")
-    result = ppo.train("envpool:HalfCheetah-v4", 2048, 1)
-    assert result["frames"] == 2048
-
-
 def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     learning.main(["sac-pendulum", "--seeds", "1", "--frames", "1040", "--alone"])
     assert "| sac-pendulum | flatroll | 1,040 |" in capsys.readouterr().out

@@ -27,12 +27,12 @@ SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
     "multi_agent": "--env flatroll.wrappers.testing:ScriptedGame --frames 96 --games 2 --steps 8 --eval-every 48",
     "offline_iql": "--frames 60 --eval-every 30 --save-every 30 --episodes-made 4 --batch-size 32",
-    "ppo_continuous": "--env Pendulum-v1 --frames 320 --steps 64 --epochs 2 --minibatches 2",
+    "ppo_continuous": "--env Pendulum-v1 --frames 256 --steps 64 --epochs 1 --minibatches 2",
     "ppo_masked": "--frames 320 --num-envs 2 --steps 16 --epochs 1 --minibatches 2",
-    "ppo_pixels": "--frames 64 --num-envs 2 --steps 16 --epochs 1 --minibatches 2 --max-steps 20 --eval-every 32",
+    "ppo_pixels": "--frames 32 --num-envs 2 --steps 8 --epochs 1 --minibatches 1 --max-steps 4 --eval-every 16",
     "recurrent_dqn": "--frames 320 --num-envs 4 --rows 32 --start 100 --capacity 200 --updates 1 --batch-size 40",
     "recurrent_ppo": "--frames 320 --num-envs 4 --steps 16 --hidden 8 --epochs 1 --target 1000 --quiet",
-    "sac": "--frames 320 --start 280",
+    "sac": "--frames 320 --start 280 --batch-size 32 --num-envs 2",
 }
 SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
 #: Packages that some need, besides those of every installation.
