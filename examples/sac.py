@@ -31,6 +31,7 @@ OPTIONS = {
     "q_lr": (1e-3, "learning rate of the critics at the beginning"),
     "last_lr": (1.0, "share of the learning rates that is left at the end; they fall linearly"),
     "gamma": (0.99, "discount"),
+    "norm": (False, "the networks normalise observations by their running mean and deviation"),
     "tau": (0.005, "share of the weights that the target networks take at each update"),
     "save_every": (10_000, "frames between two checkpoints"),
     "eval_every": (10_000, "frames between two evaluations"),
@@ -41,9 +42,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, resume where there is a checkpoint, evaluate; return the result."""
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
-    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": False, "device": args.device}
+    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": args.norm, "device": args.device}
     policy = actor(env, std="dependent", **body)  # squashed by tanh into the bounds of the space
-    loss = SACLoss(policy, q_network(env, **body), loss_function="l2", diagnostics=False)
+    critic: Any = q_network(env, **body)
+    if args.norm:
+        critic[0].statistics = policy[0].statistics  # one update serves both; rows in the buffer stay raw
+    loss = SACLoss(policy, critic, loss_function="l2", diagnostics=False)
     loss.make_value_estimator(gamma=args.gamma)
     compute: Any = torch.compile(loss) if args.compile else loss
     groups: Any = [
@@ -81,6 +85,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for batch in collector:
         frames = collector.frames
         buffer.extend(batch)
+        if args.norm:
+            policy[0].update(batch)
         left = 1 - (1 - args.last_lr) * frames / total
         for group, first in zip(optimizer.param_groups, (args.lr, args.q_lr), strict=True):
             group["lr"] = left * first

@@ -170,6 +170,27 @@ def test_a_missing_simulator_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 'pip install "gymnasium[mujoco]"' in capsys.readouterr().err
 
 
+def test_the_networks_of_sac_share_statistics_of_what_the_env_showed(tmp_path: Path) -> None:
+    options = [
+        "--frames",
+        "40",
+        "--start",
+        "32",
+        "--batch-size",
+        "8",
+        "--eval-every",
+        "1000",
+        "--episodes",
+        "1",
+    ]
+    assert main(["run", "sac", "--norm", *options, "--folder", str(tmp_path)]) == 0
+    counts = [value for key, value in weights_after(tmp_path).items() if key.endswith("statistics.count")]
+    assert len(counts) == 5  # actor, two critics, and the copies that follow them
+    assert {float(count) for count in counts} == {
+        44.0
+    }  # of four envs, ten observations and the last one each
+
+
 def test_a_film_is_a_gif(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     options = [*options_of("ppo_masked", tmp_path), "--frames", "32", "--film", str(tmp_path / "film.gif")]
