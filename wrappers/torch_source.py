@@ -48,6 +48,7 @@ class TorchSource(VectorSource):
         self._stepped = False
         self._shapes: Tree = None  # of the observations of the last reset
         self._check_step = self._check_final = True
+        self._shown: Tree = None  # what step returned last, until final observations have come
         self.env = env
         observation_space = _declared_space(env, "observation")
         seen = None if observation_space is not None else self._with_privileged(_seen(env))
@@ -148,6 +149,8 @@ class TorchSource(VectorSource):
             )
         if self._copies:
             reward = reward.clone()
+        if self._check_final:
+            self._shown = obs
         if self._check_step:
             self._check_step = False
             self._refuse_other_shapes("step's observations", obs)
@@ -165,6 +168,7 @@ class TorchSource(VectorSource):
             if self._check_final:
                 self._check_final = False
                 self._refuse_other_shapes("the final observations", given)
+                self._refuse_shared(_plain(given))
             return self._owned(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
@@ -180,6 +184,17 @@ class TorchSource(VectorSource):
             raise ValueError(
                 f"{name} must have the entries and shapes of reset's, {self._shapes}, got {shapes} from "
                 f"{type(self.env).__name__}: return all rows and entries in each"
+            )
+
+    def _refuse_shared(self, final: Tree) -> None:
+        """Raise if the first final observations after a reset are in the memory that step shows, of new episodes."""
+        shared: list[bool] = []
+        shown, self._shown = _plain(self._shown), None
+        map_tree(lambda one, other: shared.append(one.data_ptr() == other.data_ptr() != 0), final, shown)
+        if any(shared):
+            raise ValueError(
+                f"the final observations of {type(self.env).__name__} are in the same memory as those that step "
+                "returns, so the reset has overwritten them: clone them before it"
             )
 
     def _with_privileged(self, obs: Tree) -> Tree:

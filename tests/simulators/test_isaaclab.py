@@ -213,6 +213,8 @@ class DirectCfg(DirectRLEnvCfg):
 
 
 class Direct(Staggered, DirectRLEnv):
+    clones = True
+
     def _pre_physics_step(self, actions: torch.Tensor) -> None:
         self.actions = actions
 
@@ -220,8 +222,7 @@ class Direct(Staggered, DirectRLEnv):
         self.scene.force[:] = 4 * self.actions[:, 0]
 
     def _get_observations(self) -> Any:
-        # Isaac Lab keeps what this returns as final_obs, while the reset writes the states again.
-        seen = state(self).clone()
+        seen = state(self).clone() if self.clones else state(self)
         return {"policy": seen, "critic": seen}
 
     def _get_rewards(self) -> torch.Tensor:
@@ -269,6 +270,14 @@ def test_rows_are_the_states_of_the_double(kind: str, final_obs: bool, report: A
 @pytest.mark.parametrize("kind", ["manager", "direct"])
 def test_the_contract_kit(kind: str) -> None:
     check_vector_env(make(kind, True), steps=60)
+
+
+def test_a_direct_env_whose_observations_are_the_state_itself() -> None:
+    """Isaac Lab keeps them as final_obs, while the reset writes into the state."""
+    env = make("direct", True)
+    env.clones = False
+    with pytest.raises(ValueError, match="the reset has overwritten them: clone them"):
+        rollout(env, policy, num_steps=STEPS)
 
 
 def test_a_reset_from_the_window_ends_every_episode() -> None:

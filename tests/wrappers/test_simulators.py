@@ -275,6 +275,24 @@ def test_results_of_other_shapes_than_the_reset_s() -> None:
         next(Collector(OneFinal(final_obs=True), frames_per_batch=30))
 
 
+def test_final_observations_that_the_reset_overwrites() -> None:
+    class Genesis(GenesisEnv):
+        def step(self, action: Any) -> Any:
+            obs, *results, extras = super().step(action)
+            return obs, *results, {**extras, "final_obs": self.obs_buf}
+
+    class Isaac(IsaacDirectEnv):  # whose _get_observations returns a buffer
+        def step(self, action: Any) -> Any:
+            obs, *results, extras = super().step(action)
+            return obs, *results, {**extras, "final_obs": self._obs()} if "final_obs" in extras else extras
+
+    for env in (Genesis(), Isaac(final_obs=True)):
+        with pytest.raises(
+            ValueError, match=r"are in the same memory .* the reset has overwritten them: clone them"
+        ):
+            next(Collector(as_vector_env(env, autoreset_mode="SameStep"), frames_per_batch=30))
+
+
 def test_float_dones_of_any_shape() -> None:
     class Columns(PlaygroundEnv):
         def step(self, action: Any) -> Any:
