@@ -89,7 +89,10 @@ def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) 
         name = name.removeprefix("envpool:")
         if "render_mode" in options:
             options["vectorization_mode"] = "sync"  # CartPole's own vector env draws otherwise
-        made: Any = gym.make_vec(name, num_envs=num_envs, **options)
+        try:
+            made: Any = gym.make_vec(name, num_envs=num_envs, **options)
+        except gym.error.DependencyNotInstalled as error:  # its text says what to install
+            raise ImportError(str(error)) from error
         return as_vector_env(made, dtype=torch.float32)
     try:
         import envpool
@@ -111,6 +114,7 @@ class Log:
         self.frames, self.seconds, self._since = 0, 0.0, time.perf_counter()
         self.returns: list[float] = []  # of the last 100 episodes
         self.ended: list[float] = []  # returns of the episodes since the last lines
+        self._first: list[str] = ["frames,seconds,name,value\n"]  # lines with which the file begins anew
         self._writer: Any = None
         args.folder.mkdir(parents=True, exist_ok=True)
         if args.tensorboard:
@@ -133,9 +137,9 @@ class Log:
         if self.ended:
             numbers["return"] = sum(self.ended) / len(self.ended)
             self.ended = []
-        new = not self.file.exists()
-        with self.file.open("a") as file:
-            file.write("frames,seconds,name,value\n" if new else "")
+        with self.file.open("w" if self._first else "a") as file:
+            file.writelines(self._first)
+            self._first = []
             for name, value in numbers.items():
                 number = float(value.detach() if hasattr(value, "detach") else value)
                 file.write(f"{frames},{self.elapsed():.2f},{name},{number:.6g}\n")
@@ -173,9 +177,9 @@ class Log:
         self.frames, self.returns, self.ended = state["frames"], list(state["returns"]), list(state["ended"])
         self.seconds, self._since = state["seconds"], time.perf_counter()
         if self.file.exists():
-            head, *lines = self.file.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= self.frames]
-            self.file.write_text("".join([head, *kept]))
+            _, *lines = self.file.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            self._first += [line for line in whole if int(line.partition(",")[0]) <= self.frames]
 
 
 def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:

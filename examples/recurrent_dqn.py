@@ -44,6 +44,7 @@ OPTIONS = {
     "explore": (20_000, "frames in which the share of random actions falls from 1 to 0.01"),
     "eval_every": (7_500, "frames between two evaluations"),
     "save_every": (30_000, "frames between two checkpoints"),
+    "compile": None,  # samples differ in their number of rows: each would be compiled anew
 }
 
 
@@ -83,7 +84,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=args.batch_size)
     options: Any = {"loss_function": "smooth_l1", "burn_in": args.burn_in, "diagnostics": False}
     loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
-    compute: Any = torch.compile(loss) if args.compile else loss
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
     judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         for _ in range(args.updates if len(buffer) >= args.start else 0):
             with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                losses = compute(buffer.sample())
+                losses = loss(buffer.sample())
             optimizer.zero_grad()
             losses["loss"].backward()
             nn.utils.clip_grad_norm_(net.parameters(), 10.0, foreach=True)

@@ -37,6 +37,7 @@ OPTIONS = {
     "hidden": (64, "width of the networks"),
     "lr": (3e-3, "learning rate at the beginning; it falls linearly"),
     "seed": (0, "of weights, actions and environments"),
+    "compile": None,  # samples differ in their number of rows: each would be compiled anew
 }
 
 
@@ -73,7 +74,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value, shifted=True)
     options: Any = {"critic_coeff": 0.5, "loss_critic_type": "l2", "normalize_advantage": True}
     loss = ClipPPOLoss(policy, value[-1], **options)
-    compute: Any = torch.compile(loss) if args.compile else loss
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 sample = buffer.sample(args.steps * quarter)
                 spent("sample slices")
                 with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                    losses = compute(sample)
+                    losses = loss(sample)
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(loss.parameters(), 0.5)

@@ -1,9 +1,11 @@
 """The programs of `python -m flatroll run`: each in small, and killed and resumed."""
 
 import csv
+import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +152,9 @@ def test_a_killed_run_ends_at_the_same_weights(
     name: str, finished: Callable[[str], Path], tmp_path: Path
 ) -> None:
     other, options = finished(name), options_of(name, tmp_path)
+    tmp_path.joinpath("log.csv").write_text(
+        "frames,seconds,name,value\n7,1.0,lr,1\n"
+    )  # of a run without checkpoints
     process = multiprocessing.get_context("fork").Process(target=run_and_die, args=(name, options))
     process.start()
     process.join()
@@ -158,6 +163,23 @@ def test_a_killed_run_ends_at_the_same_weights(
     whole, resumed = weights_after(other), weights_after(tmp_path)
     assert list(whole) == list(resumed) and all(torch.equal(whole[key], resumed[key]) for key in whole)
     assert log_of(other) == log_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ppo_masked", "sac"])
+def test_a_finished_run_goes_on_with_more_frames(
+    name: str, finished: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(finished(name), tmp_path, dirs_exist_ok=True)
+    before = log_of(tmp_path)
+    assert main(["run", name, *options_of(name, tmp_path), "--frames", "384"]) == 0
+    after = log_of(tmp_path)
+    assert after[: len(before)] == before and int(after[-1]["frames"]) == 384
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mujoco") is not None, reason="mujoco is there")
+def test_a_missing_simulator_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "ppo_continuous", "--folder", str(tmp_path)]) == 1
+    assert 'pip install "gymnasium[mujoco]"' in capsys.readouterr().err
 
 
 def test_the_networks_of_sac_share_statistics_of_what_the_env_showed(tmp_path: Path) -> None:

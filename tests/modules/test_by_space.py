@@ -370,3 +370,24 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
 def test_bad_input(call: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_observations_of_another_shape_are_refused() -> None:
+    several = spaces.Dict(kind=spaces.MultiDiscrete([2, 3]), image=spaces.Box(0, 255, (8, 8), np.uint8))
+    for space, key, column in (
+        (VECTOR, "observation", torch.zeros(6, 2)),
+        (several, "kind", torch.zeros(6, 1, dtype=torch.int64)),
+        (
+            several,
+            "image",
+            torch.zeros(6, 4, 8, dtype=torch.uint8),
+        ),  # six rows hold as many numbers as three images
+    ):
+        net = actor(SimpleNamespace(observation_space=space, action_space=spaces.Discrete(2)), norm=False)
+        rows = TensorDict({"observation": torch.zeros(6, 3), "kind": torch.zeros(6, 2).long()}, [6])
+        rows["image"] = torch.zeros(6, 8, 8, dtype=torch.uint8)
+        net(rows.clone())
+        with pytest.raises(
+            ValueError, match=r"must have shape \('\*', .*, got \(6, .*another space needs another network"
+        ):
+            net(rows.set(key, column))

@@ -641,6 +641,17 @@ def _entry_of(space: Any, cnn: Cnn) -> Any:
     )
 
 
+def _rows_of(x: Tensor, shape: tuple[int, ...]) -> torch.Size:
+    """The leading dims of an observation's entry ``[*B, *shape]``."""
+    lead = max(x.ndim - len(shape), 0)
+    if x.shape[lead:] != shape:
+        raise ValueError(
+            f"an observation's entry must have shape {('*', *shape)}, as in the space that the network was built for, "
+            f"got {tuple(x.shape)}: another space needs another network"
+        )
+    return x.shape[:lead]
+
+
 class VectorEntry(nn.Module):
     """Flattens an entry ``[*B, *shape]`` to ``[*B, size]``."""
 
@@ -650,7 +661,7 @@ class VectorEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.reshape(*x.shape[: x.ndim - len(self.shape)], self.size).to(dtype)
+        return x.reshape(*_rows_of(x, self.shape), self.size).to(dtype)
 
     @override
     def extra_repr(self) -> str:
@@ -672,7 +683,7 @@ class OneHotEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        columns = x.reshape(*x.shape[: x.ndim - len(self.shape)], -1).long() + self.start
+        columns = x.reshape(*_rows_of(x, self.shape), -1).long() + self.start
         out = torch.zeros(*columns.shape[:-1], self.size, dtype=dtype, device=x.device)
         return out.scatter_(-1, columns, 1.0)
 
@@ -704,7 +715,7 @@ class ImageEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = x.shape[: x.ndim - len(self.shape)]
+        rows = _rows_of(x, self.shape)
         x = x.reshape(-1, *self.shape)
         if len(self.shape) == 4 or self.last:
             x = x.movedim(-1, 1)
