@@ -123,7 +123,9 @@ class TorchSource(VectorSource):
         result = self.env.step(actions)
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            if self._copies:  # (the flags of the other dialects are computed, and new already)
+            if (
+                self._copies and not self.lends
+            ):  # (the flags of the other dialects are computed, and new already)
                 terminated, truncated = terminated.clone(), truncated.clone()
         elif len(result) in (4, 5):
             obs, (reward, done, extras) = result[0], result[-3:]
@@ -143,7 +145,7 @@ class TorchSource(VectorSource):
                 f"step must return (obs, reward, terminated, truncated, info) or (obs, reward, dones, extras), got "
                 f"{len(result)} values from {type(self.env).__name__}: write a flatroll.wrappers.VectorSource"
             )
-        if self._copies:
+        if self._copies and not self.lends:
             reward = reward.clone()
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
@@ -156,7 +158,7 @@ class TorchSource(VectorSource):
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
-            return self._owned(given)
+            return _plain(given) if self.lends else self._owned(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
