@@ -173,6 +173,8 @@ class TorchSource(VectorSource):
         return {"policy": obs, "critic": self.env.get_privileged_observations()}
 
     def _owned(self, obs: Tree) -> Tree:
+        if isinstance(obs, Tensor):
+            return obs.clone() if self._copies else obs
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
 
@@ -227,7 +229,7 @@ def _device_of(env: object, seen: Tree) -> torch.device:
 
 def _plain(obs: Tree | TensorDictBase) -> Tree:
     """A tensordict as a plain dict; other trees as they are."""
-    if isinstance(obs, TensorDictBase):
+    if not isinstance(obs, Tensor) and isinstance(obs, TensorDictBase):
         return {key: _plain(value) for key, value in obs.items()}
     return obs
 

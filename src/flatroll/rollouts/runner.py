@@ -342,11 +342,18 @@ class Runner:
             results[3:] = leaves_at(given, keys.action_paths)
         if keys.next_names:
             results += [info[name] for name in keys.next_names]
-        if stream.same_step:
-            self._record_finals(obs, info)
-        else:
+        if not stream.same_step:
             results.append(stream.first)
-        window.put(self._result_keys, results)
+        elif stream.hides_final_obs:
+            window.put_known(stream.known)
+        if self._dense_finals:
+            leaves, final = leaves_at(obs, keys.obs_paths), final_of(info, stream)
+            finals = leaves if final is None else leaves_at(final, keys.obs_paths)
+            window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
+        else:
+            if stream.same_step and stream.any_ended:
+                self._record_finals(info)
+            window.put(self._result_keys, results)
         if keys.infos:
             self._infos.record(info, window)
         self._obs, self._info = obs, info
@@ -414,21 +421,15 @@ class Runner:
             return column
         return column.bool() | to_torch(self._ended).unsqueeze(-1)
 
-    def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
-        """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""
-        stream, window, keys = self.stream, self.window, self.keys
-        if stream.hides_final_obs:
-            window.put_known(stream.known)
-        if self._dense_finals:
-            final, leaves = final_of(info, stream), leaves_at(obs, keys.obs_paths)
-            if final is None:
-                window.put(self._next_keys, leaves)
-                return
-            window.put_where(self._next_keys, stream.ended, leaves_at(final, keys.obs_paths), leaves)
-        elif stream.any_ended and (final := final_of(info, stream)) is not None:
-            envs = np.flatnonzero(stream.ended)  # indexing with them copies: the env may reuse its arrays
-            for key, leaf in zip(keys.obs, leaves_at(final, keys.obs_paths), strict=True):
-                window.put_final(key, envs, leaf[envs], window.steps)
+    def _record_finals(self, info: dict[str, Any]) -> None:
+        """Keep the true next observations of ended rows."""
+        final = final_of(info, self.stream)
+        if final is not None:
+            envs = np.flatnonzero(
+                self.stream.ended
+            )  # indexing with them copies: the env may reuse its arrays
+            for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
+                self.window.put_final(key, envs, leaf[envs], self.window.steps)
 
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that go on or have transitions that no batch has taken."""

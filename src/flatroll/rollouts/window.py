@@ -119,29 +119,36 @@ class Window:
                     self._allocate(key, value)
                 rows[key][step][...] = value
 
-    def put_where(
-        self, keys: Sequence[NestedKey], mask: Tensor, chosen: Sequence[Tensor], other: Sequence[Tensor]
+    def put_ended(
+        self,
+        keys: Sequence[NestedKey],
+        values: Sequence[Array],
+        next_keys: Sequence[NestedKey],
+        next_obs: Sequence[Tensor],
+        ended: Tensor,
+        finals: Sequence[Tensor],
     ) -> None:
-        """Record, for each key, the envs of ``chosen`` where bool ``[E]`` ``mask`` is True, of ``other`` elsewhere."""
-        if not mask.is_cpu:
-            for key, value, default in zip(keys, chosen, other, strict=True):
-                self._put_where(key, mask, value, default)
+        """Record values, and next observations: where bool ``[E]`` ``ended`` is True the rows of ``finals``."""
+        if not ended.is_cpu:
+            self.put(keys, values)
+            for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
+                self._put_where(key, ended, final, leaf)
             return
-        # Here nothing waits for a look at the mask, and writing few rows takes a fraction of the time of torch.where.
-        self.put(keys, other)
-        (envs,) = mask.numpy().nonzero()
+        # Here nothing waits for a look at the flags, and writing few rows takes a fraction of the time of torch.where.
+        self.put((*keys, *next_keys), (*values, *next_obs))
+        (envs,) = ended.numpy().nonzero()
         if not len(envs):
             return
         places = torch.from_numpy(envs)
-        for key, value, default in zip(keys, chosen, other, strict=True):
+        for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
             row = self._by_step[key][self.steps]
             try:
-                row.index_copy_(0, places, value.index_select(0, places).to(row.dtype))
+                row.index_copy_(0, places, final.index_select(0, places).to(row.dtype))
             except NotImplementedError:  # unsigned integers, float8
-                self._put_where(key, mask, value, default)
+                self._put_where(key, ended, final, leaf)
 
     def _put_where(self, key: NestedKey, mask: Tensor, chosen: Tensor, other: Tensor) -> None:
-        """The same for one key, without a look at the mask."""
+        """Record the envs of ``chosen`` where the mask is True, else those of ``other``, without a look at it."""
         row = self._by_step[key][self.steps] if key in self._by_step else None
         if (
             row is not None
