@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
@@ -37,7 +38,9 @@ class Simulator:
     def __init__(self, num_envs: int, entries: dict[str, int] | None = None) -> None:
         self.num_envs, self.device, self.unwrapped = num_envs, torch.device("cpu"), self
         self.metadata = {"autoreset_mode": "SameStep"}
-        boxes = {name: spaces.Box(-torch.inf, torch.inf, (size,)) for name, size in (entries or {}).items()}
+        boxes: dict[str, spaces.Space[Any]] = {
+            name: spaces.Box(-torch.inf, torch.inf, (size,)) for name, size in (entries or {}).items()
+        }
         self.single_observation_space = (
             spaces.Dict(boxes) if boxes else spaces.Box(-torch.inf, torch.inf, (OBSERVATION,))
         )
@@ -53,7 +56,7 @@ class Simulator:
     def _shown(self, obs: Tensor, entries: dict[str, int] | None) -> Any:
         if not entries:
             return obs
-        return dict(zip(entries, obs.split(list(entries.values()), 1), strict=True))
+        return dict(zip(entries, torch.split(obs, list(entries.values()), 1), strict=True))
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         self.obs.zero_()
@@ -140,22 +143,23 @@ def plain(num_envs: int) -> dict[str, Loop]:
 
 
 def recurrent(num_envs: int) -> dict[str, Loop]:
-    """A Dict observation of three entries, and a small GRU, whose states are columns."""
-    size = ENTRIES["joints"]
-    actor = nn.Linear(STATE, ACTION)
-    gru = GRUModule(size, STATE, in_key="joints", out_key="embed")
-    state = {"h": torch.zeros(num_envs, 1, STATE)}
+    """A Dict observation of three entries, and a small recurrent policy, whose states are columns."""
+    gru = GRUModule(ENTRIES["joints"], STATE, in_key="joints", out_key="_embed")
+    actor = TensorDictModule(nn.Linear(STATE, ACTION), in_keys=["_embed"], out_keys=["action"])
+    module = TensorDictSequential(gru, actor)
+    (key,) = (key for key in gru.in_keys if key not in ("joints", "is_init"))
+    states = {key: torch.zeros(num_envs, 1, STATE)}
 
     @torch.no_grad()
     def policy(obs: Any, first: Tensor) -> Tensor:
-        h = state["h"].masked_fill(first[:, None, None], 0)
-        out, h = gru.gru(obs["joints"][:, None], h.transpose(0, 1).contiguous())
-        state["h"] = h.transpose(0, 1)
-        return actor(out[:, 0])
+        data = TensorDict({**obs, key: states[key], "is_init": first.unsqueeze(-1)}, [num_envs])
+        module(data)
+        states[key] = data["next", key]
+        action: Tensor = data["action"]
+        return action
 
-    module = TensorDictSequential(gru, TensorDictModule(actor, in_keys=["embed"], out_keys=["action"]))
     return {
-        "loop": hand_written(Simulator(num_envs, ENTRIES), policy, state),
+        "loop": hand_written(Simulator(num_envs, ENTRIES), policy, states),
         "collector": ours(Simulator(num_envs, ENTRIES), module),
     }
 

@@ -74,7 +74,7 @@ class Window:
         self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
-        self._device = device
+        self._device, self._on_cpu = device, device.type == "cpu"
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
@@ -112,7 +112,7 @@ class Window:
         rows = self._by_step
         try:
             # One call writes all, in a third of the time that the columns would take one by one.
-            torch._foreach_copy_([rows[key][step] for key in keys], values)
+            torch._foreach_copy_([rows[key][step] for key in keys], list(values))
         except (KeyError, TypeError):  # a new column, or one in NumPy
             for key, value in zip(keys, values, strict=True):
                 if key not in rows:
@@ -129,7 +129,7 @@ class Window:
         finals: Sequence[Tensor],
     ) -> None:
         """Record values, and next observations: where bool ``[E]`` ``ended`` is True the rows of ``finals``."""
-        if not ended.is_cpu:
+        if not self._on_cpu:
             self.put(keys, values)
             for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
                 self._put_where(key, ended, final, leaf)
@@ -294,8 +294,10 @@ class Window:
         return batch, final_of(batch, keys, next_obs) if compact else None
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
-        """A column's values in the True cells, as `lay_out` has them."""
-        return _Rows(self, mask).of(key)
+        """A column's values in the True cells, as `lay_out` has them; the window may go on writing into them."""
+        rows = _Rows(self, mask).of(key)
+        self._given.discard(key)
+        return rows
 
     def _count_agents(self) -> Tensor:
         """How many agents acted in each game at each step, int64 ``[steps, games]``; a batch may have some of them."""
@@ -418,7 +420,8 @@ class _Rows:
     def host_cells(self) -> Array:
         """Numbers of the cells, env after env, each in order of time: int64 ``[N]``, NumPy."""
         mask = self._mask
-        return np.arange(mask.size).reshape(mask.shape).T[mask.T]
+        numbers = np.arange(mask.size).reshape(mask.shape).T
+        return numbers.ravel() if self.whole else numbers[mask.T]
 
     @cached_property
     def cells(self) -> Tensor:
@@ -435,22 +438,30 @@ class _Rows:
         return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
 
     def _transposed(self, key: NestedKey, column: Array) -> Tensor | None:
-        """All rows of a column ``[steps, E, ...]``; None if gathering them is faster."""
-        window = self._window
-        if not isinstance(column, Tensor):
-            if self.count <= _FEW_ROWS:
-                rows = column.swapaxes(0, 1).reshape(-1, *column.shape[2:])
-                return torch.from_numpy(rows.copy() if np.may_share_memory(rows, column) else rows)
-            if column.ndim > 2:
-                return None
-            column = torch.from_numpy(column)
-        by_env = column.transpose(0, 1)
-        rows = by_env.flatten(0, 1)
-        if rows.data_ptr() == column.data_ptr():  # no copy: the memory is the batch's, or the window's
-            if not window._dense_finals or not isinstance(window.columns[key], Tensor):
+        """All rows of a column ``[steps, E, *S]``; None if gathering them is faster."""
+        rows: Tensor
+        if isinstance(column, Tensor):
+            rows = column.transpose(0, 1).flatten(0, 1)
+            if rows.data_ptr() != column.data_ptr():
+                return rows
+            # No copy was made: the memory is the batch's now, or the window's.
+            if not self._window._dense_finals:
                 return rows.clone()
-            window._given.add(key)
-        return rows
+            self._window._given.add(key)
+            return rows
+        shape = column.shape[2:]
+        if self.count <= _FEW_ROWS:
+            flat = column.swapaxes(0, 1).reshape(-1, *shape)
+            return torch.from_numpy(flat.copy() if np.may_share_memory(flat, column) else flat)
+        if shape and column[0, 0].nbytes != 16:
+            return None
+        like = torch.from_numpy(column)
+        if shape:  # each value is moved as one number of 16 bytes: [steps, E]
+            like = torch.from_numpy(column.reshape(*column.shape[:2], -1).view(np.complex128)[..., 0])
+        rows = like.T.flatten()
+        if rows.data_ptr() == like.data_ptr():
+            rows = rows.clone()
+        return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
 
     def _gathered(self, column: Array, after: int) -> Tensor:
         """The rows of a column ``[room, E, ...]``."""
