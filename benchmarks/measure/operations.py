@@ -18,6 +18,7 @@ class CountOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         allocations: how many results have new memory.
         written: bytes of all results.
 
+    >>> import torch
     >>> with CountOperations() as counted:
     ...     _ = torch.zeros(2, 3)[0].add_(1)
     >>> counted.operations, counted.allocations, counted.written
