@@ -163,12 +163,15 @@ $(VERSIONS)/interop/.ready: pyproject.toml tests/interop/requirements.txt constr
 	@touch $@
 
 # Not the pins of constraints.txt but torch's: simulators ask for other versions. Holds the seconds that it took.
+# ALONE comes without its dependencies: Isaac Lab's are the real simulator's, and its episode code runs on Python 3.11.
+$(VERSIONS)/simulators-isaaclab/.ready: ALONE = isaaclab==3.0.0
 .PRECIOUS: $(VERSIONS)/simulators-%/.ready
 $(VERSIONS)/simulators-%/.ready: tests/simulators/requirements-%.txt pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m venv --clear $(@D)
 	start=$$(date +%s); torch=$$(grep ^torch== constraints.txt); \
 		pip="$(@D)/bin/python -m pip --disable-pip-version-check install"; \
 		$$pip $$torch hatchling && $$pip --no-build-isolation -e . -r $< $$torch pytest && \
+		$(if $(ALONE),$$pip --no-deps --ignore-requires-python $(ALONE) &&) \
 		echo $$(($$(date +%s) - start)) > $@
 
 # The first interpreter that is new enough and can make environments. A name on PATH may be a stub that

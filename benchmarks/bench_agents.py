@@ -1,9 +1,10 @@
-"""Benchmarks agents as rows against the padded form: bytes, and rows a second, of the same games.
+"""Benchmarks agents as rows against the padded form: bytes, and rows a second of processor time, of the same games.
 
 ``python -m flatroll bench agents``; the tables with VMAS and MPE2 need the extra ``agents``, mpe2 and torchrl.
 """
 
 import importlib.util
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import PettingZooSource
 from flatroll.wrappers.testing import ScriptedGame
 
-GAMES, AGENTS, STEPS, TURNS = 8, 8, 200, 7
+GAMES, AGENTS, STEPS, TURNS = 8, 8, 200, 9
 
 
 def coming_and_going(share: float, seed: int) -> list[dict[str, list[Any]]]:
@@ -90,7 +91,7 @@ def scripted(share: float) -> list[str]:
     collector = Collector(games[1], frames_per_batch=real)
     batch = collector.rollout()
     assert batch is not None
-    times = take_turns({"flat": collector.rollout, "padded": padded.collect}, TURNS)
+    times = take_turns({"flat": collector.rollout, "padded": padded.collect}, TURNS, clock=time.process_time)
     flat, wide = batch.bytes(), sum(array.nbytes for array in padded.arrays.values())
     return [
         f"{real / (STEPS * GAMES * AGENTS):.0%}",
@@ -138,7 +139,9 @@ def beside_torchrl() -> list[list[str]]:
         )  # counts games, not agents
         batch, padded = collector.rollout(), next(other)
         assert batch is not None
-        times = take_turns({"flat": collector.rollout, "padded": partial(next, other)}, 3)
+        times = take_turns(
+            {"flat": collector.rollout, "padded": partial(next, other)}, TURNS, clock=time.process_time
+        )
         rows.append(
             [
                 name,

@@ -5,31 +5,49 @@ after the other, each on one thread, ours and the peer's in turn: about an hour 
 envs, networks and hyperparameters, but for PPO the usual minibatches, of 128 rows at 2.5e-4 on CartPole and of 64 at
 3e-4 on HalfCheetah; ours are twice as large, at 5e-4. It has no recurrent Q-learning: its DQN sees the last four
 observations instead, with the settings that its own collection of tuned hyperparameters has for CartPole. Returns are
-those of the last training episodes, of the recurrent DQN that of the kept weights, without exploration.
+those of the last training episodes; of the recurrent DQN (the kept weights) and of SAC those of the policy without
+exploration.
 """
 
 import argparse
 import importlib
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from benchmarks.measure.timing import table
 from benchmarks.peers import learning as peers
-from flatroll.examples import ppo, recurrent_dqn, sac
+from flatroll.examples import ppo
+from flatroll.examples.common import parse
 
 Outcome = dict[str, float]
-CHEETAH = "envpool:HalfCheetah-v4"
+CHEETAH = {"env": "envpool:HalfCheetah-v4", "num-envs": 16, "steps": 128, "minibatches": 16, "lr": 5e-4}
+
+
+def program(name: str, frames: int, seed: int, **more: Any) -> Outcome:
+    """Run a program of the examples; PPO's return is that of the training, others' of the evaluation at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"frames": frames, "seed": seed, "folder": folder, "save-every": 2 * frames, **more}
+        words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        found = importlib.import_module(f"flatroll.examples.{name}").train(parse(name, words))
+    result = found["return" if name == "ppo_continuous" else "evaluation"]
+    return {"return": result, "frames": found["frames"], "s": found["seconds"]}
+
 
 #: Our runs, by task: from (frames, seed) to the outcome; and the frames.
 OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
-    "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed, num_envs=16), 500_000),
-    "dqn-memory": (recurrent_dqn.train, 150_000),
-    "sac-pendulum": (sac.train, 15_000),
+    "ppo-cheetah": (lambda frames, seed: program("ppo_continuous", frames, seed, **CHEETAH), 500_000),
+    "dqn-memory": (lambda frames, seed: program("recurrent_dqn", frames, seed), 150_000),
+    "sac-pendulum": (
+        lambda frames, seed: program("sac", frames, seed),
+        15_000,
+    ),
 }
 
 

@@ -407,7 +407,8 @@ class ReplayBufferEnsemble(Facts):
     def _facts(self) -> dict[str, str]:
         """What a notebook shows: the statistics, and each member."""
         members = {f"member {i}": repr(member) for i, member in enumerate(self._members)}
-        numbers, hidden = self.stats(), torchrl_names(self.stats())
+        numbers = self.stats()
+        hidden = torchrl_names(numbers)
         shown = {name: number for name, number in numbers.items() if name not in hidden}
         return {name: f"{number:,}" for name, number in shown.items()} | members
 

@@ -646,10 +646,11 @@ class ReplayBuffer(Facts):
         """What a notebook shows: the statistics, and the parts with their options."""
         parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
         transforms = ", ".join(map(repr, self.transforms)) or None
-        facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
+        stats = self.stats()
+        facts = {**stats, **parts, "transforms": transforms, "batch_size": self.batch_size}
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
         hidden = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
-        hidden |= set(torchrl_names(self.stats()))
+        hidden |= set(torchrl_names(stats))
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in hidden}
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
 

@@ -1,11 +1,13 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's first training and the tree of a
-search, with ``tree`` only the latter, with ``text`` those of text rollouts, with ``workers`` who owns what.
+search, with ``tree`` only the latter, with ``text`` those of text rollouts, with ``workers`` who owns what, with
+``offline`` the curve of offline learning, over three seeds.
 """
 
 import argparse
 import csv
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.examples import recurrent_ppo
+from flatroll.examples import offline_iql, report
+from flatroll.examples.curves import draw, find_logs, over_seeds
 from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
 from flatroll.layout import timeline
@@ -80,6 +83,24 @@ def draw_first_training(seeds: range) -> Figure:
     axes.set(xlabel="thousand frames", ylabel="mean return of 100 episodes", ylim=(0, 520))
     axes.set_title(f"The script above, {len(seeds)} seeds", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_offline(out: Path, seeds: range = range(1, 4)) -> Figure:
+    """The curve of offline_iql, beside the returns of its data; runs that are there already are taken."""
+    folders = [out / "offline_iql" / f"Pendulum-v1-seed{seed}" for seed in seeds]
+    for seed, folder in zip(seeds, folders, strict=True):
+        offline_iql.main(["--seed", str(seed), "--folder", str(folder)])
+    (logs,) = find_logs(folders).values()
+    figure: Figure = draw(
+        {f"IQL, {len(logs)} seeds": over_seeds(logs, "evaluation")}, "mean return of 20 episodes"
+    )
+    (axes,) = figure.axes
+    data = np.mean([json.loads((folder / "result.json").read_text())["return"] for folder in folders])
+    axes.axhline(data, color="0.6", linewidth=1, linestyle=":", label="episodes of the data set")
+    axes.set(xlabel="updates")
+    axes.set_title("Pendulum, learnt from a data set", loc="left")
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 
@@ -228,7 +249,7 @@ def main() -> None:
     parser.add_argument(
         "which",
         nargs="?",
-        choices=["first", "tree", "text", "workers", "all"],
+        choices=["first", "tree", "text", "workers", "offline", "all"],
         default="all",
         help="default: all",
     )
@@ -238,6 +259,10 @@ def main() -> None:
     if args.which in ("workers", "all"):
         draw_workers().savefig(IMAGES / "workers.png", dpi=100, bbox_inches="tight")
     if args.which == "workers":
+        return
+    if args.which in ("offline", "all"):
+        draw_offline(out).savefig(IMAGES / "offline_iql.png", dpi=100)
+    if args.which == "offline":
         return
     if args.which in ("text", "all"):
         emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")
@@ -252,8 +277,8 @@ def main() -> None:
     if args.which == "first":
         return
     runs = {"GRU": out / "memory", "the same sizes without memory": out / "memoryless"}
-    recurrent_ppo.main(["--out", str(runs["GRU"]), "--quiet"])
-    recurrent_ppo.main(["--memoryless", "--out", str(list(runs.values())[1]), "--quiet"])
+    report.demo(["--out", str(runs["GRU"]), "--quiet"])
+    report.demo(["--memoryless", "--out", str(list(runs.values())[1]), "--quiet"])
     draw_curves(runs).savefig(IMAGES / "learning_curve.png", dpi=110)
     draw_timeline().savefig(IMAGES / "timeline.png", dpi=110)
 

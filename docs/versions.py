@@ -133,7 +133,7 @@ def simulator_rows(group: str, report: Path) -> list[str]:
 
 def put_row(table: str, row: str) -> str:
     """The table with this row instead of the one that has its first cell."""
-    first = row[: row.index("|", 1)]
+    first = row[: row.index("|", 1) + 1]
     kept = [line for line in table.split("\n") if not line.startswith(first)]
     return "\n".join([*kept[:2], *sorted([*kept[2:], row])])
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from flatroll.estimators import GAE, ClipPPOLoss
-from flatroll.examples.ppo import READ, make_agent
+from flatroll.examples.ppo import READ
+from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
@@ -29,12 +30,12 @@ def train(
     """Train; after each batch the frames so far and the mean return of the last 100 episodes."""
     torch.manual_seed(seed)
     vector = RewardSum(as_vector_env(env, num_envs=num_envs))
-    actor, critic = make_agent(vector)
+    policy, value = actor(vector, norm=False), critic(vector, norm=False)
     total = -(-frames // rows) * rows
-    collector = Collector(vector, actor, frames_per_batch=rows, total_frames=total, seed=seed)
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    collector = Collector(vector, policy, frames_per_batch=rows, total_frames=total, seed=seed)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     loss = ClipPPOLoss(
-        actor, critic, entropy_coeff=0.01, critic_coeff=0.25, loss_critic_type="l2", normalize_advantage=True
+        policy, value, entropy_coeff=0.01, critic_coeff=0.25, loss_critic_type="l2", normalize_advantage=True
     )
     weights = list(loss.parameters())
     optimizer = torch.optim.Adam(weights, lr=5e-4, eps=1e-5, fused=True)

@@ -16,10 +16,11 @@ from typing import Any
 
 import gymnasium as gym
 import torch
+from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import SACLoss, SoftUpdate
-from flatroll.examples.sac import make_agent
+from flatroll.modules import actor, q_network
 from flatroll.rollouts import Collector, MultiAsyncCollector, rollout
 from flatroll.wrappers import RewardSum, as_vector_env
 
@@ -68,10 +69,12 @@ def train(place: str, workers: int, frames: int, seed: int) -> dict[str, Any]:
         over rows.
     """
     torch.manual_seed(seed)
-    actor, critic = make_agent(3, 1)  # Pendulum's observation and action
+    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": False}
+    spaces = pendulums(1)
+    agent = actor(spaces, std="dependent", **body)
     buffer = ReplayBuffer(storage=LazyTensorStorage(frames), batch_size=SAMPLE)
-    update = make_update(buffer, actor, critic)
-    policy = actor.select_out_keys("action")
+    update = make_update(buffer, agent, q_network(spaces, **body))
+    policy = agent.select_out_keys("action")
     lag, most = 0.0, 0
     asked = time.perf_counter()
     with make_collector(

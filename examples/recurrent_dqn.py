@@ -1,44 +1,51 @@
 """Recurrent double DQN on CartPole with hidden velocities, trained on slices from a replay buffer.
 
-``python -m flatroll.examples.recurrent_dqn`` trains it. Its parts are those of R2D2: the network also sees the last
-action, runs over each slice from the state stored in its first row, whose first rows only warm the memory up, and has
-two heads, of the state's value and of the actions' advantages. Every 7,500 frames the greedy policy plays 20 episodes
-apart from the training; the weights that did best are kept.
+``python -m flatroll run recurrent_dqn`` trains it. Its parts are those of R2D2: the network also sees the last action,
+runs over each slice from the state stored in its first row, whose first rows only warm the memory up, and has two
+heads, of the state's value and of the actions' advantages. Every 7,500 frames the greedy policy plays 20 episodes
+apart from the training; the weights that did best are kept. To resume a run, give the same command again.
 """
 
 import argparse
-import time
-from copy import deepcopy
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.disk import Checkpoint
 from flatroll.estimators import DQNLoss, SoftUpdate
-from flatroll.examples.envs.last_action import LastAction
-from flatroll.examples.recurrent_ppo import make_env
-from flatroll.modules import GRUModule
-from flatroll.rollouts import Collector, rollout
+from flatroll.examples import common
+from flatroll.examples.last_action import LastAction
+from flatroll.examples.recurrent_ppo import HideVelocities, make_env
+from flatroll.modules import q_network
+from flatroll.rollouts import Collector, Evaluator, evaluate
 
-NUM_ENVS, FRAMES_PER_BATCH, START = 16, 256, 5_000
-KEPT = 30_000  # the newest rows: the states stored in older ones are those of weights long gone
-SLICE, ROWS, BURN_IN = 20, 640, 4
-UPDATES = 12  # after each batch
-STATE: Any = ("next", "recurrent_state")
-
-
-class EpsilonGreedy(nn.Module):
-    """Selects the best action or, with probability ``epsilon``, a random one."""
-
-    epsilon = 1.0
-
-    def forward(self, value: Tensor) -> Tensor:
-        best = value.argmax(-1)
-        other = torch.randint_like(best, value.shape[-1])
-        return torch.where(torch.rand(best.shape) < self.epsilon, other, best)
+OPTIONS = {
+    "env": ("CartPole-v1", "an id, or envpool:ID"),
+    "frames": (150_000, "to learn from"),
+    "num_envs": (16, "envs stepped at once"),
+    "rows": (256, "of a batch"),
+    "start": (5_000, "frames before the first update"),
+    "updates": (12, "after each batch"),
+    "capacity": (
+        30_000,
+        "newest rows that the buffer keeps: states stored in older ones are those of old weights",
+    ),
+    "slice_len": (20, "rows of a slice"),
+    "burn_in": (4, "first rows of a slice, which only bring the memory up to date"),
+    "batch_size": (640, "rows of an update"),
+    "hidden": (64, "width of the networks"),
+    "lr": (1e-3, "learning rate at the beginning"),
+    "last_lr": (0.05, "share of the learning rate that is left at the end; it falls linearly"),
+    "gamma": (0.99, "discount"),
+    "tau": (0.05, "share of the weights that the target network takes at each update"),
+    "explore": (20_000, "frames in which the share of random actions falls from 1 to 0.01"),
+    "eval_every": (7_500, "frames between two evaluations"),
+    "save_every": (30_000, "frames between two checkpoints"),
+    "compile": None,  # samples differ in their number of rows: each would be compiled anew
+}
 
 
 class Heads(nn.Module):
@@ -56,83 +63,73 @@ class Heads(nn.Module):
         return value + advantage - advantage.mean(-1, keepdim=True)
 
 
-def make_networks(hidden: int, choose: nn.Module) -> tuple[TensorDictSequential, TensorDictSequential]:
-    """Create the Q-network and the policy that ``choose`` makes of it."""
-    encoder = nn.Sequential(nn.Linear(3, hidden), nn.Tanh())
-    parts: list[Any] = [
-        TensorDictModule(encoder, ["observation"], ["embedding"]),
-        GRUModule(hidden, hidden, in_key="embedding", out_key="features"),
-        TensorDictModule(Heads(hidden, 2), ["features"], ["action_value"]),
-    ]
-    acting = [*parts, TensorDictModule(choose, ["action_value"], ["action"])]
-    return TensorDictSequential(*parts), TensorDictSequential(*acting).select_out_keys("action", STATE)
-
-
-def mean_return(name: str, policy: Any, episodes: int, seed: int) -> float:
-    """Mean return of the first episode of so many envs; each step is worth 1, and 500 are the most."""
-    batch = rollout(LastAction(make_env(name, episodes, seed)), policy, 500, seed=seed)
-    return int((batch["collector", "traj_ids"] < episodes).sum()) / episodes
-
-
-def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -> dict[str, float]:
-    """Train for ``frames`` frames; return the greedy returns of the kept and the last weights, and the seconds."""
-    torch.manual_seed(seed)
-    greedy = EpsilonGreedy()
-    network, policy = make_networks(hidden, greedy)
-    total = -(-frames // FRAMES_PER_BATCH) * FRAMES_PER_BATCH
-    env = LastAction(make_env(name, NUM_ENVS, seed))
-    collector = Collector(env, policy, frames_per_batch=FRAMES_PER_BATCH, total_frames=total, seed=seed)
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate the best weights; return the result."""
+    torch.manual_seed(args.seed)
+    env = LastAction(make_env(args.env, args.num_envs, args.seed))
+    body: Any = {"hidden": 2 * (args.hidden,), "activation": nn.Tanh, "recurrent": "gru", "norm": False}
+    net = q_network(env, **body, epsilon=1.0)
+    linear = net[2]  # of plain action values; the parts before it are encoder and memory
+    net.module[2] = TensorDictModule(Heads(args.hidden, 2), linear.in_keys, linear.out_keys)
+    net.to(args.device)
+    epsilon = net[-1].module.epsilon
+    total = -(-args.frames // args.rows) * args.rows
+    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
+    collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}
+    collector = Collector(env, net, seed=seed, **collected)
     # Slices may hang over the end of an episode: else its last row, the one that pays less, would be in few of them.
-    sampler = SliceSampler(slice_len=SLICE, by="start", span=(False, SLICE - BURN_IN - 1), fill=False)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(KEPT, compact_obs=True), sampler=sampler, batch_size=ROWS)
-    loss = DQNLoss(
-        network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN, diagnostics=False
-    ).make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    updater = SoftUpdate(loss, tau=0.05)
-    best, weights, judged = -1.0, deepcopy(network.state_dict()), 0
-    start = time.perf_counter()
-    for batch in tqdm(collector, total=total // FRAMES_PER_BATCH, unit=" batches", disable=None):
+    span = (False, args.slice_len - args.burn_in - 1)
+    sampler = SliceSampler(slice_len=args.slice_len, by="start", span=span, fill=False)
+    storage = LazyTensorStorage(args.capacity, compact_obs=True, device=args.device)
+    buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=args.batch_size)
+    options: Any = {"loss_function": "smooth_l1", "burn_in": args.burn_in, "diagnostics": False}
+    loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
+    optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
+    target = SoftUpdate(loss, tau=args.tau)
+    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    test_env = LastAction(HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1)))
+    check = Evaluator(test_env, net, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = common.Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", buffer=buffer, collector=collector, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    losses: dict[str, Any] = {}
+    for batch in collector:
+        frames = collector.frames
         buffer.extend(batch)
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.95 * collector.frames / total)
-        for _ in range(UPDATES if len(buffer) >= START else 0):
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
+        for _ in range(args.updates if len(buffer) >= args.start else 0):
+            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
+                losses = loss(buffer.sample())
             optimizer.zero_grad()
-            loss(buffer.sample())["loss"].backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 10.0, foreach=True)
+            losses["loss"].backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 10.0, foreach=True)
             optimizer.step()
-            updater.step()
-        if collector.frames // 7500 > judged or collector.frames == total:
-            judged, greedy.epsilon = collector.frames // 7500, 0.0
-            found = mean_return(name, policy, 20, seed=10_000 + judged)
-            if found > best:
-                best, weights = found, deepcopy(network.state_dict())
-        greedy.epsilon = max(0.01, 1 - collector.frames / 20_000)
+            target.step()
+        epsilon.fill_(max(0.01, 1 - frames / args.explore))
+        stop = check(frames)
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
+        if stop or frames % args.save_every < len(batch) or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
     collector.shutdown()
-    seconds, greedy.epsilon = time.perf_counter() - start, 0.0
-    last = mean_return(name, policy, 100, seed=20_000)
-    network.load_state_dict(weights)
-    return {
-        "return": mean_return(name, policy, 100, seed=20_000),
-        "last": last,
-        "frames": total,
-        "s": seconds,
-    }
+    if check.best_weights is not None:
+        net.load_state_dict(check.best_weights)
+    if args.film:
+        drawn = LastAction(HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array")))
+        common.save_film(args.film, drawn, net, **judged)
+    return log.finish(evaluate(test_env, net, **judged | {"episodes": 5 * args.episodes}))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--frames", type=int, default=150_000, help="frames to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
-    args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
-    result = train(args.frames, args.seed)
-    print(
-        f"seed {args.seed}: "
-        + ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
-    )
+    train(common.parse("recurrent_dqn", argv))
     return 0
 
 

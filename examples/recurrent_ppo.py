@@ -1,7 +1,8 @@
 """Recurrent PPO on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
 
-``python -m flatroll demo`` runs it. A pole can only be balanced by who knows how fast it falls, so the policy
-needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays near 50.
+``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. A pole can only be
+balanced by who knows how fast it falls, so the policy needs a memory: with the GRU the mean return passes 450 (of 500),
+without it (``--memoryless``) it stays near 50. To resume a run that was stopped, give the same command again.
 """
 
 import argparse
@@ -12,20 +13,32 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule as Sampler
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictSequential
 from torch import nn
-from torch.distributions import Categorical
 from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.disk import Checkpoint
 from flatroll.estimators import GAE, ClipPPOLoss
-from flatroll.examples.report import parse, save_pictures, summary
+from flatroll.examples import common
 from flatroll.layout import run_starts
-from flatroll.layout.export import optional_package
-from flatroll.modules import GRUModule
-from flatroll.rollouts import Collector
-from flatroll.wrappers import RewardSum, as_vector_env
+from flatroll.modules import actor, critic
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
+
+OPTIONS = {
+    "env": ("CartPole-v1", "an id, or envpool:ID"),
+    "frames": (1_000_000, "stop after so many frames"),
+    "target": (450.0, "stop at this mean return of 100 episodes of the training"),
+    "memoryless": (False, "the same sizes without the GRU"),
+    "quiet": (False, "no progress bar"),
+    "num_envs": (64, "environments"),
+    "steps": (128, "rows of a batch for each environment"),
+    "epochs": (4, "times each row is learnt from, on average"),
+    "hidden": (64, "width of the networks"),
+    "lr": (3e-3, "learning rate at the beginning; it falls linearly"),
+    "seed": (0, "of weights, actions and environments"),
+    "compile": None,  # samples differ in their number of rows: each would be compiled anew
+}
 
 
 class HideVelocities(gym.vector.VectorObservationWrapper):
@@ -42,59 +55,39 @@ class HideVelocities(gym.vector.VectorObservationWrapper):
 
 def make_env(name: str, num_envs: int, seed: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     """CartPole from Gymnasium, or from envpool with ``envpool:CartPole-v1``."""
-    if name.startswith("envpool:"):
-        try:
-            import envpool
-        except ImportError as error:
-            raise ImportError(f'--env {name} needs envpool: pip install "flatroll[envpool]"') from error
-        env = as_vector_env(envpool.make_gymnasium(name[len("envpool:") :], num_envs=num_envs, seed=seed))
-    else:
-        env = as_vector_env(gym.make_vec(name, num_envs=num_envs))
-    env = RewardSum(HideVelocities(env))
+    env = RewardSum(HideVelocities(common.make_env(name, num_envs, seed)))
     return gym.wrappers.vector.TransformReward(env, lambda reward: 0.1 * reward)  # values near 10, not 100
-
-
-def make_agent(hidden: int, memory: bool) -> tuple[Any, Any, Any]:
-    """Create the actor, a value head on its features, and a stand-alone critic with the same weights."""
-    encoder = nn.Sequential(nn.Linear(2, hidden), nn.Tanh())
-    trunk: list[Any] = [TensorDictModule(encoder, ["observation"], ["embedding"])]
-    if memory:
-        trunk.append(GRUModule(hidden, hidden, in_key="embedding", out_key="features"))
-    else:
-        layer = nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh())
-        trunk.append(TensorDictModule(layer, ["embedding"], ["features"]))
-    policy = TensorDictModule(nn.Linear(hidden, 2), ["features"], ["logits"])
-    choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
-    head = TensorDictModule(nn.Linear(hidden, 1), ["features"], ["state_value"])
-    act: list[Any] = [*trunk, policy, choose]
-    judge: list[Any] = [*trunk, head]
-    return ProbabilisticTensorDictSequential(*act), head, TensorDictSequential(*judge)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Collect, estimate, store, draw slices, update; returns what the report shows."""
     torch.manual_seed(args.seed)
     env = make_env(args.env, args.num_envs, args.seed)
-    actor, head, critic = make_agent(args.hidden, memory=not args.memoryless)
-    state = [] if args.memoryless else [("next", "recurrent_state")]
-    acting = actor.select_out_keys("action", "action_log_prob", *state)  # what is worth a column
-    frames = args.num_envs * args.steps
-    total = -(-args.frames // frames) * frames
+    body: Any = {"hidden": 2 * (args.hidden,), "recurrent": None if args.memoryless else "gru", "norm": False}
+    policy = actor(env, **body, device=args.device)
+    value = critic(env, actor=policy, shared=True, device=args.device)  # the actor's body, memory included
+    rows = args.num_envs * args.steps
+    total = -(-args.frames // rows) * rows
     seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
-    collector = Collector(
-        env, acting, frames_per_batch=frames, total_frames=total, compact_obs=True, seed=seed
-    )
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic, shifted=True)
-    loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
-    weights = list(dict.fromkeys([*actor.parameters(), *critic.parameters()]))
-    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5)
+    collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
+    collector = Collector(env, policy, seed=seed, device=args.device, **collected)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value, shifted=True)
+    options: Any = {"critic_coeff": 0.5, "loss_critic_type": "l2", "normalize_advantage": True}
+    loss = ClipPPOLoss(policy, value[-1], **options)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
-    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), sampler=sampler)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
+    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    test_env = HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1))
+    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = common.Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", buffer=buffer, collector=collector, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
     curve: list[tuple[int, float]] = []
-    returns: list[float] = []
     seconds: dict[str, float] = defaultdict(float)
-    first: Any = None
-    batch: Any = None
+    first = last = None  # batches
     clock = start = time.perf_counter()
 
     def spent(name: str) -> None:
@@ -115,34 +108,42 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(4 * args.epochs):
                 sample = buffer.sample(args.steps * quarter)
                 spent("sample slices")
-                losses = loss(sample)
+                with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
+                    losses = loss(sample)
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, 0.5)
+                nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
                 optimizer.step()
                 spent("update")
-            optimizer.param_groups[0]["lr"] = args.lr * (1 - collector.frames / (1.02 * total))
-            first = batch if first is None else first
-            returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
-            curve.append((collector.frames, float(np.mean(returns[-100:] or [0.0]))))
-            bar.update(frames)
-            rate = collector.frames / (time.perf_counter() - start)
-            bar.set_postfix_str(f"return {curve[-1][1]:.0f}, {rate:,.0f} steps/s")
+            frames = collector.frames
+            optimizer.param_groups[0]["lr"] = args.lr * (1 - frames / (1.02 * total))
+            first, last = batch if first is None else first, batch
+            stop = check(frames)
+            log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
+            curve.append((frames, float(np.mean(log.returns or [0.0]))))
+            bar.update(rows)
+            bar.set_postfix_str(f"return {curve[-1][1]:.0f}, {frames / log.elapsed():,.0f} steps/s")
+            stop = stop or (len(log.returns) >= 100 and curve[-1][1] >= args.target)
+            if stop or frames % args.save_every < rows or frames == total:
+                checkpoint.save()
+                # New episodes, as after a restart: so a run that was killed ends at the same weights.
+                collector.load_state_dict(collector.state_dict())
             spent("rest")
-            if len(returns) >= 100 and curve[-1][1] >= args.target:
+            if stop:
                 break
     collector.shutdown()
-    return {"curve": curve, "first": first, "last": batch, "seconds": dict(seconds), "wall": clock - start}
+    if args.film:
+        drawn = HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))
+        common.save_film(args.film, drawn, policy, **judged)
+    report = {"curve": curve, "first": first, "last": last, "seconds": dict(seconds), "wall": clock - start}
+    return log.finish(evaluate(test_env, policy, **judged)) | report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
-    args = parse(argv)
-    optional_package("matplotlib", "plot", "the picture of the demo")  # missed now, not after the training
+    """Train once and print the result."""
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
-    result = train(args)
-    print(summary(result), *(f"saved {path}" for path in save_pictures(result, args.out)), sep="\n")
-    return 0 if args.memoryless or result["curve"][-1][1] >= args.target else 1
+    train(common.parse("recurrent_ppo", argv))
+    return 0
 
 
 if __name__ == "__main__":

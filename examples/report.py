@@ -1,34 +1,33 @@
-"""The demo's options and its report: result, time per part, bytes per transition, two pictures."""
+"""The demo and its report: result, time per part, bytes per transition, two pictures."""
 
-import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from flatroll.examples.common import parse
 
 #: Rows of a batch in the timeline.
 _ROWS = 512
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the demo's command line."""
-    parser = argparse.ArgumentParser(
-        prog="flatroll demo",
-        description="Recurrent PPO on CartPole with hidden velocities: with the GRU the mean return passes 450 of 500, "
-        "without it (--memoryless) it stays near 50.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--env", default="CartPole-v1", help="an id, or envpool:ID")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
-    parser.add_argument("--frames", type=int, default=1_000_000, help="stop after so many frames")
-    parser.add_argument("--target", type=float, default=450, help="stop at this mean return of 100 episodes")
-    parser.add_argument("--memoryless", action="store_true", help="the same sizes without the GRU")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--num-envs", type=int, default=64, help="environments")
-    parser.add_argument("--steps", type=int, default=128, help="rows of a batch for each environment")
-    parser.add_argument("--epochs", type=int, default=4, help="times each row is learnt from, on average")
-    parser.add_argument("--hidden", type=int, default=64, help="width of the networks")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate at the beginning")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, actions and environments")
-    return parser.parse_args(argv)
+def demo(argv: list[str] | None = None) -> int:
+    """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
+    with TemporaryDirectory() as folder:  # where the run is kept, until the pictures are drawn
+        args = parse(
+            "recurrent_ppo", ["--folder", folder, *(argv or [])], out=("out", "folder for the pictures")
+        )
+        import torch
+
+        from flatroll.examples import recurrent_ppo
+        from flatroll.layout.export import optional_package
+
+        optional_package(
+            "matplotlib", "plot", "the picture of the demo"
+        )  # missed now, not after the training
+        torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+        result = recurrent_ppo.train(args)
+    print(summary(result), *(f"saved {path}" for path in save_pictures(result, Path(args.out))), sep="\n")
+    return 0 if args.memoryless or result["curve"][-1][1] >= args.target else 1
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -1,147 +1,121 @@
-"""Soft actor-critic on Pendulum, trained on single transitions from a replay buffer.
+"""Soft actor-critic for continuous control, trained on single transitions from a replay buffer.
 
-``python -m flatroll.examples.sac`` trains it. One Adam minimises the sum of the three losses: the gradient of each
-reaches its own networks only.
+``python -m flatroll run sac`` swings up Pendulum. For MuJoCo take the settings of CleanRL's ``sac_continuous_action``:
+``--env HalfCheetah-v5 --num-envs 1 --lr 3e-4 --start 5000 --frames 1000000``. One Adam minimises the sum of the three
+losses: the gradient of each reaches its own networks only. A run that was stopped, or killed, goes on when the same
+command is given again.
 """
 
 import argparse
-import math
-import time
-from typing import Any, ClassVar
+from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule as Sampler
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
-from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.nn import functional as F
-from tqdm.auto import tqdm
+from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.disk import Checkpoint
 from flatroll.estimators import SACLoss, SoftUpdate
-from flatroll.rollouts import Collector
-from flatroll.wrappers import RewardSum, as_vector_env
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.modules import actor, q_network
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
 
-NUM_ENVS, START, ROWS = 4, 1000, 256
-UPDATES = NUM_ENVS  # after each step of all envs
-LIMIT = 2.0  # of Pendulum's action, either way
-
-
-class Squashed(Distribution):
-    """A normal distribution squashed by tanh into [-LIMIT, LIMIT]; one log-probability for all action dims.
-
-    ``TransformedDistribution`` of torch makes the same, and an update 8 % slower.
-    """
-
-    arg_constraints: ClassVar = {}  # pyright: ignore
-    has_rsample = True
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
-        self.loc, self.scale = loc, scale
-        self.last: tuple[Any, Any] = (None, None)  # an action, and the normal number that it was made of
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        raw = self.loc + self.scale * torch.randn((*sample_shape, *self.loc.shape))
-        self.last = LIMIT * raw.tanh(), raw
-        return self.last[0]
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        raw = self.last[1] if value is self.last[0] else (value / LIMIT).atanh()
-        noise = (raw - self.loc) / self.scale
-        slope = 2.0 * (math.log(2.0) - raw - F.softplus(-2.0 * raw)) + math.log(LIMIT)  # log of tanh's slope
-        return (-0.5 * noise.square() - self.scale.log() - 0.5 * math.log(2 * math.pi) - slope).sum(-1)
+OPTIONS = {
+    "env": ("Pendulum-v1", "an id of Gymnasium, or envpool:ID"),
+    "frames": (20_000, "to learn from"),
+    "num_envs": (4, "envs stepped at once; one update for each row"),
+    "start": (1_000, "frames with random actions, before the first update"),
+    "capacity": (1_000_000, "rows that the buffer keeps"),
+    "batch_size": (256, "rows of an update"),
+    "lr": (1e-3, "learning rate of actor and temperature at the beginning"),
+    "q_lr": (1e-3, "learning rate of the critics at the beginning"),
+    "last_lr": (1.0, "share of the learning rates that is left at the end; they fall linearly"),
+    "gamma": (0.99, "discount"),
+    "norm": (False, "the networks normalise observations by their running mean and deviation"),
+    "tau": (0.005, "share of the weights that the target networks take at each update"),
+    "save_every": (10_000, "frames between two checkpoints"),
+    "eval_every": (10_000, "frames between two evaluations"),
+}
 
 
-class LocScale(nn.Module):
-    """Splits a network's output into mean and standard deviation."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        loc, raw = x.chunk(2, -1)
-        return loc, (-5.0 + 3.5 * (raw.tanh() + 1.0)).exp()
-
-
-class Joined(nn.Module):
-    """A network that reads observation and action, concatenated."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        joined: Tensor = self.net(torch.cat([observation, action], -1))
-        return joined
-
-
-def mlp(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs), *more
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    torch.manual_seed(args.seed)
+    env = RewardSum(make_env(args.env, args.num_envs, args.seed))
+    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": args.norm, "device": args.device}
+    policy = actor(env, std="dependent", **body)  # squashed by tanh into the bounds of the space
+    critic: Any = q_network(env, **body)
+    if args.norm:
+        critic[0].statistics = policy[0].statistics  # one update serves both; rows in the buffer stay raw
+    loss = SACLoss(policy, critic, loss_function="l2", diagnostics=False)
+    loss.make_value_estimator(gamma=args.gamma)
+    compute: Any = torch.compile(loss) if args.compile else loss
+    groups: Any = [
+        {"params": [*policy.parameters(), loss.log_alpha], "lr": args.lr},
+        {"params": loss.qvalue_network.parameters(), "lr": args.q_lr},
+    ]
+    optimizer = torch.optim.Adam(groups, fused=True)
+    target = SoftUpdate(loss, tau=args.tau)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(min(args.capacity, args.frames), device=args.device),
+        batch_size=args.batch_size,
     )
 
-
-def make_agent(seen: int, acts: int) -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
-    """Create the actor and one Q-network; the loss makes the second one."""
-    head = TensorDictModule(mlp(seen, 2 * acts, LocScale()), ["observation"], ["loc", "scale"])
-    choose = Sampler(["loc", "scale"], ["action"], distribution_class=Squashed)
-    critic = TensorDictModule(Joined(mlp(seen + acts, 1)), ["observation", "action"], ["state_action_value"])
-    parts: list[Any] = [head, choose]
-    return ProbabilisticTensorDictSequential(*parts), critic
-
-
-def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]:
-    """Train for ``frames`` frames; return the mean return of the last 20 episodes and the seconds."""
-    torch.manual_seed(seed)
-    env: Any = RewardSum(as_vector_env(gym.make_vec(name, num_envs=NUM_ENVS)))
-    actor, critic = make_agent(env.single_observation_space.shape[0], env.single_action_space.shape[0])
+    total = -(-args.frames // args.num_envs) * args.num_envs
+    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collector = Collector(
         env,
-        actor.select_out_keys("action"),
-        frames_per_batch=NUM_ENVS,
-        total_frames=frames,
-        init_random_frames=START,
+        policy.select_out_keys("action"),
+        frames_per_batch=args.num_envs,
+        total_frames=total,
+        init_random_frames=args.start,
+        device=args.device,
         seed=seed,
     )
-    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), batch_size=ROWS)
-    loss = SACLoss(actor, critic, loss_function="l2").make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
-    updater = SoftUpdate(loss, tau=0.005)
-    returns: list[float] = []
-    start = time.perf_counter()
-    for batch in tqdm(collector, total=frames // NUM_ENVS, unit=" batches", disable=None):
-        returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
+    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    test_env = make_env(args.env, args.episodes, args.seed + 1)
+    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, buffer=buffer, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    losses: dict[str, Any] = {}
+    for batch in collector:
+        frames = collector.frames
         buffer.extend(batch)
-        if collector.frames < START:
-            continue
-        for _ in range(UPDATES):
-            losses = loss(buffer.sample())
+        if args.norm:
+            policy[0].update(batch)
+        left = 1 - (1 - args.last_lr) * frames / total
+        for group, first in zip(optimizer.param_groups, (args.lr, args.q_lr), strict=True):
+            group["lr"] = left * first
+        for _ in range(len(batch) if frames >= args.start else 0):
+            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
+                losses = compute(buffer.sample())
             optimizer.zero_grad()
             (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
             optimizer.step()
-            updater.step()
+            target.step()
+        stop = check(frames)
+        log(batch, frames, check, lr=left * args.lr, **losses)
+        if stop or frames % args.save_every < len(batch) or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
     collector.shutdown()
-    return {
-        "return": float(np.mean(returns[-20:] or [0.0])),
-        "frames": frames,
-        "s": time.perf_counter() - start,
-    }
+    found = evaluate(test_env, policy, **judged)
+    if args.film:
+        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), policy, **judged)
+    return log.finish(found)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--frames", type=int, default=20_000, help="frames to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    result = train(args.frames, args.seed)
-    print(
-        f"seed {args.seed}: "
-        + ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
-    )
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    train(parse("sac", argv))
     return 0
 
 

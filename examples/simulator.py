@@ -10,15 +10,15 @@ import csv
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule as Sampler
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from gymnasium import spaces
 from torch import nn
 
 from flatroll.estimators import GAE, ClipPPOLoss
-from flatroll.examples.ppo import Gaussian, LocScale, mlp
+from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
 from flatroll.wrappers import as_vector_env
 
@@ -48,20 +48,19 @@ def train(
     """
     torch.manual_seed(seed)
     env = as_vector_env(env)
-    spaces, size = env.single_observation_space, env.single_action_space.shape[0]
-    policy = TensorDictModule(
-        LocScale(mlp(spaces["actor"].shape[0], size, 0.01), size), ["actor"], ["loc", "scale"]
-    )
-    options: Any = {"distribution_class": Gaussian, "distribution_kwargs": {"validate_args": False}}
-    sampler = Sampler(["loc", "scale"], ["action"], return_log_prob=True, **options)
-    parts: list[Any] = [policy, sampler]
-    actor = ProbabilisticTensorDictSequential(*parts)
-    critic = TensorDictModule(mlp(spaces["critic"].shape[0], 1, 1.0), ["critic"], ["state_value"])
-    for part in (actor, critic):
-        part.to(env.capabilities.device)
-    collector = Collector(env, actor, frames_per_batch=STEPS * env.num_envs, total_frames=frames, seed=seed)
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    loss = ClipPPOLoss(actor, critic, entropy_coeff=0.0, normalize_advantage=True, critic_coeff=0.5)
+    device, seen = env.capabilities.device, env.single_observation_space
+
+    def part(key: str) -> Any:
+        return SimpleNamespace(
+            single_observation_space=spaces.Dict({key: seen[key]}),
+            single_action_space=env.single_action_space,
+        )
+
+    policy = actor(part("actor"), squash=False, norm=False, device=device)
+    value = critic(part("critic"), norm=False, device=device)
+    collector = Collector(env, policy, frames_per_batch=STEPS * env.num_envs, total_frames=frames, seed=seed)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
+    loss = ClipPPOLoss(policy, value, entropy_coeff=0.0, normalize_advantage=True, critic_coeff=0.5)
     weights = list(loss.parameters())
     optimizer = torch.optim.Adam(weights, lr=1e-3)
     curve = []

@@ -186,7 +186,7 @@ def test_a_call_without_a_command_names_them(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
-    assert "{demo,inspect,bench,compile}" in capsys.readouterr().err
+    assert "{demo,run,inspect,bench,compile}" in capsys.readouterr().err
 
 
 def test_compile_uses_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

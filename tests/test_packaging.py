@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from flatroll.examples.common import programs
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "flatroll"
 LINKED = (
@@ -23,7 +25,9 @@ LINKED = (
     "estimators",
     "examples",
 )  # folders at the root that the package reaches by links
-SHIPPED_EXAMPLES = {"__init__.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
+SHIPPED_EXAMPLES = {"__init__.py", "common.py", "last_action.py", "report.py"}  # what the programs import
+SHIPPED_EXAMPLES.add("curves.py")  # and what draws their runs
+SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # what `flatroll run` and `flatroll demo` run
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -78,5 +78,5 @@ def test_a_run_replaces_its_row_of_the_table_of_versions(tmp_path: Path) -> None
     )
     row = script["run_row"]("oldest", report)
     assert row.endswith("| 2,000 | 7 | 3 |")
-    table = "| environment | … |\n|---|---|\n| newest | 1 |\n| oldest | 2 |\n| oldest-torch | 3 |"
-    assert script["put_row"](table, row).split("\n")[2:] == ["| newest | 1 |", row, "| oldest-torch | 3 |"]
+    table = "| environment | … |\n|---|---|\n| newest | 1 |\n| oldest | 2 |\n| oldest torch | 3 |"
+    assert script["put_row"](table, row).split("\n")[2:] == ["| newest | 1 |", "| oldest torch | 3 |", row]

@@ -16,12 +16,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from typing_extensions import override
 
+from flatroll.layout.keys import ACTION_MASK
 from flatroll.layout.spaces import space_leaves
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
 from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
-#: The entry of an observation or of info that says which actions are legal.
-ACTION_MASK = "action_mask"
 #: The entry of the observation that holds the state of the whole game.
 STATE = "state"
 
@@ -183,7 +182,7 @@ class PettingZooSource(VectorSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         games = self._games
         # Of several groups the first one resets the games, and the others see what it has done.
-        if not games.began or self._turn != games.turn - 1:
+        if not games.began or self._turn == games.turn:
             games.reset(seed, options)
         self._turn = games.turn
         return self.obs, self.info
@@ -352,7 +351,8 @@ class Games:
         waits = sum(group.actions is None for group in self.groups)
         if waits:
             raise RuntimeError(
-                f"{waits} of {len(self.groups)} groups have no actions yet: send(actions) to each group, then step each"
+                f"{waits} of {len(self.groups)} groups have no actions yet: collect them all with a GroupCollector, or "
+                "send(actions) to each group, then step each"
             )
         self.turn, self.began = self.turn + 1, False
         for group in self.groups:

@@ -284,12 +284,17 @@ def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -
     """Raise TypeError unless step returns what reset does: the same tree, shapes, and dtypes that hold its values."""
     import jax  # pyright: ignore[reportMissingImports]
 
-    came = jax.tree.structure(after), [leaf.shape for leaf in jax.tree.leaves(after)]
-    wanted = jax.tree.structure(before), [leaf.shape for leaf in jax.tree.leaves(before)]
-    if came != wanted:
+    wanted, came = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (before, after)
+    )
+    if wanted != came or jax.tree.structure(before) != jax.tree.structure(after):
+        differing = [path for path in wanted | came if wanted.get(path) != came.get(path)]
+        where = f" at {differing[0]}" if differing and differing[0] else ""
+        old, new = (found.get(differing[0], "none") if differing else found for found in (wanted, came))
         raise TypeError(
             f"step of {env.name} must return a {what} of the structure and shapes that reset returns, "
-            f"{before}, got {after}"
+            f"{old}{where}, got {new}"
         )
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if (

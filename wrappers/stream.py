@@ -188,6 +188,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         Raises:
             ValueError: the env cannot reset chosen rows, hides its last observations, or has been reset already.
         """
+        if max_steps is not None and self._limit is not None and self._limit <= max_steps:
+            return  # a second evaluation in this env, say
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
@@ -279,6 +281,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
                     raise ValueError(_one_reward(f"shape {tuple(reward.shape)}"))
+                for name, flags in (("terminated", terminated), ("truncated", truncated)):
+                    if len(flags.reshape(-1)) != self.num_envs:
+                        raise ValueError(
+                            f"{name} must be one flag for each of {self.num_envs} envs, got shape {tuple(flags.shape)} "
+                            f"from {type(self.source.env).__name__}"
+                        )
                 reward, terminated = reward.reshape(shape), terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated

@@ -46,6 +46,9 @@ class TorchSource(VectorSource):
         self._is_legged = hasattr(env, "get_privileged_observations")
         self._has_privileged = self._is_legged and env.get_privileged_observations() is not None
         self._stepped = False
+        self._shapes: Tree = None  # of the observations of the last reset
+        self._check_step = self._check_final = True
+        self._shown: Tree = None  # what step returned last, until final observations have come
         self.env = env
         observation_space = _declared_space(env, "observation")
         seen = None if observation_space is not None else self._with_privileged(_seen(env))
@@ -114,6 +117,7 @@ class TorchSource(VectorSource):
                 f"device={str(self._device)!r} was expected, and {name} returns tensors on {str(leaf.device)!r}: name "
                 f"it, as_vector_env(env, device={str(leaf.device)!r})"
             )
+        self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
         # (legged_gym returns its privileged observations here, Genesis None.)
         return self._owned(obs), dict(info) if isinstance(info, dict) else {}
 
@@ -147,6 +151,11 @@ class TorchSource(VectorSource):
             )
         if self._copies and not self.lends:
             reward = reward.clone()
+        if self._check_final:
+            self._shown = obs
+        if self._check_step:
+            self._check_step = False
+            self._refuse_other_shapes("step's observations", obs)
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
     @override
@@ -158,6 +167,10 @@ class TorchSource(VectorSource):
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
+            if self._check_final:
+                self._check_final = False
+                self._refuse_other_shapes("the final observations", given)
+                self._refuse_shared(_plain(given))
             return _plain(given) if self.lends else self._owned(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
@@ -165,6 +178,26 @@ class TorchSource(VectorSource):
         numbers = shown["env_ids"]
         # Rows of the ended envs only, written into a copy of the observations that the step returned.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
+
+    def _refuse_other_shapes(self, name: str, obs: Tree) -> None:
+        """Raise if observations, the first ones after a reset, have other entries or shapes than the reset's."""
+        shapes = _shapes_of(_plain(obs))
+        if shapes != self._shapes:
+            raise ValueError(
+                f"{name} must have the entries and shapes of reset's, {self._shapes}, got {shapes} from "
+                f"{type(self.env).__name__}: return all rows and entries in each"
+            )
+
+    def _refuse_shared(self, final: Tree) -> None:
+        """Raise if the first final observations after a reset are in the memory that step shows, of new episodes."""
+        shared: list[bool] = []
+        shown, self._shown = _plain(self._shown), None
+        map_tree(lambda one, other: shared.append(one.data_ptr() == other.data_ptr() != 0), final, shown)
+        if any(shared):
+            raise ValueError(
+                f"the final observations of {type(self.env).__name__} are in the same memory as those that step "
+                "returns, so the reset has overwritten them: clone them before it"
+            )
 
     def _with_privileged(self, obs: Tree) -> Tree:
         """The observations, with legged_gym's privileged ones if it has any."""
@@ -225,6 +258,10 @@ def _device_of(env: object, seen: Tree) -> torch.device:
     held = [first_leaf(seen), *getattr(env, "__dict__", {}).values()]
     devices = [value.device for value in held if isinstance(value, Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _shapes_of(obs: Tree) -> Tree:
+    return map_tree(lambda leaf: tuple(leaf.shape), obs)
 
 
 def _plain(obs: Tree | TensorDictBase) -> Tree:

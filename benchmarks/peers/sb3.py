@@ -24,7 +24,9 @@ from torch.nn import functional as F
 from benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import GAE, ClipPPOLoss, SACLoss, SoftUpdate
-from flatroll.examples import ppo, sac
+from flatroll.modules import actor as make_actor
+from flatroll.modules import critic as make_critic
+from flatroll.modules import q_network
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
@@ -93,6 +95,9 @@ TASKS = {
 }
 
 
+READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
+
+
 class Progress:
     """Episode returns as they come, and when the mean of the last 20 first reached the target."""
 
@@ -137,9 +142,10 @@ def ppo_ours(task: Task, seed: int, progress: Progress) -> Act:
     """Train with PPO; return the greedy policy."""
     how, rows = task.options, task.num_envs * task.options["n_steps"]
     env: Any = RewardSum(as_vector_env(gym.make_vec(task.env, num_envs=task.num_envs)))
-    actor, critic = ppo.make_agent(env)
+    actor = make_actor(env, norm=False)
+    critic = make_critic(env, norm=False)
     total = -(-task.frames // rows) * rows
-    logits: Any = actor[0].module
+    logits: Any = nn.Sequential(actor[0].module, actor[1].module)
 
     def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module
         probability: Tensor = logits(observation).softmax(-1)
@@ -165,7 +171,7 @@ def ppo_ours(task: Task, seed: int, progress: Progress) -> Act:
         loss.clip_epsilon = now(how["clip_range"], left)
         with torch.no_grad():  # of all rows at once: the weights are still those that acted
             batch["action_log_prob"] = actor.get_dist(batch).log_prob(batch["action"])
-        data = gae(batch).select(*ppo.READ)
+        data = gae(batch).select(*READ)
         for _ in range(how["n_epochs"]):
             for some in data[torch.randperm(rows)].split(how["batch_size"]):
                 losses = loss(some)
@@ -181,11 +187,13 @@ def sac_ours(task: Task, seed: int, progress: Progress) -> Act:
     """Train with SAC; return the greedy policy."""
     how = task.options
     env: Any = RewardSum(as_vector_env(gym.make_vec(task.env, num_envs=task.num_envs)))
-    actor, critic = sac.make_agent(env.single_observation_space.shape[0], env.single_action_space.shape[0])
-    head: Any = actor[0]
+    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": False}
+    actor, critic = make_actor(env, std="dependent", **body), q_network(env, **body)
+    head: Any = nn.Sequential(actor[0].module, actor[1].module)  # means and deviations
+    limit = float(env.single_action_space.high[0])
 
     def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module
-        return sac.LIMIT * torch.normal(*head.module(observation)).tanh()
+        return limit * torch.normal(*head(observation)).tanh()
 
     collector = Collector(
         env,
@@ -211,7 +219,7 @@ def sac_ours(task: Task, seed: int, progress: Progress) -> Act:
         optimizer.step()
         updater.step()
     collector.shutdown()
-    return lambda seen: sac.LIMIT * head.module(torch.from_numpy(seen))[0].tanh().numpy()
+    return lambda seen: limit * head(torch.from_numpy(seen))[0].tanh().numpy()
 
 
 # -- stable-baselines3 ---------------------------------------------------------------------------------------------
@@ -247,10 +255,23 @@ def theirs(task: Task, seed: int, progress: Progress) -> Act:
 # -- the updates alone, by hand ------------------------------------------------------------------------------------
 
 
+def mlp(inputs: int, outputs: int, width: int, activation: type[nn.Module]) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        *(
+            nn.Linear(inputs, width),
+            activation(),
+            nn.Linear(width, width),
+            activation(),
+            nn.Linear(width, outputs),
+        )
+    )
+
+
 def ppo_floor(task: Task) -> Callable[[], None]:
     """One update of PPO in plain torch."""
     rows = task.options["batch_size"]
-    policy, critic = ppo.mlp(4, 2, 0.01), ppo.mlp(4, 1, 1.0)
+    policy, critic = mlp(4, 2, 64, nn.Tanh), mlp(4, 1, 64, nn.Tanh)
     weights = [*policy.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(weights, lr=1e-5, eps=1e-5, fused=True)
     seen, advantage, aim = torch.randn(rows, 4), torch.randn(rows), torch.randn(rows)
@@ -273,7 +294,8 @@ def ppo_floor(task: Task) -> Callable[[], None]:
 def sac_floor(task: Task) -> Callable[[], None]:
     """One update of SAC in plain torch."""
     rows = task.options["batch_size"]
-    policy, critics = sac.mlp(3, 2), nn.ModuleList([sac.mlp(4, 1), sac.mlp(4, 1)])
+    policy = mlp(3, 2, 256, nn.ReLU)
+    critics = nn.ModuleList([mlp(4, 1, 256, nn.ReLU) for _ in range(2)])
     targets, log_alpha = deepcopy(critics).requires_grad_(False), torch.zeros((), requires_grad=True)
     weights = [*policy.parameters(), *critics.parameters(), log_alpha]
     optimizer = torch.optim.Adam(weights, lr=1e-5, fused=True)

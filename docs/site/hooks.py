@@ -29,7 +29,7 @@ documented: set[str] = set()  # names that the pages of this build have anchors 
 SHOWN = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"} | {
     f"{'notebooks' if is_notebook(path) else 'programs'}/{path.stem}.md": str(path.relative_to(ROOT))
     for path in sorted((ROOT / "examples").rglob("*.py"))
-    if path.stem not in ("__init__", "report") and path.parent.name != "envs"
+    if path.stem not in ("__init__", "common", "last_action", "report")
 }
 PAGES = {source: uri for uri, source in SHOWN.items()}
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m flatroll demo | inspect PATH | bench [NAME ...] | compile``."""
+"""The command line: ``python -m flatroll demo | run [NAME ...] | inspect PATH | bench [NAME ...] | compile``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
-            return run_demo(words[1:])
+            from flatroll.examples.report import demo
+
+            return demo(words[1:])
+        if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # so do the programs
+            return run_program(words[1], words[2:])
         arguments = build_parser().parse_args(words)
         return int(arguments.run(arguments))
     except CommandError as error:
@@ -57,6 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     commands.add_parser("demo", help="train a recurrent policy with PPO (demo --help lists its options)")
 
+    run = commands.add_parser("run", help="train with one of the programs (run alone lists them)")
+    run.add_argument("name", nargs="?", metavar="NAME", help="of the program; run NAME --help: its options")
+    run.set_defaults(run=list_programs)
+
     look = commands.add_parser("inspect", help="describe a saved buffer or batch and check it")
     look.add_argument(
         "path", type=Path, metavar="PATH", help="folder of rows and versions, or written by TensorDict.memmap"
@@ -79,14 +88,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_demo(argv: list[str]) -> int:
-    """Hand the arguments to the example that trains a recurrent policy."""
-    from flatroll.examples.report import parse
+def list_programs(arguments: argparse.Namespace) -> int:
+    """Print the names of the programs, each with a line about it."""
+    from flatroll.examples.common import programs
 
-    parse(argv)  # --help and mistakes end here, before torch and all else is imported
-    from flatroll.examples import recurrent_ppo
+    print("\n".join(f"{name:<16} {line}" for name, line in programs().items()))
+    return 0
 
-    return recurrent_ppo.main(argv)
+
+def run_program(name: str, argv: list[str]) -> int:
+    """Hand the arguments to a program of the examples."""
+    from flatroll.examples.common import parse, programs
+
+    if name not in (known := programs()):
+        raise CommandError(f"no program named {name}; there are: {', '.join(known)}")
+    parse(name, argv)  # --help and mistakes end here, before torch and all else is imported
+    return int(import_module(f"flatroll.examples.{name}").main(argv))
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

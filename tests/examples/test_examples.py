@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flatroll.examples import recurrent_ppo
+from flatroll.examples import report
 
 needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
 needs_sb3 = pytest.mark.skipif(
@@ -31,7 +31,7 @@ def test_the_demo_prints_its_tables_and_saves_its_pictures(
         "1",
         "--quiet",
     ]
-    code = recurrent_ppo.main([*small, *arguments, "--out", str(tmp_path)])
+    code = report.demo([*small, *arguments, "--out", str(tmp_path)])
     assert code == (0 if arguments else 1)  # 1,024 frames do not reach the target
     printed = capsys.readouterr().out
     assert "mean return of the last 100 episodes" in printed
@@ -46,7 +46,7 @@ def test_the_bar_says_what_the_first_batch_waits_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--frames", "64", "--num-envs", "4", "--steps", "16", "--hidden", "8", "--epochs", "1"]
-    recurrent_ppo.main([*small, "--memoryless", "--out", str(tmp_path)])
+    report.demo([*small, "--memoryless", "--out", str(tmp_path)])
     assert "first batch; kernels are compiled, once" in capsys.readouterr().err
 
 
@@ -64,7 +64,7 @@ def test_the_demo_runs_on_envpool(tmp_path: Path) -> None:
         "--hidden",
         "8",
     ]
-    assert recurrent_ppo.main([*small, "--quiet", "--out", str(tmp_path)]) == 1
+    assert report.demo([*small, "--quiet", "--out", str(tmp_path)]) == 1
 
 
 def test_the_training_script_is_short_enough_to_read() -> None:

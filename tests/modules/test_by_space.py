@@ -13,7 +13,16 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Independent, Normal, kl_divergence
+from torch.distributions import (
+    AffineTransform,
+    Bernoulli,
+    Categorical,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+)
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss, SACLoss
@@ -183,6 +192,20 @@ def test_a_saturated_tanh_keeps_its_log_probability() -> None:
     assert at_bounds.log_prob(torch.tensor([[1.0, -1.0]])).isfinite()  # type: ignore[no-untyped-call]
 
 
+def test_the_squashed_normal_is_that_of_torch() -> None:
+    loc, scale = torch.randn(50, 2), torch.rand(50, 2) + 0.1
+    same = TransformedDistribution(
+        Independent(Normal(loc, scale), 1), [TanhTransform(), AffineTransform(0.0, 2.0)]
+    )
+    ours: Any = SquashedGaussian(loc, scale, low=-2.0, high=2.0)
+    action = 1.9 * torch.rand(50, 2)
+    torch.testing.assert_close(ours.log_prob(action), same.log_prob(action), atol=1e-3, rtol=1e-3)
+    drawn = ours.sample()
+    inside = (drawn.abs() < 1.9).all(-1)  # nearer to the limit, atanh loses digits
+    found, expected = ours.log_prob(drawn)[inside], same.log_prob(drawn)[inside]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_a_squashed_action_lies_within_its_bounds() -> None:
     low, high = torch.tensor([-0.1, 1e30, -3e38]), torch.tensor([0.7, 3e30, 3e38])
     dist = SquashedGaussian(torch.zeros(10_000, 3), torch.full((10_000, 3), 20.0), low=low, high=high)
@@ -347,3 +370,24 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
 def test_bad_input(call: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_observations_of_another_shape_are_refused() -> None:
+    several = spaces.Dict(kind=spaces.MultiDiscrete([2, 3]), image=spaces.Box(0, 255, (8, 8), np.uint8))
+    for space, key, column in (
+        (VECTOR, "observation", torch.zeros(6, 2)),
+        (several, "kind", torch.zeros(6, 1, dtype=torch.int64)),
+        (
+            several,
+            "image",
+            torch.zeros(6, 4, 8, dtype=torch.uint8),
+        ),  # six rows hold as many numbers as three images
+    ):
+        net = actor(SimpleNamespace(observation_space=space, action_space=spaces.Discrete(2)), norm=False)
+        rows = TensorDict({"observation": torch.zeros(6, 3), "kind": torch.zeros(6, 2).long()}, [6])
+        rows["image"] = torch.zeros(6, 8, 8, dtype=torch.uint8)
+        net(rows.clone())
+        with pytest.raises(
+            ValueError, match=r"must have shape \('\*', .*, got \(6, .*another space needs another network"
+        ):
+            net(rows.set(key, column))

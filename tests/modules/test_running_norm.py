@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,6 +159,30 @@ def test_before_the_first_update_only_the_clip_acts() -> None:
     norm = RunningNorm(("agents", "pos"), shape=(2,))
     out = norm(TensorDict({"agents": {"pos": torch.tensor([[3.0, 30.0]])}}, [1]))
     assert out["agents", "pos_norm"].tolist() == [[3.0, 10.0]]
+
+
+def test_losses_that_go_on_without_an_update_are_warned_of_once() -> None:
+    rows = next(windows("SameStep"))[0]
+    for learn in (None, "update", "load", "merge"):
+        norm, other = (RunningNorm("observation", shape=(3,)) for _ in range(2))
+        other.update(rows)
+        norm.statistics.unlearned = 3
+        for _ in range(9):
+            with torch.no_grad():
+                norm(rows.clone())  # as a collector acts
+        assert norm.statistics.unlearned == 3
+        if learn == "load":
+            norm.load_state_dict(other.state_dict())
+        elif learn is not None:
+            getattr(norm, learn)(rows if learn == "update" else other)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(9):
+                norm(rows.clone())
+        expected = (
+            [] if learn else ["RunningNorm('observation') was used in many losses and has counted nothing"]
+        )
+        assert [str(one.message)[: len(text)] for one, text in zip(told, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])

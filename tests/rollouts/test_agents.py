@@ -22,7 +22,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.layout import agents_of, audit
 from flatroll.modules import GRUModule, set_recurrent_mode
-from flatroll.rollouts import Collector, check_env_specs, rollout
+from flatroll.rollouts import Collector, GroupCollector, check_env_specs, rollout
 from flatroll.wrappers import PettingZooSource, StepCounter, as_vector_env
 from flatroll.wrappers.testing import ScriptedGame, check_vector_env
 
@@ -327,3 +327,62 @@ def test_game_steps_stay_unique_after_a_restart_and_over_writers() -> None:
 def test_two_runs_with_one_seed_are_equal() -> None:
     one, two = (Collector(games(2), frames_per_batch=50, seed=5).rollout() for _ in range(2))
     assert one is not None and two is not None and (one == two).all()
+
+
+GROUPS = {"one": ["a", "c"], "two": ["b", "d"]}
+
+
+def by_step(observation: Tensor) -> Tensor:
+    return (observation.sum(-1) % 5).long()
+
+
+def test_groups_have_the_rows_that_all_agents_have() -> None:
+    played = games(3)
+    together = PettingZooSource.groups(played, {"all": ["a", "b", "c", "d"]})
+    whole = GroupCollector(together, {"all": by_step}, steps_per_batch=9)
+    apart = GroupCollector(
+        PettingZooSource.groups(games(3), GROUPS), dict.fromkeys(GROUPS, by_step), steps_per_batch=9
+    )
+    alls: list[Any] = [whole.rollout()["all"] for _ in range(8)]
+    check_rows(alls, played)
+    for expected in alls:
+        for name, batch in apart.rollout().items():
+            assert audit(batch) == []
+            places = torch.tensor([played[0].possible_agents.index(agent) for agent in GROUPS[name]])
+            mine: Any = expected[torch.isin(expected["collector", "agent"], places)]
+            left_out = {("collector", "traj_ids"), ("collector", "num_agents")}
+            for key in set(mine.keys(True, True)) - left_out:
+                assert torch.equal(mine[key], batch[key]), (name, key)
+    absent = GroupCollector(
+        PettingZooSource.groups(games(1), {"d": ["d"], "rest": ["a", "b", "c"]}), steps_per_batch=2
+    )
+    assert {name: len(batch) for name, batch in absent.rollout().items()} == {"d": 0, "rest": 4}
+
+
+def test_groups_go_on_after_an_error() -> None:
+    class Fails(ScriptedGame):
+        steps = 0
+
+        def step(self, actions: Any) -> Any:
+            self.steps += 1
+            if self.steps == 5:
+                raise RuntimeError("the game failed")
+            return super().step(actions)
+
+    collector = GroupCollector(PettingZooSource.groups(Fails(0, EPISODES), GROUPS), steps_per_batch=4, seed=0)
+    collector.rollout()
+    with pytest.raises(RuntimeError, match="the game failed"):
+        collector.rollout()
+    for batch in collector.rollout().values():
+        assert batch["is_init"][0] and audit(batch) == []
+
+
+def test_group_collector_refuses() -> None:
+    groups = PettingZooSource.groups(ScriptedGame(0, EPISODES), GROUPS)
+    with pytest.raises(ValueError, match=r"policies must name groups of \['one', 'two'\], got \['three'\]"):
+        GroupCollector(groups, {"three": None}, steps_per_batch=4)
+    with pytest.raises(ValueError, match="steps_per_batch must be an integer of at least 1, got 0"):
+        GroupCollector(groups, steps_per_batch=0)
+    one = as_vector_env(PettingZooSource.groups(ScriptedGame(0, EPISODES), GROUPS)["one"])
+    with pytest.raises(RuntimeError, match="GroupCollector"):
+        Collector(one, frames_per_batch=4).rollout()

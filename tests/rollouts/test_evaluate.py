@@ -210,8 +210,9 @@ def test_an_env_made_by_a_function_is_closed_and_one_of_the_caller_is_not() -> N
 
 
 def test_max_steps_ends_episodes_that_never_would() -> None:
-    env = ScriptedVectorEnv(Script(2, lengths=10**6), autoreset_mode="Disabled")
-    assert evaluate(env, episodes=4, max_steps=7).lengths.tolist() == [7] * 4
+    env = as_vector_env(ScriptedVectorEnv(Script(2, lengths=10**6), autoreset_mode="Disabled"))
+    for _ in range(2):  # in one env, as during a training
+        assert evaluate(env, episodes=4, max_steps=7).lengths.tolist() == [7] * 4
 
 
 def test_deterministic_results_are_those_of_stable_baselines3() -> None:

@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
 from torch.distributions import Categorical
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.buffers import LazyTensorStorage, MultiStepTransform, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss
 from flatroll.modules import ActionMask, actor, critic, q_network
 from flatroll.rollouts import Collector, evaluate
@@ -110,10 +110,10 @@ def play(steps: int, seed: int, place: str, mode: str, kind: str) -> dict[str, A
     for name, policy in policies(Masked(1, place, mode, kind)).items():
         env = Masked(64, place, mode, kind)
         keys = ["action_mask"] if place == "info" and policy is None else []
+        first = 0 if policy is None else steps // 4  # random actions, then those of the policy
+        options: dict[str, Any] = {"init_random_frames": first, "info_keys": keys, "seed": seed}
         total = -(-steps // 512) * 512
-        for batch in Collector(
-            env, policy, frames_per_batch=512, total_frames=total, seed=seed, info_keys=keys
-        ):
+        for batch in Collector(env, policy, frames_per_batch=512, total_frames=total, **options):
             batches[name] = batch
         case = f"{name}, {place}, {mode}, {kind}"
         assert env.steps >= steps and env.illegal == 0, f"{case}: {env.illegal} illegal actions"
@@ -219,11 +219,35 @@ def test_recurrent_values_are_masked_in_slices() -> None:
     out["loss"].backward()
 
 
+def test_rows_of_n_steps_have_the_mask_of_the_observation_they_reach() -> None:
+    batch = next(Collector(Masked(), frames_per_batch=400, seed=0))
+    masks = {
+        tuple(seen.tolist()): mask
+        for rows in (batch, batch["next"])
+        for seen, mask in zip(rows["observation_of"], rows["action_mask"], strict=True)
+    }
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(400, compact_obs=True),
+        transform=MultiStepTransform(n_steps=3, gamma=0.9),
+        batch_size=256,
+    )
+    buffer.extend(batch)
+    sample = buffer.sample()
+    assert sample["steps_to_next_obs"].max() == 3
+    for seen, mask in zip(sample["next", "observation_of"], sample["next", "action_mask"], strict=True):
+        assert torch.equal(masks[tuple(seen.tolist())], mask)
+    out = DQNLoss(plain()).make_value_estimator(gamma=0.9)(sample)
+    legal = sample["next", "action_mask"].bool()
+    best = values(sample["next", "observation_of"]).masked_fill(~legal, -torch.inf).amax(-1, keepdim=True)
+    after = torch.where(sample["next", "terminated"], 0.0, sample["gamma"] * best)
+    assert out["target_value"] == pytest.approx(float((sample["next", "reward"] + after).mean()), abs=1e-5)
+
+
 def test_a_mask_that_allows_nothing_is_refused() -> None:
     rows = TensorDict({"logits": torch.zeros(3, 5), "action_mask": torch.ones(3, 5)}, [3])
     rows["action_mask"][1, :2] = 0
     ActionMask("logits")(rows.clone())
-    with pytest.raises(ValueError, match="at least one action in each row, got none in 1 of 3"):
+    with pytest.raises(ValueError, match=r"at least one action in each row, got none in rows \[1\] of 3"):
         ActionMask("logits", counts=(2, 3))(rows.clone())
     padded = rows.clone().set(("collector", "mask"), torch.tensor([True, False, True]))
     ActionMask("logits", counts=(2, 3))(padded)

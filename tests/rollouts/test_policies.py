@@ -1,5 +1,11 @@
 """Policies of every kind: what they are given, what of theirs is stored, and how random actions are drawn."""
 
+import os
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +22,14 @@ from tensordict.nn import (
     TensorDictSequential,
     set_composite_lp_aggregate,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 from flatroll.estimators import ClipPPOLoss
 from flatroll.layout import run_ends
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
-from flatroll.rollouts import Collector, rollout
+from flatroll.rollouts import Collector, evaluate, rollout
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.wrappers import CompactObs, StepCounter, as_vector_env
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
@@ -112,6 +119,68 @@ def test_policies_sample_unless_told_otherwise():
     assert (best["action"] == chances.argmax()).all()
     same = rollout(make(), policy, 5, exploration_type=InteractionType.DETERMINISTIC)
     assert (same["action"] == chances.argmax()).all()
+
+
+def test_threads_act_each_in_its_own_way_and_leave_none_behind():
+    """tensordict has one interaction type for all threads; windows that overlap must not use one another's."""
+    begun, seen = threading.Barrier(3), {kind: set() for kind in InteractionType}
+
+    def act(kind):
+        def policy(obs):
+            if not seen[kind]:
+                seen[kind].add(interaction_type())  # all windows are open before one of them acts on
+                with suppress(threading.BrokenBarrierError):
+                    begun.wait(0.2)
+            seen[kind].add(interaction_type())
+            time.sleep(1e-4)
+            seen[kind].add(interaction_type())
+            return torch.zeros(3, dtype=torch.int64)
+
+        if kind is InteractionType.MODE:
+            return evaluate(make(), policy, episodes=30, exploration_type=kind)
+        return rollout(make(), policy, 50, exploration_type=kind)
+
+    kinds = [InteractionType.RANDOM, InteractionType.DETERMINISTIC, InteractionType.MODE]
+    before = interaction_type()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(act, kinds))
+    assert [seen[kind] for kind in kinds] == [{kind} for kind in kinds]
+    assert interaction_type() is before
+
+
+def test_a_policy_may_roll_out_by_itself():
+    def plans(obs):
+        rollout(make(), lambda obs: torch.zeros(3, dtype=torch.int64), 2, exploration_type="mode")
+        kinds.append(interaction_type())
+        return torch.zeros(3, dtype=torch.int64)
+
+    kinds = []
+    rollout(make(), plans, 4)
+    assert kinds == [InteractionType.RANDOM] * len(kinds)
+
+
+def test_a_fork_acts_though_another_thread_was_acting():
+    go, inside = threading.Event(), threading.Event()
+
+    def waits(obs):
+        inside.set()
+        go.wait(60)
+        return torch.zeros(3, dtype=torch.int64)
+
+    thread = threading.Thread(target=rollout, args=(make(), waits, 1))
+    thread.start()
+    inside.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            rollout(make(), lambda obs: torch.zeros(3, dtype=torch.int64), 2)
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    go.set()
+    thread.join()
 
 
 def test_a_policy_runs_without_gradients_in_the_mode_it_is_in():

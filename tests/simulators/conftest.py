@@ -1,11 +1,15 @@
 """Real simulators, collected from and compared with their own physics: `make simulators`."""
 
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from traces import Counts
+
+from flatroll.wrappers import as_vector_env
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -15,32 +19,44 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             item.add_marker(pytest.mark.simulators)
 
 
-@pytest.fixture
-def report(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Record a simulator's row of the table in docs/compatibility.md, which `make simulators` writes."""
+class Report:
+    """A simulator's row of the table in docs/compatibility.md, which `make simulators` writes.
 
-    def record(
-        simulator: str,  # its name and the task's
-        package: str,  # whose version is shown
-        *,
-        mode: str,  # the autoreset mode
-        rows: int,  # compared with the simulator's own physics or trace
-        false: int,  # of these, those that differ
-        known: int,  # ends of episodes whose last observation is known
-        unknown: int,
-        first_seconds: float,  # of the first reset and step, which compile
-    ) -> None:
+    Args:
+        record: pytest's ``record_property``.
+    """
+
+    def __init__(self, record: Callable[[str, object], None]) -> None:
+        self._record = record
+
+    def start(self, make: Callable[[], Any], action: Any = None, *, steps: int = 1, **adapt: Any) -> Any:
+        """Make a simulator, adapt it (``adapt``: arguments of `as_vector_env`), reset and step it; record the seconds.
+
+        In these simulators compile. The action is a random one by default.
+        """
+        began = time.perf_counter()
+        env = as_vector_env(make(), **adapt)
+        env.reset(seed=1 if env.capabilities.seedable else None)  # type: ignore[attr-defined]
+        for _ in range(steps):
+            env.step(env.action_space.sample() if action is None else action)
+        self._record("first", f"{time.perf_counter() - began:.0f}")
+        return env
+
+    def add(self, simulator: str, package: str, mode: str, counts: Counts) -> None:
+        """Record the other cells: the simulator's name and the task's, the package whose version is shown."""
         cells = {
             "simulator": simulator,
             "version": f"{package} {version(package)}",
             "mode": mode,
-            "rows": f"{rows:,}",
-            "false": f"{false:,}",
-            "known": f"{known:,}",
-            "unknown": f"{unknown:,}",
-            "first": f"{first_seconds:.0f}",
+            "rows": f"{counts.rows:,}",
+            "false": f"{counts.false:,}",
+            "known": f"{counts.known:,}",
+            "unknown": f"{counts.unknown:,}",
         }
         for name, cell in cells.items():
-            record_property(name, cell)
+            self._record(name, cell)
 
-    return record
+
+@pytest.fixture
+def report(record_property: Callable[[str, object], None]) -> Report:
+    return Report(record_property)

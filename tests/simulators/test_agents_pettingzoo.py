@@ -1,6 +1,5 @@
 """PettingZoo's test envs, its knights and zombies, and MPE2: every row against what the games themselves returned."""
 
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from traces import Counts, assert_same
 
 pytest.importorskip("pettingzoo")
 from mpe2 import simple_adversary_v3, simple_speaker_listener_v4, simple_spread_v3
@@ -96,14 +96,10 @@ GAMES: dict[str, tuple[Callable[[], Any], int, bool]] = {
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_rows_are_what_the_games_returned(name: str, report: Callable[..., None]) -> None:
+def test_rows_are_what_the_games_returned(name: str, report: Any) -> None:
     make, count, state = GAMES[name]
-    started = time.perf_counter()
     games = [Recorder(make()) for _ in range(count)]
-    env = as_vector_env(PettingZooSource(games, state=state))
-    env.reset(seed=3)
-    env.step(env.action_space.sample())
-    seconds = time.perf_counter() - started
+    env = report.start(lambda: PettingZooSource(games, state=state))
     for game in games:
         game.moves.clear()
     collector = Collector(env, frames_per_batch=333, seed=3)
@@ -135,16 +131,7 @@ def test_rows_are_what_the_games_returned(name: str, report: Callable[..., None]
                 false += not right
                 ends += over or cut
     assert len(batch) == 4 * 333
-    report(
-        name,
-        "mpe2" if "MPE" in name else "pettingzoo",
-        mode="NextStep",
-        rows=len(batch),
-        false=false,
-        known=ends,
-        unknown=0,
-        first_seconds=seconds,
-    )
+    report.add(name, "mpe2" if "MPE" in name else "pettingzoo", "NextStep", Counts(len(batch), false, ends))
     assert false == 0 and ends > 5
     assert not any(audit(part) for part in batches)
     for line in agents_of(batch):
@@ -153,7 +140,8 @@ def test_rows_are_what_the_games_returned(name: str, report: Callable[..., None]
     # Two runs from one seed; knights_archers_zombies is another game after its first reset, whatever the seed.
     afresh = [PettingZooSource([make() for _ in games], state=state) for _ in range(2)]
     one, two = (Collector(source, frames_per_batch=333, seed=3).rollout() for source in afresh)
-    assert one is not None and two is not None and (one == two).all()
+    assert one is not None and two is not None
+    assert_same(one, two)
 
 
 def test_agents_die_in_the_midst_of_a_game() -> None:

@@ -1,12 +1,11 @@
 """VMAS' scenarios: every row against what the games themselves returned, over ends of both kinds."""
 
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from traces import Counts, assert_same
 
 pytest.importorskip("vmas")
 with warnings.catch_warnings():
@@ -52,13 +51,11 @@ class Recorder:
     ("scenario", "options"),
     [("balance", {}), ("simple_spread", {"continuous_actions": False, "dict_spaces": False})],
 )
-def test_rows_are_what_the_games_returned(scenario: str, options: Any, report: Callable[..., None]) -> None:
-    started = time.perf_counter()
-    env = make(scenario, **options)
-    recorder = Recorder(env)
+def test_rows_are_what_the_games_returned(scenario: str, options: Any, report: Any) -> None:
+    env = report.start(lambda: make(scenario, **options))
+    recorder = Recorder(env.source.env)
     collector = Collector(env, frames_per_batch=720, seed=1)
     first: Any = collector.rollout()
-    seconds = time.perf_counter() - started
     batches: list[Any] = [first, collector.rollout()]
     batch: Any = torch.cat(batches)
     agents = 3
@@ -83,20 +80,11 @@ def test_rows_are_what_the_games_returned(scenario: str, options: Any, report: C
             bad |= (mine["is_init"] == goes_on)[..., 0]
         false += int(bad.sum())
         ends += int((terminated | truncated).sum()) * agents
-    report(
-        f"VMAS, {scenario}",
-        "vmas",
-        mode="Disabled",
-        rows=len(batch),
-        false=false,
-        known=ends,
-        unknown=0,
-        first_seconds=seconds,
-    )
+    report.add(f"VMAS, {scenario}", "vmas", "Disabled", Counts(len(batch), false, ends))
     assert false == 0 and ends >= GAMES * agents
     assert audit(batch) == []
     again: Any = Collector(make(scenario, **options), frames_per_batch=720, seed=1).rollout()
-    assert (again == first).all()
+    assert_same(first, again)
 
 
 def test_the_contract_kit() -> None:

@@ -1,39 +1,16 @@
 """gymnax, and Gymnasium's phys2d: rows of a collector against the equations of CartPole and Pendulum."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
-from jax_trace import count_false, record_states
+from jax_trace import check_simulator, count_false
 
-from flatroll.layout import audit
-from flatroll.rollouts import Collector
-from flatroll.wrappers import as_functional, as_vector_env
-from flatroll.wrappers.testing import check_vector_env
+from flatroll.wrappers import as_functional
 
 jax = pytest.importorskip("jax")
 E, T = 16, 250
-
-
-def collect(make: Callable[[], Any]) -> tuple[Any, Any, float]:
-    """T steps of E envs, the states before each of them, and the seconds of the first batch of a row."""
-    env = make()
-    states = record_states(env.source)
-    start = time.perf_counter()
-    env.reset(seed=0)
-    env.step(env.action_space.sample())
-    first = time.perf_counter() - start
-    states.clear()
-    batch = next(iter(Collector(env, frames_per_batch=E * T, seed=0)))
-    return batch, states, first
-
-
-def same_again(make: Callable[[], Any], batch: Any) -> None:
-    again = next(iter(Collector(make(), frames_per_batch=E * T, seed=0)))
-    assert all(torch.equal(value, again[key]) for key, value in batch.items(True, True))
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "MountainCar-v0", "Catch-bsuite"])
@@ -43,60 +20,33 @@ def test_gymnax(name: str, report: Any) -> None:
     if name != "Catch-bsuite":  # episodes that end in time
         params = params.replace(max_steps_in_episode=40)
 
-    def make() -> Any:
-        return as_vector_env(as_functional(env, params=params), num_envs=E)
-
     def own(state: Any, action: Any) -> tuple[Any, ...]:
         obs, after, reward, done, _ = env.step_env(jax.random.key(0), state, action, params)
         if hasattr(env, "is_truncated"):
             return obs, reward, done, env.is_truncated(after, params)
         return obs, reward, None, None  # before 1.0
 
-    batch, states, first = collect(make)
-    false = count_false(batch, states, own, E)
-    ends = int(batch["next", "done"].sum())
-    report(
-        f"gymnax {name}",
-        "gymnax",
-        mode="SAME_STEP",
-        rows=E * T,
-        false=false,
-        known=ends,
-        unknown=0,
-        first_seconds=first,
-    )
-    assert false == 0 and audit(batch) == [] and ends > 50
-    check_vector_env(make(), steps=100)
-    same_again(make, batch)
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E)
+
+    adapted = report.start(lambda: as_functional(env, params=params), num_envs=E)
+    check_simulator(adapted, report, f"gymnax {name}", "gymnax", false, steps=T, ends=50)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v0"])
 def test_phys2d(name: str, report: Any) -> None:
     pytest.importorskip("flax")
-
-    def make() -> Any:
-        return as_vector_env(gym.make_vec(f"phys2d/{name}", num_envs=E))
-
-    batch, _, first = collect(make)
     physics = cartpole if name == "CartPole-v1" else pendulum
-    obs, reward, terminated = physics(batch["observation"].double(), batch["action"].double())
-    wrong = ~torch.isclose(batch["next", "observation"].double(), obs, atol=1e-5).all(-1)
-    wrong |= ~torch.isclose(batch["next", "reward"].squeeze(-1).double(), reward, atol=1e-4)
-    wrong |= batch["next", "terminated"].squeeze(-1) != terminated
-    false, ends = int(wrong.sum()), int(batch["next", "done"].sum())
-    report(
-        f"phys2d/{name}",
-        "gymnasium",
-        mode="SAME_STEP",
-        rows=E * T,
-        false=false,
-        known=ends,
-        unknown=0,
-        first_seconds=first,
-    )
-    assert false == 0 and audit(batch) == [] and ends >= E
-    check_vector_env(make(), steps=100)
-    same_again(make, batch)
+
+    def false(batch: Any, _: Any) -> int:
+        obs, reward, terminated = physics(batch["observation"].double(), batch["action"].double())
+        wrong = ~torch.isclose(batch["next", "observation"].double(), obs, atol=1e-5).all(-1)
+        wrong |= ~torch.isclose(batch["next", "reward"].squeeze(-1).double(), reward, atol=1e-4)
+        wrong |= batch["next", "terminated"].squeeze(-1) != terminated
+        return int(wrong.sum())
+
+    env = report.start(lambda: gym.make_vec(f"phys2d/{name}", num_envs=E))
+    check_simulator(env, report, f"phys2d/{name}", "gymnasium", false, steps=T, ends=E)
 
 
 def cartpole(obs: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

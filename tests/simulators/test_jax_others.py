@@ -1,58 +1,15 @@
-"""brax, navix and jumanji: rows of a collector against the simulator's own steps from the same states."""
+"""brax, navix, jumanji and craftax: rows of a collector against the simulator's own steps from the same states."""
 
-import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from jax_trace import count_false, record_states
+from jax_trace import check_simulator, count_false
 
-from flatroll.layout import audit
-from flatroll.rollouts import Collector
-from flatroll.wrappers import as_vector_env
-from flatroll.wrappers.testing import check_vector_env
+from flatroll.wrappers import as_functional, as_vector_env
 
 jax = pytest.importorskip("jax")
 E, T = 8, 60
-
-
-def check(
-    env: Any,
-    own: Callable[[Any, Any], tuple[Any, ...]],
-    report: Any,
-    name: str,
-    package: str,
-    ends: int,
-    atol: float,
-) -> None:
-    """Every row, the contract, and a second run from one seed; at least so many ends."""
-    adapted = as_vector_env(env, num_envs=E)
-    states = record_states(adapted.source)
-    start = time.perf_counter()
-    adapted.reset(seed=0)
-    adapted.step(adapted.action_space.sample())
-    first = time.perf_counter() - start
-    batches = []
-    for _ in range(2):
-        states.clear()
-        batches.append(next(iter(Collector(adapted, frames_per_batch=E * T, seed=0))))
-    batch, again = batches
-    false, over = count_false(batch, states, own, E, atol), int(batch["next", "done"].sum())
-    report(
-        name,
-        package,
-        mode="SAME_STEP",
-        rows=len(batch),
-        false=false,
-        known=over,
-        unknown=0,
-        first_seconds=first,
-    )
-    assert false == 0 and over >= ends and audit(batch) == []
-    assert all(torch.equal(value, again[key]) for key, value in batch.items(True, True))
-    assert adapted.source._step._cache_size() == 1
-    check_vector_env(adapted, steps=40)
 
 
 def test_brax(report: Any) -> None:
@@ -64,7 +21,11 @@ def test_brax(report: Any) -> None:
         cut = after.info["truncation"] > 0
         return after.obs, after.reward, (after.done > 0) & ~cut, cut
 
-    check(env, own, report, "brax inverted_pendulum", "brax", 10, 1e-4)
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E, 1e-4)
+
+    adapted = report.start(lambda: env, num_envs=E)
+    check_simulator(adapted, report, "brax inverted_pendulum", "brax", false, steps=T, ends=10)
     for wrapped in (envs.create("fast"), envs.create("fast", auto_reset=False, batch_size=4)):
         with pytest.raises(TypeError, match="auto_reset=False"):
             as_vector_env(wrapped, num_envs=4)
@@ -78,7 +39,11 @@ def test_navix(report: Any) -> None:
         after = env._step(state, action)
         return after.observation, after.reward, after.step_type == 2, after.step_type == 1
 
-    check(env, own, report, "navix Empty-5x5", "navix", 10, 0.0)
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E, 0.0)
+
+    adapted = report.start(lambda: env, num_envs=E)
+    check_simulator(adapted, report, "navix Empty-5x5", "navix", false, steps=T, ends=10)
 
 
 def test_jumanji(report: Any) -> None:
@@ -90,27 +55,33 @@ def test_jumanji(report: Any) -> None:
         cut = now.last() & (now.discount != 0)
         return now.observation.grid, now.reward, now.last() & ~cut, cut
 
-    adapted = as_vector_env(env, num_envs=E)
-    states = record_states(adapted.source)
-    start = time.perf_counter()
-    adapted.reset(seed=0)
-    adapted.step(adapted.action_space.sample())
-    first = time.perf_counter() - start
-    states.clear()
-    batch = next(iter(Collector(adapted, frames_per_batch=E * T, seed=0)))
-    assert audit(batch) == [] and set(batch.keys()) >= {"grid", "action_mask", "step_count_"}
-    over = int(batch["next", "done"].sum())
-    batch["next", "observation"] = batch["next", "grid"]
-    false = count_false(batch, states, own, E)
-    report(
-        "jumanji Snake",
-        "jumanji",
-        mode="SAME_STEP",
-        rows=len(batch),
-        false=false,
-        known=over,
-        unknown=0,
-        first_seconds=first,
-    )
-    assert false == 0 and over >= 5
-    check_vector_env(adapted, steps=40)
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E, key="grid")
+
+    adapted = report.start(lambda: env, num_envs=E)
+    batch = check_simulator(adapted, report, "jumanji Snake", "jumanji", false, steps=T, ends=5)
+    assert set(batch.keys()) >= {"grid", "action_mask", "step_count_"}
+
+
+def test_craftax(report: Any) -> None:
+    craftax = pytest.importorskip("craftax.craftax_env")
+    env = craftax.make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
+    limit = 30
+    endless, params = env.default_params, env.default_params.replace(max_timesteps=limit)
+    whole = as_functional(env, params=params)
+
+    def key_of(state: Any) -> Any:
+        """In place of a step's own key, so that the same state and action make the same step again."""
+        return jax.random.fold_in(jax.random.PRNGKey(3), state.timestep)
+
+    def own(state: Any, action: Any) -> tuple[Any, ...]:
+        obs, after, reward, _, _ = env.step_env(key_of(state), state, action, params)
+        over = env.is_terminal(after, endless)
+        return obs, reward, over, ~over & (after.timestep >= limit)
+
+    def false(batch: Any, states: Any) -> int:
+        return count_false(batch, states, own, E)
+
+    known = replace(whole, step=lambda key, state, action: whole.step(key_of(state), state, action))
+    adapted = report.start(lambda: known, num_envs=E)
+    check_simulator(adapted, report, "craftax Classic-Symbolic", "craftax", false, steps=T, ends=E)

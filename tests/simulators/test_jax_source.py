@@ -208,7 +208,7 @@ class Counts:
         (bad(step=lambda k, s, a: after(k, s, a)[:5]), "got 5 values"),
         (
             bad(step=lambda k, s, a: (after(k, s, a)[0], s["t"], 0.0, False, False, {})),
-            "state of the structure",
+            r"state of the structure .* returns, \(\) at \['episode'\], got none$",
         ),
         (bad(step=lambda k, s, a: (s["t"], *after(k, s, a)[1:])), "observation of the structure and shapes"),
         (

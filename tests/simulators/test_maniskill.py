@@ -1,57 +1,21 @@
 """ManiSkill's PickCube on the CPU, every row against the robot's joints as SAPIEN has them."""
 
-import time
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 
 pytest.importorskip("mani_skill")
-import sapien
-import sapien.wrapper.actor_builder as builder
-from traces import compare, run_block, trace_of
+from maniskill_env import LIMIT, bare, make
+from traces import assert_same, compare, run_block, trace_of
 
 from flatroll.layout import audit
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import as_vector_env
 from flatroll.wrappers.testing import check_vector_env
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mani_skill.envs  # noqa: F401
-    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
-
-STEPS, LIMIT = 130, 20
+STEPS = 130
 JOINTS = slice(0, 18)  # of the observation: the positions and speeds of nine joints
-
-
-class Material:
-    """Stands in for a material of the renderer, which needs a Vulkan device even where nothing is drawn."""
-
-    def __init__(self, base_color: Any = (1.0, 1.0, 1.0, 1.0), **_: object) -> None:
-        self.base_color = base_color
-
-
-def bare() -> Any:
-    """What ManiSkill's users call an env: `gym.make`, which sets the time limit."""
-    if not sapien.Device("cpu").can_render():
-        sapien.render.RenderMaterial = builder.sapien.render.RenderMaterial = Material
-    return gym.make(
-        "PickCube-v1",
-        num_envs=1,
-        obs_mode="state",
-        sim_backend="physx_cpu",
-        render_backend="none",
-        max_episode_steps=LIMIT,
-        enhanced_determinism=True,
-    )
-
-
-def make(auto_reset: bool = True) -> Any:
-    return ManiSkillVectorEnv(bare(), auto_reset=auto_reset)
 
 
 def policy(obs: torch.Tensor) -> torch.Tensor:
@@ -66,32 +30,18 @@ def test_gym_make_is_sent_to_the_vector_env() -> None:
 
 
 @pytest.mark.parametrize("auto_reset", [True, False])
-def test_rows_are_the_robot_s_states(auto_reset: bool, report: Callable[..., None]) -> None:
-    started = time.perf_counter()
-    env = make(auto_reset)
-    stream = as_vector_env(env)
-    stream.reset(seed=1)
-    stream.step(torch.zeros(1, 8))
-    seconds = time.perf_counter() - started
+def test_rows_are_the_robot_s_states(auto_reset: bool, report: Any) -> None:
+    stream = report.start(lambda: make(auto_reset), torch.zeros(1, 8))
+    env = stream.source.env
     robot = env.base_env.agent.robot
     trace = trace_of(env._env, lambda: torch.cat([robot.get_qpos(), robot.get_qvel()], 1))
     batch = rollout(stream, policy, num_steps=STEPS, seed=0)
     counts = compare(batch, "observation", trace, 1, JOINTS)
-    report(
-        "ManiSkill, PickCube" + ("" if auto_reset else ", auto_reset=False"),
-        "mani-skill",
-        mode="SameStep" if auto_reset else "Disabled",
-        rows=counts.rows,
-        false=counts.false,
-        known=counts.known,
-        unknown=counts.unknown,
-        first_seconds=seconds,
-    )
+    name = "ManiSkill, PickCube" + ("" if auto_reset else ", auto_reset=False")
+    report.add(name, "mani-skill", "SameStep" if auto_reset else "Disabled", counts)
     assert (counts.rows, counts.false, counts.known, counts.unknown) == (STEPS, 0, STEPS // LIMIT, 0)
     assert audit(batch) == []
-    again = rollout(as_vector_env(make(auto_reset)), policy, num_steps=STEPS, seed=0)
-    assert torch.equal(batch["observation"], again["observation"])
-    assert torch.equal(batch["next", "reward"], again["next", "reward"])
+    assert_same(batch, rollout(as_vector_env(make(auto_reset)), policy, num_steps=STEPS, seed=0))
 
 
 def test_the_named_key_is_there_in_ending_steps_only() -> None:

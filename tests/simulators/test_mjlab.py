@@ -1,7 +1,5 @@
 """mjlab's Cartpole on the CPU in both modes, every row against MuJoCo's own state."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ pytest.importorskip("mjlab")
 import mjlab.tasks.cartpole  # noqa: F401
 from mjlab.envs import ManagerBasedRlEnv
 from mjlab.tasks.registry import load_env_cfg
-from traces import Trace, compare, run_block
+from traces import Trace, assert_same, compare, run_block
 
 from flatroll.layout import audit, describe
 from flatroll.rollouts import rollout
@@ -37,9 +35,9 @@ def make(auto_reset: bool) -> Any:
     return Staggered(cfg, device="cpu")
 
 
-def adapt(env: Any) -> Any:
-    # auto_reset=False says by itself that the env leaves the resets to others.
-    return as_vector_env(env, autoreset_mode="SameStep" if env.cfg.auto_reset else None)
+def mode(auto_reset: bool) -> str | None:
+    """auto_reset=False says by itself that the env leaves the resets to others."""
+    return "SameStep" if auto_reset else None
 
 
 def observation(env: Any) -> torch.Tensor:
@@ -66,40 +64,26 @@ def policy(obs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("auto_reset", [True, False])
-def test_rows_are_mujoco_s_states(auto_reset: bool, report: Callable[..., None]) -> None:
-    started = time.perf_counter()
-    env = make(auto_reset)
-    stream = adapt(env)
-    stream.reset(seed=1)
-    stream.step(torch.zeros(ENVS, 1))
-    seconds = time.perf_counter() - started
-    trace = traced(env)
+def test_rows_are_mujoco_s_states(auto_reset: bool, report: Any) -> None:
+    stream = report.start(lambda: make(auto_reset), torch.zeros(ENVS, 1), autoreset_mode=mode(auto_reset))
+    trace = traced(stream.source.env)
     batch = rollout(stream, policy, num_steps=STEPS, seed=0)
     counts = compare(batch, "actor", trace, ENVS)
-    report(
-        "mjlab, Cartpole" + ("" if auto_reset else ", auto_reset=False"),
-        "mjlab",
-        mode="SameStep" if auto_reset else "Disabled",
-        rows=counts.rows,
-        false=counts.false,
-        known=counts.known,
-        unknown=counts.unknown,
-        first_seconds=seconds,
-    )
+    name = "mjlab, Cartpole" + ("" if auto_reset else ", auto_reset=False")
+    report.add(name, "mjlab", "SameStep" if auto_reset else "Disabled", counts)
     assert (counts.rows, counts.false) == (ENVS * STEPS, 0)
     assert counts.known + counts.unknown >= 2 * ENVS
     assert (counts.unknown if not auto_reset else counts.known) == 0
     assert audit(batch) == []
     assert ("no last observation" in describe(batch)) == auto_reset
     assert torch.equal(batch["actor"], batch["critic"])
-    again = rollout(adapt(make(auto_reset)), policy, num_steps=STEPS, seed=0)
-    for key in (("actor",), ("next", "reward"), ("next", "truncated"), ("action",)):
-        assert torch.equal(batch[key], again[key]), key
+    again = as_vector_env(make(auto_reset), autoreset_mode=mode(auto_reset))
+    assert_same(batch, rollout(again, policy, num_steps=STEPS, seed=0))
 
 
 @pytest.mark.parametrize("auto_reset", [True, False])
 def test_the_contract_kit(auto_reset: bool) -> None:
-    check_vector_env(adapt(make(auto_reset)), steps=30)
+    check_vector_env(as_vector_env(make(auto_reset), autoreset_mode=mode(auto_reset)), steps=30)
 
 
 def test_the_block_of_the_page() -> None:

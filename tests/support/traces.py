@@ -51,7 +51,14 @@ class Counts:
     rows: int
     false: int
     known: int
-    unknown: int
+    unknown: int = 0
+
+
+def assert_same(batch: TensorDictBase, again: TensorDictBase) -> None:
+    """Two runs from one seed are equal, in every column; NaN equals NaN."""
+    assert set(batch.keys(True, True)) == set(again.keys(True, True))
+    for key, column in batch.items(True, True):
+        torch.testing.assert_close(again[key], column, rtol=0, atol=0, equal_nan=True, msg=str(key))
 
 
 def trace_of(env: Any, read: Callable[[], Tensor]) -> Trace:

@@ -230,6 +230,69 @@ def test_a_simulator_that_steps_other_rows_than_it_says() -> None:
         as_vector_env(MjlabEnv(), autoreset_mode="SameStep", num_envs=4)
 
 
+def test_results_of_other_shapes_than_the_reset_s() -> None:
+    class Changes(MjlabEnv):
+        def __init__(self, change: Any) -> None:
+            super().__init__()
+            self.change = change
+
+        def step(self, action: Any) -> Any:
+            obs, *results = super().step(action)
+            return self.change(obs, *results)
+
+    def part(obs: Any, *results: Any) -> Any:
+        return {key: leaf[:1] for key, leaf in obs.items()}, *results
+
+    def narrow(obs: Any, *results: Any) -> Any:  # one column would fill all of them
+        return {key: leaf[:, :1] for key, leaf in obs.items()}, *results
+
+    def lacks(obs: Any, *results: Any) -> Any:
+        return {"actor": obs["actor"]}, *results
+
+    def one_flag(obs: Any, reward: Any, terminated: Any, *results: Any) -> Any:
+        return obs, reward, terminated[:1], *results
+
+    for change, text in (
+        (
+            part,
+            r"step's observations must have .* of reset's, \{'actor': \(3, 3\).*got \{'actor': \(1, 3\).* Changes",
+        ),
+        (narrow, r"step's observations must have .* got \{'actor': \(3, 1\)"),
+        (lacks, r"step's observations must have .* got \{'actor': \(3, 3\)\} from"),
+        (one_flag, r"terminated must be one flag for each of 3 envs, got shape \(1,\) from Changes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            next(Collector(as_vector_env(Changes(change), autoreset_mode="SameStep"), frames_per_batch=30))
+
+    class OneFinal(IsaacManagerEnv):  # one row would fill all of them
+        def step(self, action: Any) -> Any:
+            result = super().step(action)
+            if "final_obs" in self.extras:
+                self.extras["final_obs"] = {key: leaf[:1] for key, leaf in self.extras["final_obs"].items()}
+            return result
+
+    with pytest.raises(ValueError, match=r"the final observations must have .* got \{'policy': \(1, 3\)"):
+        next(Collector(OneFinal(final_obs=True), frames_per_batch=30))
+
+
+def test_final_observations_that_the_reset_overwrites() -> None:
+    class Genesis(GenesisEnv):
+        def step(self, action: Any) -> Any:
+            obs, *results, extras = super().step(action)
+            return obs, *results, {**extras, "final_obs": self.obs_buf}
+
+    class Isaac(IsaacDirectEnv):  # whose _get_observations returns a buffer
+        def step(self, action: Any) -> Any:
+            obs, *results, extras = super().step(action)
+            return obs, *results, {**extras, "final_obs": self._obs()} if "final_obs" in extras else extras
+
+    for env in (Genesis(), Isaac(final_obs=True)):
+        with pytest.raises(
+            ValueError, match=r"are in the same memory .* the reset has overwritten them: clone them"
+        ):
+            next(Collector(as_vector_env(env, autoreset_mode="SameStep"), frames_per_batch=30))
+
+
 def test_float_dones_of_any_shape() -> None:
     class Columns(PlaygroundEnv):
         def step(self, action: Any) -> Any:

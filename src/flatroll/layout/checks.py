@@ -12,6 +12,7 @@
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
 | `writer_number` | the number of a writer |
+| `legal_options` | a mask that leaves each choice an option |
 | `warn_of_scales` | rows of one scale |
 
 Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
@@ -19,7 +20,7 @@ Each returns the checked value, so that it can stand in an assignment: ``self.sl
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from operator import index
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
@@ -243,6 +244,53 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+
+
+def legal_options(
+    name: str,
+    mask: torch.Tensor,
+    counts: Sequence[int] | None = None,
+    *,
+    each: str = "row",
+    strict: bool = True,
+    real: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Split a mask of legal actions into those of its choices; a choice without an option is an error.
+
+    Errors are looked for on the CPU only, where this waits for nothing; elsewhere such a choice allows all its options.
+
+    Args:
+        name: of the mask, for the error.
+        mask: True (or 1) where an option is legal, ``[*B, sum(counts)]``.
+        counts: number of options of each choice. Default None: there is one choice.
+        each: what an element of the batch is, for the error.
+        strict: False: as elsewhere on the CPU, too.
+        real: bool ``[*B]``, the elements that count. Default None: all.
+
+    Returns:
+        Of each choice a bool ``[*B, count]``.
+
+    Raises:
+        ValueError: a choice of a real element has no option.
+
+    >>> legal_options("action_mask", torch.tensor([[1, 0, 1]]), (1, 2))
+    [tensor([[True]]), tensor([[False,  True]])]
+    """
+    allowed = mask.bool()
+    parts = [allowed] if counts is None else list(allowed.split_with_sizes(list(counts), -1))
+    some = [part.any(-1, keepdim=True) for part in parts]
+    if strict and mask.is_cpu and not torch.compiler.is_compiling():
+        if all(bool(one.all()) for one in some):
+            return parts
+        lacking = ~torch.cat(some, -1).all(-1)
+        lacking = lacking if real is None else lacking & real
+        if bool(lacking.any()):
+            where = lacking.flatten().nonzero().squeeze(-1).tolist()[:8]
+            raise ValueError(
+                f"{name} must leave at least one action in each {each}, got none in {each}s {where} of "
+                f"{lacking.numel()}: end the episode where there is nothing to do"
+            )
+    return [part | ~one for part, one in zip(parts, some, strict=True)]
 
 
 def warn_of_scales(stacklevel: int) -> None:

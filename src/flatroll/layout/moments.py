@@ -9,7 +9,7 @@ so no difference of large sums is taken, and a part with nothing in it changes n
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class Moments(nn.Module):
     count: Tensor
     mean: Tensor
     var: Tensor
+    #: Calls that may still read them before anything was counted; 0 once something was, or a state was loaded.
+    unlearned = 10_000
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -64,6 +66,11 @@ class Moments(nn.Module):
             if buffer is not None and old is not None and buffer.dtype is not torch.float64:
                 self._buffers[name] = old.to(buffer.device)
         return self
+
+    @override
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.unlearned = 0
 
     def add(self, *columns: tuple[str, Tensor, Tensor | None]) -> None:
         """Count rows of one or more columns: a name for errors, rows ``[N, *F]``, and which of them count.
@@ -91,6 +98,7 @@ class Moments(nn.Module):
 
     def _count(self, fresh: tuple[Tensor, ...]) -> None:
         """Merge count, mean and variance into the buffers."""
+        self.unlearned = 0
         to = self.count.device
         with torch.no_grad():  # a copy to a device need not be waited for, one from it must be
             moved = tuple(x.to(to, non_blocking=to.type != "cpu") for x in fresh)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 from typing_extensions import override
 
-from flatroll.layout.checks import expect, number, one_of, whole_number
+from flatroll.layout.checks import expect, legal_options, number, one_of, whole_number
 from flatroll.layout.keys import (
     ACTION,
     ACTION_MASK,
@@ -124,9 +124,10 @@ def actor(
     """
     one_of("std", std, ("independent", "dependent"))
     observation, action = _spaces_of(env)
-    body = _Body(observation, hidden, activation, cnn, recurrent, norm, action_mask is not False)
-    parts, width = body.parts("", recurrent_state=None)
-    masked = body.has_mask or bool(action_mask)
+    trunk = _trunk_of(
+        observation, hidden, activation, cnn, recurrent, norm, drop_mask=action_mask is not False
+    )
+    parts, masked = trunk.parts, trunk.has_mask or bool(action_mask)
     out_keys: list[Any] = []  # of the last head
     names: dict[str, NestedKey] = {}  # part of the action -> its key
     kinds: dict[str, type] = {}
@@ -134,10 +135,10 @@ def actor(
     leaves = space_leaves(action, (ACTION,))
     for key, path in leaves:
         space, name = part_of(action, path), ".".join(map(str, path))
-        kind, kwargs, head, written = _head_of(space, width, std, squash, name)
+        kind, kwargs, head, written = _head_of(space, trunk.width, std, squash, name)
         prefix = ("params", name) if path else ()
         out_keys = [plain_key((*prefix, entry)) for entry in written]
-        parts.append(TensorDictModule(head, [body.features], out_keys))
+        parts.append(TensorDictModule(head, [trunk.features], out_keys))
         if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             mask = plain_key((ACTION_MASK, *map(str, path)))
             parts.append(ActionMask(out_keys[0], mask, counts_of(space), strict=True))
@@ -205,18 +206,15 @@ def critic(
             raise ValueError(
                 f"actor must be one of flatroll.modules.actor: no part of it writes {FEATURES!r}"
             )
-        parts, features = taken[: ends[0] + 1], FEATURES
-        heads = [part for part in taken[ends[0] + 1 :] if features in part.in_keys]
+        heads = [part for part in taken[ends[0] + 1 :] if FEATURES in part.in_keys]
         width = next(layer.in_features for layer in heads[0].modules() if isinstance(layer, nn.Linear))
+        trunk = _Trunk(taken[: ends[0] + 1], FEATURES, width, has_mask=False)
     else:
-        observation, _ = _spaces_of(env)
-        body = _Body(observation, hidden, activation, cnn, recurrent, norm, without_mask=True)
-        body.take_norms(taken)
-        parts, width = body.parts("_value", recurrent_state="critic_state")
-        features = body.features
-    head = _linear(width, 1, gain=1.0)
-    parts = [*parts, TensorDictModule(head, [features], ["state_value"])]
-    return TensorDictSequential(*parts).to(device)
+        options: dict[str, Any] = {"norms": taken, "prefix": "_value", "state": "critic_state"}
+        trunk = _trunk_of(
+            _spaces_of(env)[0], hidden, activation, cnn, recurrent, norm, drop_mask=True, **options
+        )
+    return TensorDictSequential(*trunk.with_values("state_value", 1)).to(device)
 
 
 def q_network(
@@ -253,25 +251,29 @@ def q_network(
     torch.Size([5, 2])
     """
     observation, action = _spaces_of(env)
-    body = _Body(observation, hidden, activation, cnn, recurrent, norm, action_mask is not False)
-    if isinstance(action, spaces.Box):
-        if recurrent is not None:
-            raise ValueError(
-                f"recurrent={recurrent!r} is for values of each action, of a Discrete space, got {action}"
-            )
-        body.leaves.append((ACTION, ACTION, action))
-        parts, width = body.parts("", recurrent_state=None)
-        head = _linear(width, 1, gain=1.0)
-        parts.append(TensorDictModule(head, [body.features], ["state_action_value"]))
-        return TensorDictSequential(*parts).to(device)
-    if not isinstance(action, spaces.Discrete) or action.start != 0:
+    box = isinstance(action, spaces.Box)
+    if box and recurrent is not None:
+        raise ValueError(
+            f"recurrent={recurrent!r} is for values of each action, of a Discrete space, got {action}"
+        )
+    if not box and not (isinstance(action, spaces.Discrete) and action.start == 0):
         raise ValueError(
             f"q_network needs a Discrete action space that counts from 0, or a Box, got {action}: {_WAY_OUT}"
         )
-    parts, width = body.parts("", recurrent_state=None)
-    head = _linear(width, int(action.n), gain=1.0)
-    parts.append(TensorDictModule(head, [body.features], ["action_value"]))
-    if body.has_mask or action_mask:
+    trunk = _trunk_of(
+        observation,
+        hidden,
+        activation,
+        cnn,
+        recurrent,
+        norm,
+        drop_mask=action_mask is not False,
+        action=action if box else None,
+    )
+    if box:
+        return TensorDictSequential(*trunk.with_values("state_action_value", 1)).to(device)
+    parts = trunk.with_values("action_value", int(action.n))
+    if trunk.has_mask or action_mask:
         parts.append(ActionMask("action_value", ACTION_MASK, counts_of(action), strict=False))
     parts.append(TensorDictModule(EpsilonGreedy(epsilon), ["action_value"], [ACTION]))
     return TensorDictSequential(*parts).to(device)
@@ -320,19 +322,10 @@ class ActionMask(TensorDictModuleBase):
                 f"batch[{mask_key!r}] must have shape {tuple(logits.shape)}, one number for each action, got "
                 f"{tuple(mask.shape)}"
             )
-        allowed = mask.bool()
-        parts = (allowed,) if self.counts is None else allowed.split_with_sizes(self.counts, -1)
-        some = [part.any(-1, keepdim=True) for part in parts]
-        if self.strict and mask.is_cpu and not torch.compiler.is_compiling():
-            lacking = ~torch.cat(some, -1).all(-1)
-            if tensordict.get(MASK, None) is not None:  # padding may hold anything
-                lacking = lacking & marker(tensordict, MASK)
-            if bool(lacking.any()):
-                raise ValueError(
-                    f"batch[{mask_key!r}] must leave at least one action in each row, got none in "
-                    f"{int(lacking.sum())} of {lacking.numel()}: end the episode where there is nothing to do"
-                )
-        whole = [part | ~one for part, one in zip(parts, some, strict=True)]
+        real = (
+            None if tensordict.get(MASK, None) is None else marker(tensordict, MASK)
+        )  # padding may be empty
+        whole = legal_options(f"batch[{mask_key!r}]", mask, self.counts, strict=self.strict, real=real)
         lowest = torch.finfo(logits.dtype).min
         legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
         tensordict.set(key, torch.where(legal, logits, lowest))
@@ -491,94 +484,99 @@ class LocScale(nn.Module):
 FEATURES = "_features"
 
 
-class _Body:
-    """The parts of a network in front of its head.
+class _Trunk(NamedTuple):
+    """The parts of a network in front of its heads.
+
+    Attributes:
+        parts: modules, the last of which writes ``features``.
+        features: their key.
+        width: their size.
+        has_mask: whether the observation holds a mask of the legal actions, which the parts do not read.
+    """
+
+    parts: list[Any]
+    features: str
+    width: int
+    has_mask: bool
+
+    def with_values(self, key: str, size: int) -> list[Any]:
+        """The parts and a linear head that writes ``size`` values."""
+        head = _linear(self.width, size, gain=1.0)
+        return [*self.parts, TensorDictModule(head, [self.features], [key])]
+
+
+def _trunk_of(
+    observation: Any,
+    hidden: Sequence[int],
+    activation: type[nn.Module],
+    cnn: Cnn,
+    recurrent: Recurrent | None,
+    norm: bool,
+    *,
+    drop_mask: bool,
+    action: Any = None,
+    norms: Sequence[Any] = (),
+    prefix: str = "",
+    state: str | None = None,
+) -> _Trunk:
+    """The parts that make features of an observation.
 
     Args:
         observation: the space.
         hidden, activation, cnn, recurrent, norm: see `actor`.
-        without_mask: whether the entry "action_mask" of a Dict is no part of what the network sees.
+        drop_mask: whether the entry "action_mask" of a Dict is no part of what the network sees.
+        action: the space of an action that it sees, too. Default None: it does not.
+        norms: modules; a `RunningNorm` among them is used instead of an own one for its entry.
+        prefix: of the entries that the parts write.
+        state: name of the memory's states, which then begin with zeros at each run. Default None: they are stored.
     """
-
-    def __init__(
-        self,
-        observation: Any,
-        hidden: Sequence[int],
-        activation: type[nn.Module],
-        cnn: Cnn,
-        recurrent: Recurrent | None,
-        norm: bool,
-        without_mask: bool,
-    ) -> None:
-        one_of("cnn", cnn, ("small", "impala"))
-        one_of("recurrent", recurrent, (None, "gru", "lstm"))
-        self._hidden = [whole_number("hidden", size) for size in hidden]
-        if recurrent is not None and not self._hidden:
-            raise ValueError(
-                f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
-            )
-        self._activation, self._recurrent = activation, recurrent
-        self._cnn: Cnn = cnn
-        #: Whether the observation holds a mask of the legal actions.
-        self.has_mask = (
-            without_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+    one_of("cnn", cnn, ("small", "impala"))
+    one_of("recurrent", recurrent, (None, "gru", "lstm"))
+    sizes = [whole_number("hidden", size) for size in hidden]
+    if recurrent is not None and not sizes:
+        raise ValueError(
+            f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
         )
-        self.features = FEATURES
-        self.norms: dict[NestedKey, RunningNorm] = {}
-        #: Of each entry: its key, the key that the network reads, its space.
-        self.leaves: list[tuple[NestedKey, NestedKey, Any]] = []
-        for key, path in observation_leaves(observation):
-            if self.has_mask and as_tuple(key)[0] == ACTION_MASK:
-                continue
-            space: Any = part_of(observation, path)
-            read = key
-            if (
-                norm
-                and isinstance(space, spaces.Box)
-                and np.issubdtype(space.dtype, np.floating)
-                and not _is_image(space)
-            ):
-                self.norms[key] = RunningNorm(key, shape=tuple(space.shape))
-                read = self.norms[key].out_keys[0]
-            self.leaves.append((key, read, space))
-        if not self.leaves:
-            raise ValueError(f"the observation must have an entry besides {ACTION_MASK!r}, got {observation}")
-
-    def take_norms(self, parts: Sequence[Any]) -> None:
-        """Use the `RunningNorm` modules among ``parts`` instead of own ones."""
-        for part in parts:
-            if isinstance(part, RunningNorm) and part.in_keys[0] in self.norms:
-                self.norms[part.in_keys[0]] = part
-
-    def parts(self, prefix: str, recurrent_state: str | None) -> tuple[list[Any], int]:
-        """The parts, the last of which writes `features`, and the size of these.
-
-        Entries that they write begin with ``prefix``; ``recurrent_state`` names the memory's states, which then begin
-        with zeros at each run.
-        """
-        self.features = prefix + FEATURES
-        recurrent, layers = self._recurrent, list(self._hidden)
-        size = layers.pop() if recurrent is not None else 0
-        body = Encoder([space for *_, space in self.leaves], layers, self._activation, self._cnn)
-        keys: list[Any] = [read for _, read, _ in self.leaves]
-        if recurrent is None:
-            return [*self.norms.values(), TensorDictModule(body, keys, [self.features])], body.size
-        embedding = f"{prefix}_embedding"
-        kind: Any = GRUModule if recurrent == "gru" else LSTMModule
-        names = (
-            kind.state_keys
-            if recurrent_state is None
-            else [key.replace("recurrent_state", recurrent_state) for key in kind.state_keys]
-        )
-        memory = kind(
-            body.size,
-            size,
-            in_keys=[embedding, *names, IS_INIT],
-            out_keys=[self.features, *map(next_key, names)],
-            state="stored" if recurrent_state is None else "zero",
-        )
-        _orthogonal(memory.net, 1.0)
-        return [*self.norms.values(), TensorDictModule(body, keys, [embedding]), memory], size
+    has_mask = drop_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+    given = {part.in_key: part for part in norms if isinstance(part, RunningNorm)}
+    parts: list[Any] = []
+    keys: list[Any] = []  # that the encoder reads
+    seen: list[Any] = []  # their spaces
+    for key, path in observation_leaves(observation):
+        if has_mask and as_tuple(key)[0] == ACTION_MASK:
+            continue
+        space: Any = part_of(observation, path)
+        if (
+            norm
+            and isinstance(space, spaces.Box)
+            and np.issubdtype(space.dtype, np.floating)
+            and not _is_image(space)
+        ):
+            parts.append(given[key] if key in given else RunningNorm(key, shape=tuple(space.shape)))
+            key = parts[-1].out_key
+        keys.append(key)
+        seen.append(space)
+    if not keys:
+        raise ValueError(f"the observation must have an entry besides {ACTION_MASK!r}, got {observation}")
+    if action is not None:
+        keys.append(ACTION)
+        seen.append(action)
+    features, size = prefix + FEATURES, sizes.pop() if recurrent is not None else 0
+    body = Encoder(seen, sizes, activation, cnn)
+    if recurrent is None:
+        return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size, has_mask)
+    embedding = f"{prefix}_embedding"
+    kind: Any = GRUModule if recurrent == "gru" else LSTMModule
+    names = [key if state is None else key.replace("recurrent_state", state) for key in kind.state_keys]
+    memory = kind(
+        body.size,
+        size,
+        in_keys=[embedding, *names, IS_INIT],
+        out_keys=[features, *map(next_key, names)],
+        state="stored" if state is None else "zero",
+    )
+    _orthogonal(memory.net, 1.0)
+    return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size, has_mask)
 
 
 def _is_image(space: Any) -> bool:
@@ -643,6 +641,17 @@ def _entry_of(space: Any, cnn: Cnn) -> Any:
     )
 
 
+def _rows_of(x: Tensor, shape: tuple[int, ...]) -> torch.Size:
+    """The leading dims of an observation's entry ``[*B, *shape]``."""
+    lead = max(x.ndim - len(shape), 0)
+    if x.shape[lead:] != shape:
+        raise ValueError(
+            f"an observation's entry must have shape {('*', *shape)}, as in the space that the network was built for, "
+            f"got {tuple(x.shape)}: another space needs another network"
+        )
+    return x.shape[:lead]
+
+
 class VectorEntry(nn.Module):
     """Flattens an entry ``[*B, *shape]`` to ``[*B, size]``."""
 
@@ -652,7 +661,7 @@ class VectorEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.reshape(*x.shape[: x.ndim - len(self.shape)], self.size).to(dtype)
+        return x.reshape(*_rows_of(x, self.shape), self.size).to(dtype)
 
     @override
     def extra_repr(self) -> str:
@@ -674,7 +683,7 @@ class OneHotEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        columns = x.reshape(*x.shape[: x.ndim - len(self.shape)], -1).long() + self.start
+        columns = x.reshape(*_rows_of(x, self.shape), -1).long() + self.start
         out = torch.zeros(*columns.shape[:-1], self.size, dtype=dtype, device=x.device)
         return out.scatter_(-1, columns, 1.0)
 
@@ -706,7 +715,7 @@ class ImageEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = x.shape[: x.ndim - len(self.shape)]
+        rows = _rows_of(x, self.shape)
         x = x.reshape(-1, *self.shape)
         if len(self.shape) == 4 or self.last:
             x = x.movedim(-1, 1)

@@ -203,7 +203,11 @@ class SquashedGaussian(TransformedDistribution):
         high: Tensor | float = 1.0,
         event_dims: int = 1,
     ) -> None:
-        low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
+        # One number for all dims is expanded: the Jacobian has a factor for each dim.
+        shape = loc.shape[loc.ndim - event_dims :]
+        low, high = (
+            torch.as_tensor(end, dtype=loc.dtype, device=loc.device).expand(shape) for end in (low, high)
+        )
         base = Independent(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
         super().__init__(base, [_BoundedTanh(), _IntoBounds(low, high, event_dims)], validate_args=False)
 

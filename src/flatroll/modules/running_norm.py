@@ -1,6 +1,7 @@
 """`RunningNorm`: a layer that normalises an observation by the mean and variance of all observations so far."""
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class RunningNorm(TensorDictModuleBase):
 
     Only :meth:`update` changes the statistics. Call it in the process that learns, once for each collected batch, and
     update the collector's weights afterwards, as after a step of the optimizer: with ``track_policy_version=True`` the
-    version in a row says which statistics acted, too. Before the first update only ``clip`` has an effect.
+    version in a row says which statistics acted, too. Before the first update only ``clip`` has an effect; after 10,000
+    calls of losses without one, it warns.
 
     Integer and bool entries, such as images in uint8, are passed on as they are. A stack of frames is one observation
     like any other: each place in the stack has statistics of its own. A Dict observation needs one module for each
@@ -103,7 +105,10 @@ class RunningNorm(TensorDictModuleBase):
         x = require(tensordict, self.in_key)
         self._check_shape(self.in_key, x)
         if x.is_floating_point():
-            x = self.statistics.normalized(x, self.epsilon, self.clip)
+            moments = self.statistics
+            if not torch.compiler.is_compiling() and moments.unlearned:
+                self._warn_of_none(moments)
+            x = moments.normalized(x, self.epsilon, self.clip)
         tensordict.set(self.out_key, x)
         return tensordict
 
@@ -170,6 +175,20 @@ class RunningNorm(TensorDictModuleBase):
         if other.shape != self.shape:
             raise ValueError(f"other must be for shape {tuple(self.shape)}, got {tuple(other.shape)}")
         self.statistics.merge(other.statistics)
+
+    def _warn_of_none(self, moments: Moments) -> None:
+        """Warn once where networks learn and nothing is ever counted; a first batch or two is usual."""
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        moments.unlearned -= 1
+        if not moments.unlearned:
+            acts = "passes numbers on" if self.clip is None else f"only clips to {self.clip:g}"
+            warnings.warn(
+                f"RunningNorm({self.in_key!r}) was used in many losses and has counted nothing, so it {acts}: call its "
+                "update(batch) for each collected batch, or leave it out (norm=False). TorchRL's losses copy it",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _following(
         self, batch: TensorDictBase, rows: Tensor, ends: Tensor, final: TensorDictBase | None

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.checks import SCALED, warn_of_scales
@@ -168,7 +168,7 @@ class Collector(Facts):
         interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
-        self._exploration = InteractionType(exploration_type)
+        exploration = InteractionType(exploration_type)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -189,7 +189,15 @@ class Collector(Facts):
             devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
             wire = auto_register_policy_transforms is not False
-            runner.start(policy, steps, devices=devices, seed=seed, recurrent=wire, state_stride=state_stride)
+            runner.start(
+                policy,
+                steps,
+                devices=devices,
+                exploration=exploration,
+                seed=seed,
+                recurrent=wire,
+                state_stride=state_stride,
+            )
             undo.pop_all()
         self._runner, self._devices, self.env, self.policy = runner, devices, runner.env, policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
@@ -454,7 +462,7 @@ class Collector(Facts):
             self._pre_hook()
         began = perf_counter()
         runner, frames, random_frames = self._runner, self.frames_per_batch, self._random_frames
-        with torch.no_grad(), set_interaction_type(self._exploration):
+        with torch.no_grad():
             if not runner.started:
                 seed = self._seed
                 if seed is not None and self._frames != self._seeded_at:

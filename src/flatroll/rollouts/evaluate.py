@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.checks import expect, number, one_of, whole_number
@@ -162,12 +162,13 @@ def evaluate(
         runner = lead_pool(Runner(made, info_keys=info_keys))
         devices = make_devices(runner.device, policy_device=policy_device)
         # Only random actions need a seed; without one their generator would take a number of torch's.
-        runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, seed=seed if policy is None else 0)
+        random_seed = seed if policy is None else 0
+        runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
         # Env e plays (episodes + e) // E episodes, as with SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs
         play = _Play(runner, goal, info_keys, film)
         began = time.perf_counter()
-        with torch.no_grad(), set_interaction_type(exploration), _frozen(made, policy), _seeded(seed):
+        with torch.no_grad(), _frozen(made, policy), _seeded(seed):
             play.run(seed)
         return play.evaluation(time.perf_counter() - began)
 

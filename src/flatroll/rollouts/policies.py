@@ -1,9 +1,11 @@
 """Calls policies with one step's columns: tensordict modules, or callables from observation to action."""
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from threading import RLock
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -31,6 +33,21 @@ class PolicyModule(Protocol):
     out_keys: Sequence[NestedKey]
 
     def __call__(self, data: TensorDictBase, /) -> TensorDictBase: ...
+
+
+# Of each process, since a fork copies one that another thread holds.
+_TURNS: dict[int, Any] = {}
+
+
+def turn_to_act() -> Any:
+    """The lock under which a thread sets tensordict's interaction type and calls a policy.
+
+    The type is one for all threads. Without turns a thread could sample where it was told not to, because another one
+    was, or leave as it is what another has set.
+    """
+    return _TURNS.get(os.getpid()) or _TURNS.setdefault(
+        os.getpid(), RLock()
+    )  # a policy may roll out by itself
 
 
 def is_module(policy: object) -> TypeGuard[PolicyModule]:

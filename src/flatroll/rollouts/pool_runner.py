@@ -8,6 +8,7 @@ import torch
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import create_empty_array
 from tensordict import TensorDict
+from tensordict.nn import InteractionType
 from torch import Tensor
 
 from flatroll.layout.keys import NestedKey
@@ -51,6 +52,7 @@ class PoolRunner:
         steps: int,
         *,
         devices: Devices,
+        exploration: InteractionType,
         seed: int | None,
         recurrent: bool = True,
         state_stride: int = 1,
@@ -62,6 +64,7 @@ class PoolRunner:
             policy,
             steps,
             devices=devices,
+            exploration=exploration,
             seed=0,
             recurrent=recurrent,
             state_stride=state_stride,

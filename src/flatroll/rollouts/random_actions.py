@@ -1,14 +1,13 @@
 """Random actions for any action space, reproducible from a seed."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
-from torch import Tensor
 
+from flatroll.layout.checks import legal_options
 from flatroll.layout.keys import ACTION, ACTION_MASK, NestedKey, as_tuple
 from flatroll.layout.spaces import space_leaves
 from flatroll.specs import Composite, TensorSpec, as_spec
@@ -160,10 +159,8 @@ class RandomActions:
             raise ValueError(
                 f"{ACTION_MASK} must have shape {(len(drawn), sum(counts))} for {space}, got {tuple(allowed.shape)}"
             )
-        refuse_without_legal(allowed, counts)
-        picks = []
-        for part in allowed.bool().split_with_sizes(counts, -1):
-            picks.append(draw_masked(part | ~part.any(-1, keepdim=True), torch.Size(), self.generator))
+        options = legal_options(ACTION_MASK, allowed, counts, each="env")
+        picks = [draw_masked(part, torch.Size(), self.generator) for part in options]
         first = torch.as_tensor(space.start, device=self.generator.device)
         legal = torch.stack(picks, -1).view(drawn.shape) + first
         return legal.to(drawn.device, drawn.dtype)
@@ -177,23 +174,6 @@ class RandomActions:
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
         self._steps = [] if self._chunk is None else _unbind(self._chunk)
-
-
-def refuse_without_legal(allowed: Tensor, counts: Sequence[int] | None = None) -> None:
-    """Raise ValueError if a row of a mask ``[E, sum(counts)]`` allows no option of a choice; on the CPU only.
-
-    ``counts`` are the numbers of options of each choice; None, there is one choice.
-    """
-    if not allowed.is_cpu:
-        return
-    parts = (allowed,) if counts is None else allowed.split_with_sizes(list(counts), -1)
-    for part in parts:
-        some = part.any(-1)
-        if not bool(some.all()):
-            raise ValueError(
-                f"{ACTION_MASK} must leave at least one action in each env, got none in envs "
-                f"{(~some).nonzero().squeeze(-1).tolist()[:8]}: end the episode where there is nothing to do"
-            )
 
 
 def _unbind(chunk: Tree) -> list[Tree]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
 from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
@@ -61,12 +61,13 @@ def rollout(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    exploration = InteractionType(exploration_type)
     env = adapt_env(env, dtype=obs_dtype)
     runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
-    runner.start(policy, num_steps, devices=devices, seed=seed)
+    runner.start(policy, num_steps, devices=devices, exploration=exploration, seed=seed)
     missing = num_steps
-    with torch.no_grad(), set_interaction_type(exploration_type):
+    with torch.no_grad():
         runner.reset(seed)
         while missing > 0:
             for _ in range(missing):

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor
 
+from flatroll.layout.checks import legal_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
@@ -31,8 +33,9 @@ from flatroll.rollouts.policies import (
     PolicyModule,
     as_function_of_obs,
     is_module,
+    turn_to_act,
 )
-from flatroll.rollouts.random_actions import RandomActions, RandomPolicy, refuse_without_legal
+from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
@@ -143,11 +146,13 @@ class Runner:
         steps: int,  # vector steps to have room for
         *,
         devices: Devices,
+        exploration: InteractionType,  # how the policy's probabilistic parts choose
         seed: int | None = None,  # of random actions
         recurrent: bool = True,  # wire the recurrent states that the policy declares
         state_stride: int = 1,  # keep them in every n-th row of a trajectory, and in the first rows of runs
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
+        self._exploration = exploration
         space = self.env.single_action_space
         drawn_from = space
         if isinstance(policy, RandomPolicy):
@@ -393,9 +398,10 @@ class Runner:
             for key in self._mask_keys:
                 if key in columns:
                     columns[key] = self._allow_where_ended(columns[key])
-                    refuse_without_legal(columns[key])
+                    legal_options(ACTION_MASK, columns[key], each="env")
             columns.update(self.states)
-            action, written = policy(columns)
+            with turn_to_act(), set_interaction_type(self._exploration):
+                action, written = policy(columns)
             self.window.put(list(written), list(written.values()))
             # What it writes under ("next", state) is what the next step starts from.
             for key in self.states:
@@ -404,7 +410,8 @@ class Runner:
             assert policy is not None
             if not isinstance(obs, Tensor):
                 obs = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
-            action = policy(obs, self.stream.first)
+            with turn_to_act(), set_interaction_type(self._exploration):
+                action = policy(obs, self.stream.first)
         return self._draw_legal() if random else action
 
     def _draw_legal(self) -> Tree:

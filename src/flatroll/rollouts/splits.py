@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from tensordict.nn import InteractionType
 from torch import Tensor
 
 from flatroll.layout.keys import require
@@ -51,6 +52,7 @@ class SplitRunner:
         steps: int,
         *,
         devices: Devices,
+        exploration: InteractionType,
         seed: int | None,
         recurrent: bool,
         state_stride: int,
@@ -58,7 +60,15 @@ class SplitRunner:
         """Set the policy, and create windows with room for ``steps`` vector steps; see `Runner.start`."""
         refuse_memory(policy, "with splits=", "leave splits out")
         for part in self._parts:
-            part.start(policy, steps, devices=devices, seed=0, recurrent=recurrent, state_stride=state_stride)
+            part.start(
+                policy,
+                steps,
+                devices=devices,
+                exploration=exploration,
+                seed=0,
+                recurrent=recurrent,
+                state_stride=state_stride,
+            )
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
         self._drawn: list[list[Any]] = [[] for _ in self._parts]  # random actions that wait for a part's turn
         for i, part in enumerate(self._parts):

@@ -291,8 +291,8 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
 
     Args:
-        dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``; or the path of a set's folder, where its library
-            has put one.
+        dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. A set in a folder of yours comes in by
+            ``fetch=lambda name, folder: "PATH/data"``, under any name.
         batch_size, options: see `BaseDatasetExperienceReplay`.
         load_from_local_minari: take the set from the folder in which Minari keeps those that were made or fetched here,
             and never fetch it. Default False: fetch it, unless it is there.

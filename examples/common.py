@@ -1,0 +1,199 @@
+"""What the programs share: options, envs, the log, films.
+
+A program is a file of this folder with a table ``OPTIONS``: each option's name, default and meaning. `parse` reads the
+table without importing the program, so that ``python -m flatroll run NAME --help`` answers before torch is loaded.
+"""
+
+import argparse
+import ast
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+#: Options of every program. A program may give one of them another default, or None: then it has no such option.
+SHARED: dict[str, tuple[Any, str]] = {
+    "seed": (1, "of weights, actions and envs"),
+    "folder": (
+        "",
+        "log, checkpoints and result (default: out/PROGRAM/ENV-seedN); the run goes on from a checkpoint there",
+    ),
+    "log_every": (1_000, "frames between two lines of the log, at least a batch"),
+    "save_every": (100_000, "frames between two checkpoints"),
+    "eval_every": (100_000, "frames between two evaluations"),
+    "episodes": (20, "of each evaluation, played with the most probable actions"),
+    "stop_at": (None, "stop early at this mean return of an evaluation"),
+    "film": ("", "save the first episode of the trained policy as this .gif (needs pillow)"),
+    "device": ("cpu", "of networks and batches"),
+    "bfloat16": (False, "mixed precision in the losses"),
+    "compile": (False, "torch.compile the loss"),
+    "tensorboard": (False, "also write the log for TensorBoard"),
+}
+
+
+def programs() -> dict[str, str]:
+    """The names of the programs, and the first line of each one's text."""
+    found = {}
+    for file in sorted(FOLDER.glob("*.py")):
+        source = file.read_text()
+        if "\nOPTIONS = {" in source:
+            found[file.stem] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return found
+
+
+def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> argparse.Namespace:
+    """Parse the command line of a program, which may have more options than its table."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    tables = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS"
+    ]
+    own: dict[str, tuple[Any, str] | None] = ast.literal_eval(tables[0])
+    parser = argparse.ArgumentParser(
+        prog=f"flatroll run {name}",
+        description=ast.get_docstring(tree),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    table = {**own, **more, **{option: row for option, row in SHARED.items() if option not in own}}
+    for option, row in table.items():
+        if row is None:
+            continue
+        default, meaning = row
+        flag, shown = "--" + option.replace("_", "-"), meaning.replace("%", "%%")
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=shown)
+            continue
+        kind = float if default is None else type(default)
+        shown += "" if default in (None, "") else " (default: %(default)s)"
+        parser.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=shown)
+    args = parser.parse_args(argv)
+    args.program = name
+    place = f"{args.env}-seed{args.seed}".replace(":", "-").replace("/", "-")
+    args.folder = Path(args.folder or Path("out") / name / place)
+    return args
+
+
+def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
+    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now.
+
+    With ``render_mode=`` it is always Gymnasium's: envpool draws nothing.
+    """
+    import gymnasium as gym
+    import torch
+
+    from flatroll.wrappers import as_vector_env
+
+    if not name.startswith("envpool:") or "render_mode" in options:
+        name = name.removeprefix("envpool:")
+        if "render_mode" in options:
+            options["vectorization_mode"] = "sync"  # CartPole's own vector env draws otherwise
+        try:
+            made: Any = gym.make_vec(name, num_envs=num_envs, **options)
+        except gym.error.DependencyNotInstalled as error:  # its text says what to install
+            raise ImportError(str(error)) from error
+        return as_vector_env(made, dtype=torch.float32)
+    try:
+        import envpool
+    except ImportError as error:
+        raise ImportError(f'--env {name} needs envpool: pip install "flatroll[envpool]"') from error
+    name = name.removeprefix("envpool:")
+    made = envpool.make_gymnasium(name, num_envs=num_envs, seed=seed, **options)
+    return as_vector_env(made, dtype=torch.float32)
+
+
+class Log:
+    """Writes numbers to ``log.csv`` in the run's folder, and the result to ``result.json``.
+
+    It is part of the checkpoint: a run that resumes drops the lines behind the checkpoint, which it writes again.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.file = args, args.folder / "log.csv"
+        self.frames, self.seconds, self._since = 0, 0.0, time.perf_counter()
+        self.returns: list[float] = []  # of the last 100 episodes
+        self.ended: list[float] = []  # returns of the episodes since the last lines
+        self._first: list[str] = ["frames,seconds,name,value\n"]  # lines with which the file begins anew
+        self._writer: Any = None
+        args.folder.mkdir(parents=True, exist_ok=True)
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(args.folder)
+
+    def __call__(self, batch: Any, frames: int, check: Any = None, **numbers: Any) -> None:
+        """Note the episodes that ended in a batch; every so many frames write their mean return, and the numbers.
+
+        What an `Evaluator` has just found is written at once.
+        """
+        ended: list[float] = batch["next", "episode_reward"][batch["next", "done"]].tolist()
+        self.frames, self.returns, self.ended = frames, [*self.returns, *ended][-100:], [*self.ended, *ended]
+        evaluated = check is not None and check.history and check.history[-1][0] == frames
+        if evaluated:
+            numbers["evaluation"] = check.history[-1][1].mean
+        elif frames % self.args.log_every >= len(batch):
+            return
+        if self.ended:
+            numbers["return"] = sum(self.ended) / len(self.ended)
+            self.ended = []
+        with self.file.open("w" if self._first else "a") as file:
+            file.writelines(self._first)
+            self._first = []
+            for name, value in numbers.items():
+                number = float(value.detach() if hasattr(value, "detach") else value)
+                file.write(f"{frames},{self.elapsed():.2f},{name},{number:.6g}\n")
+                if self._writer is not None:
+                    self._writer.add_scalar(name, number, frames)
+
+    def elapsed(self) -> float:
+        """Seconds of this run, and of those that it goes on from."""
+        return self.seconds + time.perf_counter() - self._since
+
+    def finish(self, found: Any) -> dict[str, Any]:
+        """Write and print the result: the last 100 episodes of the training, and an `Evaluation`."""
+        seconds, mean = self.elapsed(), found.interval
+        result = {
+            "program": self.args.program,
+            "env": self.args.env,
+            "seed": self.args.seed,
+            "frames": self.frames,
+            "return": sum(self.returns) / max(len(self.returns), 1),
+            "evaluation": mean.value,
+            "interval": [mean.low, mean.high],
+            "seconds": round(seconds, 1),
+        }
+        (self.args.folder / "result.json").write_text(json.dumps(result) + "\n")
+        print(json.dumps(result))
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frames, the seconds and the returns."""
+        numbers = {"frames": self.frames, "seconds": self.elapsed()}
+        return {**numbers, "returns": self.returns, "ended": self.ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.frames, self.returns, self.ended = state["frames"], list(state["returns"]), list(state["ended"])
+        self.seconds, self._since = state["seconds"], time.perf_counter()
+        if self.file.exists():
+            _, *lines = self.file.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            self._first += [line for line in whole if int(line.partition(",")[0]) <= self.frames]
+
+
+def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:
+    """Play one episode and save it as an animated GIF of 30 frames a second.
+
+    Args:
+        file: ends in ``.gif``.
+        env: made with ``render_mode="rgb_array"``.
+        policy, options: as for `evaluate`.
+    """
+    from PIL import Image
+
+    from flatroll.rollouts import evaluate
+
+    frames: Any = evaluate(env, policy, film="first", **options | {"episodes": 1}).film
+    first, *others = map(Image.fromarray, frames.numpy())
+    first.save(file, save_all=True, append_images=others, duration=33, loop=0)

@@ -1,0 +1,106 @@
+"""DQN on vector observations, at the settings of CleanRL's ``dqn``.
+
+``python -m flatroll run dqn`` balances CartPole. Single transitions come from a replay buffer, which is part of the
+checkpoint: each save writes the rows that are new. A run that was stopped, or killed, goes on when the same command is
+given again.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.disk import Checkpoint
+from flatroll.estimators import DQNLoss, HardUpdate
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.modules import q_network
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
+
+OPTIONS = {
+    "env": ("CartPole-v1", "an id of Gymnasium, or envpool:ID"),
+    "frames": (500_000, "to learn from"),
+    "num_envs": (1, "envs stepped at once"),
+    "start": (10_000, "frames before the first update"),
+    "train_every": (10, "frames between two updates"),
+    "target_every": (500, "frames between two copies of the weights to the target network"),
+    "capacity": (10_000, "rows that the buffer keeps"),
+    "batch_size": (128, "rows of an update"),
+    "lr": (2.5e-4, "learning rate at the beginning"),
+    "last_lr": (1.0, "share of the learning rate that is left at the end; it falls linearly"),
+    "gamma": (0.99, "discount"),
+    "last_epsilon": (0.05, "share of random actions at the end"),
+    "exploration": (0.5, "share of the frames in which the share of random actions falls from 1 to that"),
+    "double": (False, "double DQN: the network chooses the next action, the target network says its value"),
+}
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    torch.manual_seed(args.seed)
+    env = RewardSum(make_env(args.env, args.num_envs, args.seed))
+    net = q_network(env, hidden=(120, 84), norm=False, epsilon=1.0, device=args.device)
+    epsilon = net[-1].module.epsilon
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
+    )
+    loss = DQNLoss(net, loss_function="l2", double_dqn=args.double, diagnostics=False)
+    loss.make_value_estimator(gamma=args.gamma)
+    compute: Any = torch.compile(loss) if args.compile else loss
+    optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
+    target = HardUpdate(loss, value_network_update_interval=args.target_every // args.train_every)
+
+    total = -(-args.frames // args.train_every) * args.train_every
+    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
+    collector = Collector(
+        env, net, frames_per_batch=args.train_every, total_frames=total, device=args.device, seed=seed
+    )
+    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    test_env = make_env(args.env, args.episodes, args.seed + 1)
+    check = Evaluator(test_env, net, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "target": target, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, buffer=buffer, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    losses: dict[str, Any] = {}
+    for batch in collector:
+        frames = collector.frames
+        buffer.extend(batch)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
+        if frames >= args.start:
+            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
+                losses = compute(buffer.sample())
+            optimizer.zero_grad()
+            losses["loss"].backward()
+            optimizer.step()
+            target.step()
+        epsilon.fill_(
+            max(args.last_epsilon, 1 - (1 - args.last_epsilon) * frames / (args.exploration * total))
+        )
+        stop = check(frames)
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
+        if stop or frames % args.save_every < len(batch) or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
+    collector.shutdown()
+    found = evaluate(test_env, net, **judged)
+    if args.film:
+        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), net, **judged)
+    return log.finish(found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once and print the result."""
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    train(parse("dqn", argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Wrappers of environments that the example programs use."""

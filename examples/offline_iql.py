@@ -1,0 +1,126 @@
+"""Implicit Q-learning from a Minari data set, without an env until the evaluation.
+
+``python -m flatroll run offline_iql`` makes a set of Pendulum, played by a controller of which six in ten actions are
+random, stores it as a buffer on disk, and learns a better policy from it; ``--data`` takes a set of yours, of the same
+``--env``. The loss is TorchRL's, on rows as they are (``pip install "flatroll[minari,torchrl]"``). Frames are updates
+here. A run that was stopped, or killed, goes on when the same command is given again.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium.wrappers.vector import ClipAction
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from flatroll.datasets import MinariExperienceReplay
+from flatroll.disk import Checkpoint
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.export import export
+from flatroll.modules import actor, critic, q_network
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.trainers.versions import trainer_imports
+
+OPTIONS = {
+    "env": ("Pendulum-v1", "an id of Gymnasium, for the evaluation"),
+    "data": ("", "name of a Minari set, fetched by its library (default: made here, of Pendulum)"),
+    "episodes_made": (200, "of the set that is made here"),
+    "frames": (5_000, "updates"),
+    "batch_size": (256, "rows of an update"),
+    "lr": (1e-3, "learning rate"),
+    "gamma": (0.99, "discount"),
+    "expectile": (0.8, "of the values: near 1, those of the best actions in the set"),
+    "temperature": (3.0, "how much better actions are preferred, in deviations of the rewards"),
+    "tau": (0.005, "share of the weights that the target networks take at each update"),
+    "save_every": (1_000, "updates between two checkpoints"),
+    "eval_every": (500, "updates between two evaluations"),
+}
+
+
+def swing_up(seen: Tensor) -> Tensor:
+    """Give Pendulum energy until it is up, and hold it there; six in ten actions are random instead."""
+    cos, sin, speed = seen.unbind(-1)
+    lacking = 5.0 - (speed.square() / 6.0 + 5.0 * cos)
+    hold = -(8.0 * torch.atan2(sin, cos) + 2.0 * speed)
+    action = torch.where(cos > 0.9, hold, 2.0 * speed * lacking).clamp(-2.0, 2.0)
+    drawn = 4.0 * torch.rand_like(action) - 2.0
+    return torch.where(torch.rand_like(action) < 0.6, drawn, action).unsqueeze(-1)
+
+
+def make_set(args: argparse.Namespace, folder: Path) -> Path:
+    """Write whole episodes of `swing_up` as a Minari set in a folder; return where it is."""
+    env = make_env("Pendulum-v1", args.episodes_made)
+    batch = Collector(env, swing_up, frames_per_batch=200 * args.episodes_made, seed=args.seed).rollout()
+    spaces = {name: getattr(env, f"single_{name}") for name in ("observation_space", "action_space")}
+    export(batch, folder / "data", "minari", progress=False, **spaces)
+    return folder / "data"
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    with warnings.catch_warnings(action="ignore"), trainer_imports("torchrl", "0.14", "0.15", "torchrl"):
+        from torchrl.objectives import IQLLoss, SoftUpdate  # warns about packages that are not there
+    torch.manual_seed(args.seed)
+    log = Log(args)
+    made: Any = {} if args.data else {"fetch": lambda name, folder: make_set(args, folder)}
+    data = MinariExperienceReplay(
+        args.data or "pendulum/noisy-v0", args.batch_size, root=args.folder / "rows", progress=False, **made
+    )
+    rows = data[:]  # of the whole set, for its returns
+    rewards, ids = rows["next", "reward"].squeeze(-1), rows["collector", "traj_ids"]
+    if not log.returns:
+        log.returns = torch.zeros(int(ids.max()) + 1).index_add_(0, ids, rewards).tolist()
+    deviation = rewards.std()
+    env = ClipAction(make_env(args.env, args.episodes))
+    body: Any = {"hidden": (64, 64), "activation": nn.ReLU, "norm": False, "device": args.device}
+    policy = actor(env, squash=False, **body)
+    networks = policy, q_network(env, **body), critic(env, **body)
+    loss = IQLLoss(*networks, expectile=args.expectile, temperature=args.temperature)
+    loss.make_value_estimator(gamma=args.gamma)
+    target = SoftUpdate(loss, tau=args.tau)
+    compute: Any = torch.compile(loss) if args.compile else loss
+    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
+
+    judged: Any = {"episodes": args.episodes, "seed": args.seed, "policy_device": args.device}
+    check = Evaluator(env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    kind = torch.device(args.device).type
+    none = TensorDict({"next": {"episode_reward": torch.zeros(1, 1), "done": torch.zeros(1, 1).bool()}}, [1])
+    while log.frames < args.frames:
+        rows = data.sample().to(args.device)
+        rows["next", "reward"] /= deviation
+        with torch.autocast(kind, torch.bfloat16, args.bfloat16):
+            losses = compute(rows)
+        optimizer.zero_grad()
+        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_value"]).backward()
+        optimizer.step()
+        target.step()
+        update = log.frames + 1
+        stop = check(update)
+        log(none, update, check, lr=args.lr, **losses)
+        if stop or update % args.save_every == 0 or update == args.frames:
+            checkpoint.save()
+        if stop:
+            break
+    found = evaluate(env, policy, **judged)
+    if args.film:
+        save_film(args.film, ClipAction(make_env(args.env, 1, render_mode="rgb_array")), policy, **judged)
+    return log.finish(found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once and print the result."""
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    train(parse("offline_iql", argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,123 @@
+"""PPO for continuous control, at the settings of CleanRL's ``ppo_continuous_action``.
+
+``python -m flatroll run ppo_continuous --env HalfCheetah-v5`` trains it (``pip install "gymnasium[mujoco]"``), with
+``--env envpool:HalfCheetah-v4`` on envpool. Observations are normalised by the networks, rewards by the estimator; the
+rows stay raw. A run that was stopped, or killed, goes on when the same command is given again.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from gymnasium.wrappers.vector import ClipAction
+from torch import nn
+
+from flatroll.disk import Checkpoint
+from flatroll.estimators import GAE, ClipPPOLoss, RewardScale
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.modules import actor, critic
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
+
+OPTIONS = {
+    "env": ("HalfCheetah-v5", "an id of Gymnasium, or envpool:ID"),
+    "frames": (1_000_000, "to learn from"),
+    "num_envs": (1, "envs stepped at once"),
+    "steps": (2048, "rows of a batch for each env"),
+    "epochs": (10, "passes over a batch"),
+    "minibatches": (32, "of each pass"),
+    "lr": (3e-4, "learning rate at the beginning; it falls linearly to 0"),
+    "gamma": (0.99, "discount"),
+    "lmbda": (0.95, "of GAE"),
+    "clip": (0.2, "largest change of ratios, and of values"),
+    "entropy": (0.0, "weight of the entropy"),
+    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+}
+READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    torch.manual_seed(args.seed)
+    env = ClipAction(RewardSum(make_env(args.env, args.num_envs, args.seed)))
+    policy = actor(env, hidden=(64, 64), squash=False, device=args.device)
+    value = critic(env, hidden=(64, 64), actor=policy, device=args.device)  # with the actor's statistics
+    norm: Any = policy[0]
+    scale = RewardScale(gamma=args.gamma, device=args.device)
+    gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value, reward_scale=scale)
+    loss = ClipPPOLoss(
+        policy,
+        value,
+        clip_epsilon=args.clip,
+        entropy_bonus=args.entropy > 0,
+        entropy_coeff=args.entropy,
+        critic_coeff=0.25,
+        loss_critic_type="l2",
+        clip_value=args.clip,
+        normalize_advantage=True,
+        diagnostics=False,
+    )
+    compute: Any = torch.compile(loss) if args.compile else loss
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
+
+    kind = torch.device(args.device).type
+    rows = args.steps * args.num_envs
+    total = -(-args.frames // rows) * rows
+    reset_seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=rows,
+        total_frames=total,
+        device=args.device,
+        seed=reset_seed,
+    )
+    judged: Any = {"episodes": args.episodes, "seed": reset_seed, "policy_device": args.device}
+    test_env = ClipAction(make_env(args.env, args.episodes, args.seed + 1))
+    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "scale": scale, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    for batch in collector:
+        frames = collector.frames
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
+        scale.update(batch)
+        data = gae(batch).select(*READ)
+        for _ in range(args.epochs):
+            for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
+                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
+                    losses = compute(data[some])
+                optimizer.zero_grad()
+                sum(losses.values()).backward()
+                nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
+                optimizer.step()
+        norm.update(batch)  # after the epochs: ratios compare with the policy that acted
+        stop = check(frames)
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
+        if stop or frames % args.save_every < rows or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
+    collector.shutdown()
+    found = evaluate(test_env, policy, **judged)
+    if args.film:
+        shown = ClipAction(make_env(args.env, 1, render_mode="rgb_array"))
+        save_film(args.film, shown, policy, **judged)
+    return log.finish(found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once and print the result."""
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    train(parse("ppo_continuous", argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""PPO with a Dict observation, a MultiDiscrete action and masks of the legal actions.
+
+``python -m flatroll run ppo_masked`` trains a robot in a warehouse: each step it chooses a direction, and whether to
+pick up. Walls and empty cells make choices illegal; the networks read the mask, so no illegal action is ever drawn. Any
+other env whose Dict observation has an ``"action_mask"`` can be given. To resume, give the same command again.
+"""
+
+import argparse
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from flatroll.disk import Checkpoint
+from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.modules import actor, critic
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
+
+OPTIONS = {
+    "env": ("flatroll/Warehouse-v0", "an id of Gymnasium, or envpool:ID"),
+    "frames": (200_000, "to learn from"),
+    "num_envs": (16, "envs stepped at once"),
+    "steps": (64, "rows of a batch for each env"),
+    "epochs": (4, "passes over a batch"),
+    "minibatches": (4, "of each pass"),
+    "lr": (1e-3, "learning rate at the beginning; it falls linearly to 0"),
+    "gamma": (0.95, "discount"),
+    "lmbda": (0.95, "of GAE"),
+    "clip": (0.2, "largest change of ratios"),
+    "entropy": (0.01, "weight of the entropy, over legal actions"),
+    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+}
+
+
+class Warehouse(gym.Env[Any, Any]):
+    """A floor of 5 x 5 cells with one parcel: 1 for each that is picked up, and the next one appears; 50 steps."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+    moves = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
+    observation_space: spaces.Space[Any] = spaces.Dict(
+        {
+            "robot": spaces.MultiDiscrete([5, 5]),
+            "parcel": spaces.MultiDiscrete([5, 5]),
+            "action_mask": spaces.MultiBinary(4 + 2),  # of the directions, and of leaving it or picking it up
+        }
+    )
+    action_space: spaces.Space[Any] = spaces.MultiDiscrete([4, 2])
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def seen(self) -> dict[str, Any]:
+        """The observation."""
+        to = self.robot + self.moves
+        legal = [*((to >= 0) & (to < 5)).all(1), True, (self.robot == self.parcel).all()]
+        mask = np.array(legal, np.int8)
+        return {"robot": self.robot.copy(), "parcel": self.parcel.copy(), "action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.robot, self.parcel = self.np_random.integers(5, size=(2, 2))
+        self.left = 50
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        direction, picks = action
+        if not self.seen()["action_mask"][[direction, 4 + picks]].all():
+            raise ValueError(f"action {action} is illegal")
+        if picks:
+            self.parcel = self.np_random.integers(5, size=2)
+        self.robot = self.robot + self.moves[direction]
+        self.left -= 1
+        return self.seen(), float(picks), False, self.left == 0, {}
+
+    def render(self) -> Any:
+        floor = np.zeros((5, 5, 3), np.uint8)
+        floor[tuple(self.parcel)], floor[tuple(self.robot)] = (255, 200, 0), (0, 160, 255)
+        return floor.repeat(16, 0).repeat(16, 1)
+
+
+gym.register("flatroll/Warehouse-v0", f"{__name__}:Warehouse")
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    torch.manual_seed(args.seed)
+    env = RewardSum(make_env(args.env, args.num_envs, args.seed))
+    policy = actor(env, device=args.device)
+    value = critic(env, actor=policy, device=args.device)
+    gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
+    options: Any = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "critic_coeff": 0.5}
+    loss = ClipPPOLoss(policy, value, normalize_advantage=True, diagnostics=False, **options)
+    compute: Any = torch.compile(loss) if args.compile else loss
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
+
+    kind = torch.device(args.device).type
+    rows = args.steps * args.num_envs
+    total = -(-args.frames // rows) * rows
+    collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
+    collector = Collector(env, policy, seed=args.seed, **collected)
+    judged: Any = {"episodes": args.episodes, "seed": args.seed, "policy_device": args.device}
+    test_env = make_env(args.env, args.episodes, args.seed + 1)
+    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    for batch in collector:
+        frames = collector.frames
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
+        data = gae(batch).exclude("next")
+        for _ in range(args.epochs):
+            for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
+                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
+                    losses = compute(data[some])
+                optimizer.zero_grad()
+                sum(losses.values()).backward()
+                nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
+                optimizer.step()
+        stop = check(frames)
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
+        if stop or frames % args.save_every < rows or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
+    collector.shutdown()
+    if args.film:
+        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), policy, **judged)
+    return log.finish(evaluate(test_env, policy, **judged))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once and print the result."""
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    train(parse("ppo_masked", argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""PPO from pixels, at the settings of CleanRL's ``ppo_atari_envpool``: a CNN of four stacked frames.
+
+``python -m flatroll run ppo_pixels`` plays Pong of envpool (``pip install "flatroll[envpool]"``); ``--env ALE/Pong-v5``
+that of Gymnasium (``pip install "gymnasium[atari]" opencv-python``). Actor and critic share the CNN. A batch holds each
+stack once: next observations are read from the row behind. A run that was stopped, or killed, goes on when the same
+command is given again.
+"""
+
+import argparse
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+from gymnasium.wrappers.vector import TransformReward
+from torch import nn
+
+from flatroll.disk import Checkpoint
+from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.modules import actor, critic
+from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.wrappers import RewardSum
+
+OPTIONS = {
+    "env": ("envpool:Pong-v5", "envpool:ID, or an id of Gymnasium's Atari games"),
+    "frames": (10_000_000, "rows to learn from; the game shows four frames for each"),
+    "num_envs": (8, "envs stepped at once"),
+    "steps": (128, "rows of a batch for each env"),
+    "epochs": (4, "passes over a batch"),
+    "minibatches": (4, "of each pass"),
+    "lr": (2.5e-4, "learning rate at the beginning; it falls linearly to 0"),
+    "gamma": (0.99, "discount"),
+    "lmbda": (0.95, "of GAE"),
+    "clip": (0.1, "largest change of ratios, and of values"),
+    "entropy": (0.01, "weight of the entropy"),
+    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+    "cnn": ("small", "small (Mnih et al.) or impala"),
+    "max_steps": (27_000, "an evaluation cuts episodes after this many steps"),
+    "episodes": (8, "of each evaluation, played with the most probable actions"),
+    "save_every": (500_000, "frames between two checkpoints"),
+    "eval_every": (500_000, "frames between two evaluations"),
+}
+READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
+
+
+def make_frames(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
+    """Create envs that show four grey frames ``[4, 84, 84]``, as envpool's do by themselves."""
+    if not name.startswith("envpool:") or "render_mode" in options:
+        layers = [partial(AtariPreprocessing, noop_max=30), partial(FrameStackObservation, stack_size=4)]
+        options |= {"wrappers": layers, "frameskip": 1}
+    return make_env(name, num_envs, seed, **options)
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, resume where there is a checkpoint, evaluate; return the result."""
+    torch.manual_seed(args.seed)
+    env = RewardSum(make_frames(args.env, args.num_envs, args.seed))
+    body: Any = {"hidden": (512,), "activation": nn.ReLU, "cnn": args.cnn, "device": args.device}
+    policy = actor(env, **body)
+    value = critic(env, actor=policy, shared=True, device=args.device)
+    gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
+    loss = ClipPPOLoss(
+        policy,
+        value[-1],  # the head alone: it reads the features that the actor computes
+        clip_epsilon=args.clip,
+        entropy_coeff=args.entropy,
+        critic_coeff=0.25,
+        loss_critic_type="l2",
+        clip_value=args.clip,
+        normalize_advantage=True,
+        diagnostics=False,
+    )
+    compute: Any = torch.compile(loss) if args.compile else loss
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
+
+    kind = torch.device(args.device).type
+    rows = args.steps * args.num_envs
+    total = -(-args.frames // rows) * rows
+    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
+    collector = Collector(
+        TransformReward(env, np.sign),  # for learning; the log has the game's score
+        policy,
+        frames_per_batch=rows,
+        total_frames=total,
+        compact_obs=True,
+        device=args.device,
+        seed=seed,
+    )
+    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    test_env = make_frames(args.env, args.episodes, args.seed + 1, max_episode_steps=args.max_steps)
+    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
+    log = Log(args)
+    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
+    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
+    if checkpoint.versions():
+        checkpoint.load()
+
+    for batch in collector:
+        frames = collector.frames
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
+        data = gae(batch, final=collector.final).select(*READ)
+        for _ in range(args.epochs):
+            for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
+                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
+                    losses = compute(data[some])
+                optimizer.zero_grad()
+                sum(losses.values()).backward()
+                nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
+                optimizer.step()
+        stop = check(frames)
+        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
+        if stop or frames % args.save_every < rows or frames == total:
+            checkpoint.save()
+            # New episodes, as after a restart: so a run that was killed ends at the same weights.
+            collector.load_state_dict(collector.state_dict())
+        if stop:
+            break
+    collector.shutdown()
+    found = evaluate(test_env, policy, **judged)
+    if args.film:
+        save_film(args.film, make_frames(args.env, 1, render_mode="rgb_array"), policy, **judged)
+    return log.finish(found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once and print the result."""
+    train(parse("ppo_pixels", argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

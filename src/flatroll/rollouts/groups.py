@@ -1,0 +1,98 @@
+"""`GroupCollector`: agents whose spaces differ, stepped together, with a policy and a batch for each group."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType
+
+from flatroll.layout.checks import whole_number
+from flatroll.rollouts.arguments import make_devices
+from flatroll.rollouts.policies import Policy
+from flatroll.rollouts.runner import Runner
+from flatroll.wrappers.source import EnvLike
+
+
+class GroupCollector:
+    """Collects games whose agents' spaces differ: one flat batch for each group of agents.
+
+    In each vector step every group's policy acts, then the games step once. Rows of one game at one time have the
+    same ``("collector", "game_step")`` in all groups; ``("collector", "num_agents")`` counts those of the row's
+    group. Batches go on where the last ones ended.
+
+    Args:
+        groups: by name, the sources of `flatroll.wrappers.PettingZooSource.groups`, or wrappers around
+            ``as_vector_env(source)``: all groups of the games.
+        policies: by name of the group, as the `Collector` takes one. Default: random actions in all groups; also in
+            those that it does not name.
+        steps_per_batch: vector steps of a batch. A group has at most ``steps_per_batch * num_envs`` rows, less
+            where agents are absent and where a game is reset.
+        seed: seeds the games' first reset and the random actions. Default None: neither.
+        exploration_type: how probabilistic modules choose. Default: they sample.
+
+    Raises:
+        ValueError: ``policies`` names a group that is not there.
+
+    >>> from flatroll.wrappers import PettingZooSource
+    >>> from flatroll.wrappers.testing import ScriptedGame
+    >>> groups = PettingZooSource.groups(ScriptedGame(), {"front": ["a0"], "rear": ["a1", "a2"]})
+    >>> batches = GroupCollector(groups, steps_per_batch=4, seed=0).rollout()
+    >>> {name: batch["observation"].shape for name, batch in batches.items()}
+    {'front': torch.Size([4, 4]), 'rear': torch.Size([5, 4])}
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, EnvLike],
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        steps_per_batch: int,
+        seed: int | None = None,
+        exploration_type: InteractionType | str = InteractionType.RANDOM,
+    ) -> None:
+        self.steps_per_batch = whole_number("steps_per_batch", steps_per_batch, 1)
+        policies = policies or {}
+        if unknown := set(policies) - set(groups):
+            raise ValueError(f"policies must name groups of {list(groups)}, got {sorted(unknown)}")
+        self._seed = seed
+        self._runners: dict[str, Runner] = {}
+        for name, env in groups.items():
+            self._runners[name] = runner = Runner(env)
+            runner.begin_only()
+            runner.start(
+                policies.get(name),
+                steps_per_batch,
+                devices=make_devices(runner.device),
+                exploration=InteractionType(exploration_type),
+                seed=seed,
+            )
+
+    def rollout(self) -> dict[str, TensorDict]:
+        """Make ``steps_per_batch`` vector steps of all games; return each group's batch."""
+        runners = self._runners.values()
+        try:
+            with torch.no_grad():
+                if not all(runner.started for runner in runners):
+                    for runner in runners:
+                        runner.reset(self._seed)
+                for _ in range(self.steps_per_batch):
+                    for runner in runners:
+                        runner.step()
+                    for runner in runners:
+                        runner.settle()
+        except (
+            BaseException
+        ):  # some groups are a step ahead of the others: the next batch begins with a reset
+            for runner in runners:
+                runner.forget()
+            raise
+        batches = {}
+        for name, runner in self._runners.items():
+            batches[name], _ = runner.lay_out(runner.window.valid(), compact=False)
+            runner.window.restart(runner.num_envs)
+        return batches
+
+    def __iter__(self) -> Iterator[dict[str, TensorDict]]:
+        """Yield `rollout` without end."""
+        while True:
+            yield self.rollout()
