@@ -57,8 +57,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(groups, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(min(args.capacity, args.frames), device=args.device),
-        batch_size=args.batch_size,
+        storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
     )
 
     total = -(-args.frames // args.num_envs) * args.num_envs
