@@ -4,6 +4,7 @@
 ``.venv-versions/simulators-mjlab/bin/python -m flatroll bench simulators``
 """
 
+import importlib
 import importlib.util
 import time
 import warnings
@@ -23,9 +24,9 @@ STEPS, TURNS = 40, 9
 
 def mjlab(auto_reset: bool) -> Any:
     """mjlab's Cartpole with episodes of 20 steps."""
-    import mjlab.tasks.cartpole  # type: ignore[import-not-found] # noqa: F401
-    from mjlab.envs import ManagerBasedRlEnv  # type: ignore[import-not-found]
-    from mjlab.tasks.registry import load_env_cfg  # type: ignore[import-not-found]
+    import mjlab.tasks.cartpole  # pyright: ignore[reportMissingImports] # noqa: F401
+    from mjlab.envs import ManagerBasedRlEnv  # pyright: ignore[reportMissingImports]
+    from mjlab.tasks.registry import load_env_cfg  # pyright: ignore[reportMissingImports]
 
     cfg = load_env_cfg("Mjlab-Cartpole-Balance")
     cfg.scene.num_envs, cfg.auto_reset, cfg.episode_length_s = 8, auto_reset, 1.0
@@ -96,8 +97,7 @@ def main() -> None:
         games["mjlab, Cartpole x 8"] = lambda: contenders(lambda: mjlab(True), 1, autoreset_mode="SameStep")
         games["mjlab, Cartpole x 8, auto_reset=False"] = lambda: contenders(lambda: mjlab(False), 1)
     if importlib.util.find_spec("mani_skill"):
-        from tests.support.maniskill_env import make as maniskill
-
+        maniskill = importlib.import_module("tests.support.maniskill_env").make
         games["ManiSkill, PickCube x 1"] = lambda: contenders(maniskill, 8)
     for name, make in games.items():
         result = take_turns(make(), TURNS, clock=time.process_time)

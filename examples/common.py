@@ -129,8 +129,7 @@ class Log:
         """
         ended: list[float] = batch["next", "episode_reward"][batch["next", "done"]].tolist()
         self.frames, self.returns, self.ended = frames, [*self.returns, *ended][-100:], [*self.ended, *ended]
-        evaluated = check is not None and check.history and check.history[-1][0] == frames
-        if evaluated:
+        if check is not None and check.history and check.history[-1][0] == frames:
             numbers["evaluation"] = check.history[-1][1].mean
         elif frames % self.args.log_every >= len(batch):
             return
@@ -194,6 +193,7 @@ def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:
 
     from flatroll.rollouts import evaluate
 
-    frames: Any = evaluate(env, policy, film="first", **options | {"episodes": 1}).film
+    one: Any = {**options, "episodes": 1}
+    frames: Any = evaluate(env, policy, film="first", **one).film
     first, *others = map(Image.fromarray, frames.numpy())
     first.save(file, save_all=True, append_images=others, duration=33, loop=0)

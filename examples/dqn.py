@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.disk import Checkpoint
@@ -41,7 +42,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
     net = q_network(env, hidden=(120, 84), norm=False, epsilon=1.0, device=args.device)
-    epsilon = net[-1].module.epsilon
+    choose: Any = net[-1]  # EpsilonGreedy
+    epsilon: Tensor = choose.module.epsilon
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
     )

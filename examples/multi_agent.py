@@ -108,6 +108,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if checkpoint.versions():
         checkpoint.load()
 
+    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
@@ -117,7 +118,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 with torch.autocast(kind, torch.bfloat16, args.bfloat16):
                     losses = compute(data[some])
                 optimizer.zero_grad()
-                sum(losses.values()).backward()
+                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
                 optimizer.step()
         stop = check(frames)

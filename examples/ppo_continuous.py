@@ -82,6 +82,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if checkpoint.versions():
         checkpoint.load()
 
+    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
@@ -92,7 +93,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 with torch.autocast(kind, torch.bfloat16, args.bfloat16):
                     losses = compute(data[some])
                 optimizer.zero_grad()
-                sum(losses.values()).backward()
+                total_loss: Any = sum(losses.values())
+                total_loss.backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
                 optimizer.step()
         norm.update(batch)  # after the epochs: ratios compare with the policy that acted

@@ -99,7 +99,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     weights = list(loss.parameters())
     optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
 
-    kind = torch.device(args.device).type
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
@@ -113,16 +112,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if checkpoint.versions():
         checkpoint.load()
 
+    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
         data = gae(batch).exclude("next")
         for _ in range(args.epochs):
             for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
-                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
+                with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
                     losses = compute(data[some])
                 optimizer.zero_grad()
-                sum(losses.values()).backward()
+                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
                 optimizer.step()
         stop = check(frames)

@@ -72,7 +72,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     linear = net[2]  # of plain action values; the parts before it are encoder and memory
     net.module[2] = TensorDictModule(Heads(args.hidden, 2), linear.in_keys, linear.out_keys)
     net.to(args.device)
-    epsilon = net[-1].module.epsilon
+    choose: Any = net[-1]  # EpsilonGreedy
+    epsilon: Tensor = choose.module.epsilon
     total = -(-args.frames // args.rows) * args.rows
     seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}

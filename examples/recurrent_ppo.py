@@ -1,8 +1,8 @@
 """Recurrent PPO on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
 
-``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. A pole can only be
-balanced by who knows how fast it falls, so the policy needs a memory: with the GRU the mean return passes 450 (of 500),
-without it (``--memoryless``) it stays near 50. To resume a run that was stopped, give the same command again.
+``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. Without velocities
+the policy needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays
+near 50. To resume a run that was stopped, give the same command again.
 """
 
 import argparse
@@ -72,8 +72,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
     collector = Collector(env, policy, seed=seed, device=args.device, **collected)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value, shifted=True)
-    options: Any = {"critic_coeff": 0.5, "loss_critic_type": "l2", "normalize_advantage": True}
-    loss = ClipPPOLoss(policy, value[-1], **options)
+    loss = ClipPPOLoss(policy, value[-1], critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
@@ -88,6 +87,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     curve: list[tuple[int, float]] = []
     seconds: dict[str, float] = defaultdict(float)
     first = last = None  # batches
+    losses: Any = {}
     clock = start = time.perf_counter()
 
     def spent(name: str) -> None:

@@ -45,8 +45,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": args.norm, "device": args.device}
     policy = actor(env, std="dependent", **body)  # squashed by tanh into the bounds of the space
     critic: Any = q_network(env, **body)
+    norm: Any = policy[0]
     if args.norm:
-        critic[0].statistics = policy[0].statistics  # one update serves both; rows in the buffer stay raw
+        critic[0].statistics = norm.statistics  # one update serves both; rows in the buffer stay raw
     loss = SACLoss(policy, critic, loss_function="l2", diagnostics=False)
     loss.make_value_estimator(gamma=args.gamma)
     compute: Any = torch.compile(loss) if args.compile else loss
@@ -57,8 +58,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(groups, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(min(args.capacity, args.frames), device=args.device),
-        batch_size=args.batch_size,
+        storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
     )
 
     total = -(-args.frames // args.num_envs) * args.num_envs
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         frames = collector.frames
         buffer.extend(batch)
         if args.norm:
-            policy[0].update(batch)
+            norm.update(batch)
         left = 1 - (1 - args.last_lr) * frames / total
         for group, first in zip(optimizer.param_groups, (args.lr, args.q_lr), strict=True):
             group["lr"] = left * first

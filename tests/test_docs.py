@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONAL = {"envpool", "matplotlib", "minari", "moviepy", "pandas", "pyarrow", "pygame", "rsl_rl", "torchrl"}
-OPTIONAL |= {"brax", "gymnax", "jax", "navix"}
+OPTIONAL |= {"brax", "gymnax", "jax", "jumanji", "navix"}
 OPTIONAL |= {"sb3_contrib", "skrl", "stable_baselines3", "tensorboard", "transformers"}
 NOT_RUN = re.compile(r"<!-- (not run|run by tests/[\w/]+\.py) -->\s*\Z")
 

@@ -143,6 +143,8 @@ class ActionCheck:
                 hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
             raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
         if on_torch:
+            if array.dtype is self._torch_dtype and array.device == self._device and not array.requires_grad:
+                return array
             if array.dtype == self._torch_dtype or torch.can_cast(array.dtype, self._torch_dtype):
                 return array.detach().to(device=self._device, dtype=self._torch_dtype)
             raise TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}")

@@ -233,7 +233,7 @@ class StepCounter(MarkerWrapper):
         if self.stream.any_first is not False:  # None: on a device, where asking would wait
             fill_rows(count, self.stream.first, 0)
         self._count = count
-        result[4][self.info_name] = copy_of(count)
+        result[4][self.info_name] = count if self.stream.lends_markers else copy_of(count)
         return result
 
 
@@ -281,8 +281,12 @@ class TrajId(MarkerWrapper):
         """Step the env; give a new id to each sub-env whose observation is an episode's first."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
-            self._ids = self._ids + self.stream.first * self._total  # bool counts as 0 or 1
-        result[4][self.info_name] = copy_of(self._ids)
+            first = self.stream.first  # bool counts as 0 or 1
+            if isinstance(first, Tensor):
+                self._ids = torch.add(self._ids, first, alpha=self._total)
+            else:
+                self._ids = self._ids + first * self._total
+        result[4][self.info_name] = self._ids if self.stream.lends_markers else copy_of(self._ids)
         return result
 
     @property
@@ -355,9 +359,13 @@ class RewardSum(MarkerWrapper):
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
-        self._sum = copy_of(total)  # `total` goes to the caller, and keeps the ended episodes' whole returns
-        if stream.any_ended is not False:
-            fill_rows(self._sum, stream.ended, 0.0)
+        # Another array: `total` goes to the caller, and keeps the ended episodes' whole returns.
+        if isinstance(total, Tensor):
+            self._sum = total.masked_fill(stream.ended, 0.0)
+        else:
+            self._sum = copy_of(total)
+            if stream.any_ended is not False:
+                fill_rows(self._sum, stream.ended, 0.0)
         result[4][self.info_name] = total
         return result
 

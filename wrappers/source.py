@@ -126,6 +126,9 @@ class VectorSource(ABC):
         self.num_envs = num_envs
         #: Where each row is an agent of a game: the numbers of its agent and of its game, int64 ``(E,)``; else None.
         self.agents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        #: Whether the caller of a step copies its reward, flags and final observations before the next one, as a
+        #: collector does. Then they need not be copied here.
+        self.lends = False
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.capabilities = capabilities

@@ -83,6 +83,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         same_step: the returned observation of an ended row is already the next episode's first.
         hides_final_obs: `known` can be less than every row: the env may hide its final observations.
         actions: what the env was given at the last step, after the checks and casts.
+        lends: reward, flags and final observations may be the env's own arrays, which its next step writes into
+            again. False but for the steps of a collector, which copies them.
+        lends_markers: markers may show their own arrays in ``info``, which nobody writes into. As `lends`.
         capabilities: see `Capabilities`.
         moves: the count of steps and resets of the env, which every adapted env around the same one raises.
         at: the count at this stream's own last step or reset; -1 before the first.
@@ -130,6 +133,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
         self.actions: Tree = None
+        self.lends = self.lends_markers = False
         self.first: Array = None
         self.ended: Array = None
         self.known: Array | None = None
@@ -256,6 +260,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._stepped = True
         self.actions = self._check_actions(actions)
         self.moves.count = self.at = self.at + 1
+        # A reset of ended rows may write into what the step has returned.
+        self.source.lends = self.lends and not self._folds and self._limit is None
         try:
             obs, reward, terminated, truncated, info = self.source.step(self.actions)
         except Exception as error:  # whatever an env raises for an action that it does not know
@@ -264,7 +270,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self.capabilities.exact_flags:
             # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
             if isinstance(reward, Tensor):
-                reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
+                if reward.dtype is not torch.float32:
+                    reward = reward.float()
+                if not terminated.dtype is truncated.dtype is torch.bool:
+                    terminated, truncated = terminated.bool(), truncated.bool()
             else:
                 reward = np.asarray(reward, dtype=np.float32)
                 terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)

@@ -127,7 +127,9 @@ class TorchSource(VectorSource):
         result = self.env.step(actions)
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            if self._copies:  # (the flags of the other dialects are computed, and new already)
+            if (
+                self._copies and not self.lends
+            ):  # (the flags of the other dialects are computed, and new already)
                 terminated, truncated = terminated.clone(), truncated.clone()
         elif len(result) in (4, 5):
             obs, (reward, done, extras) = result[0], result[-3:]
@@ -147,7 +149,7 @@ class TorchSource(VectorSource):
                 f"step must return (obs, reward, terminated, truncated, info) or (obs, reward, dones, extras), got "
                 f"{len(result)} values from {type(self.env).__name__}: write a flatroll.wrappers.VectorSource"
             )
-        if self._copies:
+        if self._copies and not self.lends:
             reward = reward.clone()
         if self._check_final:
             self._shown = obs
@@ -169,7 +171,7 @@ class TorchSource(VectorSource):
                 self._check_final = False
                 self._refuse_other_shapes("the final observations", given)
                 self._refuse_shared(_plain(given))
-            return self._owned(given)
+            return _plain(given) if self.lends else self._owned(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
@@ -204,6 +206,8 @@ class TorchSource(VectorSource):
         return {"policy": obs, "critic": self.env.get_privileged_observations()}
 
     def _owned(self, obs: Tree) -> Tree:
+        if isinstance(obs, Tensor):
+            return obs.clone() if self._copies else obs
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
 
@@ -262,7 +266,7 @@ def _shapes_of(obs: Tree) -> Tree:
 
 def _plain(obs: Tree | TensorDictBase) -> Tree:
     """A tensordict as a plain dict; other trees as they are."""
-    if isinstance(obs, TensorDictBase):
+    if not isinstance(obs, Tensor) and isinstance(obs, TensorDictBase):
         return {key: _plain(value) for key, value in obs.items()}
     return obs
 

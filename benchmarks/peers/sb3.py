@@ -145,7 +145,8 @@ def ppo_ours(task: Task, seed: int, progress: Progress) -> Act:
     actor = make_actor(env, norm=False)
     critic = make_critic(env, norm=False)
     total = -(-task.frames // rows) * rows
-    logits: Any = nn.Sequential(actor[0].module, actor[1].module)
+    parts: Any = actor
+    logits: Any = nn.Sequential(parts[0].module, parts[1].module)
 
     def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module
         probability: Tensor = logits(observation).softmax(-1)
@@ -189,7 +190,8 @@ def sac_ours(task: Task, seed: int, progress: Progress) -> Act:
     env: Any = RewardSum(as_vector_env(gym.make_vec(task.env, num_envs=task.num_envs)))
     body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": False}
     actor, critic = make_actor(env, std="dependent", **body), q_network(env, **body)
-    head: Any = nn.Sequential(actor[0].module, actor[1].module)  # means and deviations
+    parts: Any = actor
+    head: Any = nn.Sequential(parts[0].module, parts[1].module)  # means and deviations
     limit = float(env.single_action_space.high[0])
 
     def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module

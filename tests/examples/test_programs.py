@@ -5,6 +5,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,17 @@ def test_a_killed_run_ends_at_the_same_weights(
     whole, resumed = weights_after(other), weights_after(tmp_path)
     assert list(whole) == list(resumed) and all(torch.equal(whole[key], resumed[key]) for key in whole)
     assert log_of(other) == log_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ppo_masked", "sac"])
+def test_a_finished_run_goes_on_with_more_frames(
+    name: str, finished: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(finished(name), tmp_path, dirs_exist_ok=True)
+    before = log_of(tmp_path)
+    assert main(["run", name, *options_of(name, tmp_path), "--frames", "384"]) == 0
+    after = log_of(tmp_path)
+    assert after[: len(before)] == before and int(after[-1]["frames"]) == 384
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mujoco") is not None, reason="mujoco is there")

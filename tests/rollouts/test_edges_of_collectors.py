@@ -106,9 +106,10 @@ def test_each_column_of_a_batch_is_made_once():
     next(collector)
     with Ops() as ops:
         batch = next(collector)
-    # observation and next observation; reward and return
-    assert ops.made[(30, 3), torch.float32] == 2
-    assert ops.made[(30,), torch.float32] == 2
+    # observation and next observation; reward and return: env after env, then flat without a copy
+    assert ops.made[(3, 10, 3), torch.float32] == 2
+    assert ops.made[(3, 10), torch.float32] == 2
+    assert not any(shape[:1] == (30,) and dtype is torch.float32 for shape, dtype in ops.made)
     assert (
         ops.count["clone"] <= 10 * 12
     )  # of single rows, by the source that owns its buffers; none of a batch

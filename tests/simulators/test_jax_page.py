@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_blocks_of_the_page() -> None:
-    for name in ("brax", "gymnax", "navix"):
+    for name in ("brax", "gymnax", "jumanji", "navix"):
         pytest.importorskip(name)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -15,7 +15,6 @@ from flatroll.layout.checks import legal_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
-    NEXT_KNOWN,
     POLICY_VERSION,
     REWARD,
     TERMINATED,
@@ -51,10 +50,21 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs, final_of, true_next
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RecurrentPrimer, TrajId, find_wrapper
+from flatroll.wrappers.compact import CompactObs, final_of
+from flatroll.wrappers.markers import (
+    InitTracker,
+    MarkerWrapper,
+    RecurrentPrimer,
+    RewardSum,
+    StepCounter,
+    TrajId,
+    find_wrapper,
+)
 from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
+
+#: Markers that keep nothing of what a step returns.
+_KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
 
 
 class Runner:
@@ -87,6 +97,7 @@ class Runner:
         keys = self.keys
         self._one_obs, self._one_action = keys.obs_paths == ((),), keys.action_paths == ((),)
         self._seen_keys = (*keys.obs, *keys.roots)
+        self._next_keys = [keys.next_of[key] for key in keys.obs]
         self._result_keys = (REWARD, TERMINATED, TRUNCATED, *keys.actions, *keys.nexts)
         if not stream.same_step:
             self._result_keys += (DEAD,)
@@ -97,6 +108,8 @@ class Runner:
         if not all(isinstance(layer, passing) for layer in layers(env)):
             framework = stream.capabilities.framework
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
+        # Other people's layers may keep what the env returns.
+        self._lends = all(type(layer) in (VectorStream, *_KEEP_NOTHING) for layer in layers(env))
         #: Looks at the actions of each batch; None where they are random, or where a wrapper may change them.
         self.action_range: ActionRange | None = None
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
@@ -161,6 +174,8 @@ class Runner:
             self._carry(module.defaults)
         elif policy is not None:
             self._policy = as_function_of_obs(policy, space, devices)
+        # A module is given the markers, and might write into them.
+        self._lends_markers = self._lends and not isinstance(self._policy, ModulePolicy)
         if state_stride > 1:
             if not self.states:
                 raise ValueError(
@@ -286,8 +301,7 @@ class Runner:
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
-        self.window.restart(self.num_envs)
-        self.window.columns.clear()  # an interrupt may have come while they were made longer
+        self.window.clear()  # its columns, too: an interrupt may have come while they were made longer
         self._infos.clear()
         self.started, self._sent = False, None
 
@@ -322,18 +336,29 @@ class Runner:
     def finish(self, action: Tree) -> None:
         """Step the env, or await the step that was begun with these actions; record the results."""
         window, stream, keys = self.window, self.stream, self.keys
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        stream.lends, stream.lends_markers = self._lends, self._lends_markers
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        finally:
+            stream.lends = stream.lends_markers = False
         given = stream.actions if self._check_actions is None else action  # what the env was given
         results = [reward, terminated, truncated, given]
         if not self._one_action:
             results[3:] = leaves_at(given, keys.action_paths)
         if keys.next_names:
             results += [info[name] for name in keys.next_names]
-        if stream.same_step:
-            self._record_finals(obs, info)
-        else:
+        if not stream.same_step:
             results.append(stream.first)
-        window.put(self._result_keys, results)
+        elif stream.hides_final_obs:
+            window.put_known(stream.known)
+        if self._dense_finals:
+            leaves, final = leaves_at(obs, keys.obs_paths), final_of(info, stream)
+            finals = leaves if final is None else leaves_at(final, keys.obs_paths)
+            window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
+        else:
+            if stream.same_step and stream.any_ended:
+                self._record_finals(info)
+            window.put(self._result_keys, results)
         if keys.infos:
             self._infos.record(info, window)
         self._obs, self._info = obs, info
@@ -377,15 +402,16 @@ class Runner:
             columns.update(self.states)
             with turn_to_act(), set_interaction_type(self._exploration):
                 action, written = policy(columns)
-            self.window.put(written, written.values())
+            self.window.put(list(written), list(written.values()))
             # What it writes under ("next", state) is what the next step starts from.
             for key in self.states:
                 self.states[key] = written.get(next_key(key), self.states[key])
         else:
             assert policy is not None
-            tensors = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+            if not isinstance(obs, Tensor):
+                obs = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
             with turn_to_act(), set_interaction_type(self._exploration):
-                action = policy(tensors, self.stream.first)
+                action = policy(obs, self.stream.first)
         return self._draw_legal() if random else action
 
     def _draw_legal(self) -> Tree:
@@ -402,19 +428,15 @@ class Runner:
             return column
         return column.bool() | to_torch(self._ended).unsqueeze(-1)
 
-    def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
-        """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""
-        stream, window, keys = self.stream, self.window, self.keys
-        if stream.hides_final_obs:
-            known = stream.known
-            window.put((NEXT_KNOWN,), (stream.ended | True if known is None else known,))
-        if self._dense_finals:
-            next_obs = true_next(obs, info, stream)
-            window.put(map(keys.next_of.__getitem__, keys.obs), leaves_at(next_obs, keys.obs_paths))
-        elif stream.any_ended and (final := final_of(info, stream)) is not None:
-            envs = np.flatnonzero(stream.ended)  # indexing with them copies: the env may reuse its arrays
-            for key, leaf in zip(keys.obs, leaves_at(final, keys.obs_paths), strict=True):
-                window.put_final(key, envs, leaf[envs], window.steps)
+    def _record_finals(self, info: dict[str, Any]) -> None:
+        """Keep the true next observations of ended rows."""
+        final = final_of(info, self.stream)
+        if final is not None:
+            envs = np.flatnonzero(
+                self.stream.ended
+            )  # indexing with them copies: the env may reuse its arrays
+            for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
+                self.window.put_final(key, envs, leaf[envs], self.window.steps)
 
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that go on or have transitions that no batch has taken."""
@@ -422,15 +444,15 @@ class Runner:
         live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
         if not window.steps:
             return live
-        cells = torch.from_numpy(np.flatnonzero(window.valid())).to(self.device)
-        return torch.cat([live, window.gather(keys.traj, cells)])
+        return torch.cat([live, window.take(keys.traj, window.valid())])
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
         if self.keys.infos:
             self._infos.check_seen(self._info)
-        # The observations after the last step are the next ones of its rows.
-        self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
+        if not self._dense_finals:
+            # The observations after the last step are the next ones of its rows.
+            self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False these may be arrays that another user's step of the env writes into.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
         laid_out = self.window.lay_out(mask, compact)

@@ -1,11 +1,17 @@
-"""The window: records vector steps time-major, and builds flat batches from them, run after run.
+"""The window: records vector steps, and builds flat batches from them, run after run.
 
 Every column is one array ``[steps, E, ...]`` written in place, one row for each vector step. Nothing is dropped,
 joined or sorted while stepping; `Window.lay_out` does it once for each batch. A *cell* is one row of one step; its
 number is ``step * E + env``.
+
+On a torch env that resets ended rows in the same step the wide columns are env-major in memory: where each cell is a
+row of the batch, the batch is that memory, and the window goes on with new memory. Narrow ones are time-major: writing
+a few bytes in many places of a large memory takes longer than transposing them once.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,6 +42,12 @@ from flatroll.wrappers.arrays import Array, select, to_torch
 #: Up to this many rows NumPy is faster (1 µs, torch 10 µs); more rows torch copies with all cores.
 _FEW_ROWS = 1024
 
+#: Bytes of an env's value from which a column is env-major.
+_WIDE = 64
+
+#: From so many bytes on NumPy asks the system for huge pages, and torch does not: a fifth of the time of a first write.
+_HUGE = 1 << 22
+
 
 class Window:
     """Growing columns ``[steps, E, ...]`` of recorded vector steps, from which flat batches are built."""
@@ -62,28 +74,106 @@ class Window:
         self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
-        self._device = device
+        self._device, self._on_cpu = device, device.type == "cpu"
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
+        #: With dense finals: a column's values of each step, views ``[E, ...]``.
+        self._by_step: dict[NestedKey, Sequence[Array]] = {}
+        self._given: set[NestedKey] = set()  # the columns whose memory is the last batch's
+        self._loose: set[NestedKey] = set()
+        self._tells_known = self._unknown = (
+            False  # whether there is NEXT_KNOWN, and whether a cell of it may be False
+        )
         self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
         self._games = 0 if agents is None else int(agents[1].max()) + 1
-        self._room = steps + 2  # one row is kept for what follows the last step
-        self._not_gathered: set[NestedKey] = {DEAD, *(keys.next_of[key] for key in keys.obs)}
+        # Rows kept for what follows the last step. Without them a full window is a batch.
+        self._beyond = 0 if dense_finals else 1
+        self._room = steps + 2 * self._beyond
+        self._not_gathered: set[NestedKey] = {DEAD, NEXT_KNOWN, *(keys.next_of[key] for key in keys.obs)}
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
-    def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
+    def put(self, keys: Sequence[NestedKey], values: Sequence[Array]) -> None:
         """Record values ``[E, ...]`` of the current step, one for each key."""
-        columns, step = self.columns, self.steps
-        for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
+        step = self.steps
+        if not self._dense_finals:
+            columns = self.columns
+            for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
+                try:
+                    columns[key][step] = value
+                except KeyError:
+                    self._allocate(key, value)[step] = value
+            return
+        if not keys:
+            return
+        if step == self._room:
+            self._grow()
+        rows = self._by_step
+        try:
+            # One call writes all, in a third of the time that the columns would take one by one.
+            torch._foreach_copy_([rows[key][step] for key in keys], list(values))
+        except (KeyError, TypeError):  # a new column, or one in NumPy
+            for key, value in zip(keys, values, strict=True):
+                if key not in rows:
+                    self._allocate(key, value)
+                rows[key][step][...] = value
+
+    def put_ended(
+        self,
+        keys: Sequence[NestedKey],
+        values: Sequence[Array],
+        next_keys: Sequence[NestedKey],
+        next_obs: Sequence[Tensor],
+        ended: Tensor,
+        finals: Sequence[Tensor],
+    ) -> None:
+        """Record values, and next observations: where bool ``[E]`` ``ended`` is True the rows of ``finals``."""
+        if not self._on_cpu:
+            self.put(keys, values)
+            for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
+                self._put_where(key, ended, final, leaf)
+            return
+        # Here nothing waits for a look at the flags, and writing few rows takes a fraction of the time of torch.where.
+        self.put((*keys, *next_keys), (*values, *next_obs))
+        (envs,) = ended.numpy().nonzero()
+        if not len(envs):
+            return
+        places = torch.from_numpy(envs)
+        for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
+            row = self._by_step[key][self.steps]
             try:
-                columns[key][step] = value
-            except KeyError:
-                self._allocate(key, value)[step] = value
+                row.index_copy_(0, places, final.index_select(0, places).to(row.dtype))
+            except NotImplementedError:  # unsigned integers, float8
+                self._put_where(key, ended, final, leaf)
+
+    def _put_where(self, key: NestedKey, mask: Tensor, chosen: Tensor, other: Tensor) -> None:
+        """Record the envs of ``chosen`` where the mask is True, else those of ``other``, without a look at it."""
+        row = self._by_step[key][self.steps] if key in self._by_step else None
+        if (
+            row is not None
+            and chosen.shape == other.shape == row.shape
+            and chosen.dtype is other.dtype is row.dtype
+        ):
+            torch.where(mask.view(-1, *(1,) * (row.ndim - 1)), chosen, other, out=row)
+        else:
+            self.put((key,), (select(mask, chosen, other),))
+
+    def put_known(self, known: Array | None) -> None:
+        """Record in which envs the true next observation is known; None: in all."""
+        self._tells_known = True
+        if known is not None and not self._unknown:
+            self._unknown = True
+            self.put((NEXT_KNOWN,), (known,))
+            self.columns[NEXT_KNOWN][: self.steps] = True  # the steps before were not recorded
+        elif known is not None:
+            self.put((NEXT_KNOWN,), (known,))
+        elif self._unknown:
+            self.columns[NEXT_KNOWN][self.steps] = True
 
     def put_loose(self, key: NestedKey, value: Array | None) -> None:
         """Record a value whose dtype may change between steps; None is recorded as 0."""
+        self._loose.add(key)
         column = self.columns.get(key)
         if value is None:
             if column is not None:
@@ -94,9 +184,9 @@ class Window:
         if column is not None and column.dtype != value.dtype:
             # An int 0 at reset must not truncate the floats after it.
             if isinstance(column, Tensor):
-                self.columns[key] = column.to(torch.promote_types(column.dtype, to_torch(value).dtype))
+                self._set(key, column.to(torch.promote_types(column.dtype, to_torch(value).dtype)))
             else:
-                self.columns[key] = column.astype(np.promote_types(column.dtype, np.asarray(value).dtype))
+                self._set(key, column.astype(np.promote_types(column.dtype, np.asarray(value).dtype)))
         self.put((key,), (value,))
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int) -> None:
@@ -106,13 +196,23 @@ class Window:
     def advance(self) -> None:
         """Finish the current step and make room for the next one."""
         self.steps += 1
-        if self.steps + 1 < self._room:  # one row is kept for what follows the last step
-            return
+        # With dense finals the next step makes room, if there is one before the batch.
+        if not self._dense_finals and self.steps + 1 >= self._room:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Make room for more steps."""
         self._room += max(8, self._room // 4)
         for key, column in self.columns.items():
-            wide = _zeros_like(column, (self._room, *column.shape[1:]))
-            wide[: len(column)] = column
-            self.columns[key] = wide
+            long = self._zeros(column[0])
+            long[: len(column)] = column
+            self._set(key, long)
+
+    def clear(self) -> None:
+        """Forget all columns and what is in them."""
+        self.restart(self.num_envs)
+        self.columns.clear()
+        self._by_step.clear()
 
     def count(self) -> int:
         """Count the recorded transitions that no batch has taken; may synchronise with the device."""
@@ -150,15 +250,20 @@ class Window:
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch ``[N]`` of the True cells, run after run, and its ``final`` if compact."""
         keys = self._keys
-        # Numbers of the True cells, env after env, each in order of time: int64 [N].
-        host_cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
-        cells = torch.from_numpy(host_cells).to(self._device, non_blocking=True)
+        rows = _Rows(self, mask)
         left_out = self._not_gathered
         if compact or keys.strided:  # the next row's state, or zeros
             left_out = left_out.union(map(next_key, keys.states))
-        columns = {key: self.gather(key, cells, host_cells) for key in self.columns if key not in left_out}
+        columns = {key: rows.of(key) for key in self.columns if key not in left_out}
+        if self._tells_known:
+            columns[NEXT_KNOWN] = (
+                rows.of(NEXT_KNOWN)
+                if self._unknown
+                else torch.ones(rows.count, dtype=torch.bool, device=self._device)
+            )
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
         if self._agents is not None:
+            cells = rows.cells
             agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
             # One number for each game and vector step; the writer's bits are those of the trajectory ids.
             step = (cells // self.num_envs + self.before) * self._games + game
@@ -167,9 +272,9 @@ class Window:
             columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
         if not keys.has_ids and self.num_envs > 1:
             # Nothing else tells a row that goes on from another env's row that was cut.
-            starts = torch.from_numpy(np.diff(host_cells % self.num_envs, prepend=-1) != 0)
+            starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
-        next_obs = self._gather_next(cells, host_cells, columns)
+        next_obs = self._gather_next(rows, columns)
         for key in keys.deltas:
             column = next_obs.pop(key)
             delta = encode_delta(columns[key], column, keys.delta_dtype)
@@ -178,7 +283,7 @@ class Window:
         if not compact:
             columns |= {keys.next_of[key]: columns[key] + 1 for key in keys.counts}
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
-        batch = nest(columns, len(host_cells))
+        batch = nest(columns, rows.count)
         if keys.strided:
             # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
             has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
@@ -188,21 +293,11 @@ class Window:
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
         return batch, final_of(batch, keys, next_obs) if compact else None
 
-    def gather(self, key: NestedKey, cells: Tensor, host_cells: Array | None = None) -> Tensor:
-        """Copy a column's values at ``cells`` (flat indices, int64 ``[N]``) into a new tensor, as a batch has them.
-
-        ``host_cells`` are the same in NumPy, for speed.
-        """
-        column = self.columns[key]
-        trailing = column.ndim == 2 and key in self._keys.trailing
-        column = column.reshape(-1, *column.shape[2:])  # [steps, E, ...] -> [steps * E, ...]
-        if not isinstance(column, Tensor):
-            if host_cells is not None and len(host_cells) <= _FEW_ROWS:
-                rows = torch.from_numpy(column.take(host_cells, 0))
-                return rows.unsqueeze(-1) if trailing else rows
-            column = torch.from_numpy(column)  # a view: index_select makes the copy
-        rows = column.index_select(0, cells)
-        return rows.unsqueeze(-1) if trailing else rows
+    def take(self, key: NestedKey, mask: Array) -> Tensor:
+        """A column's values in the True cells, as `lay_out` has them; the window may go on writing into them."""
+        rows = _Rows(self, mask).of(key)
+        self._given.discard(key)
+        return rows
 
     def _count_agents(self) -> Tensor:
         """How many agents acted in each game at each step, int64 ``[steps, games]``; a batch may have some of them."""
@@ -212,20 +307,18 @@ class Window:
             acts.masked_fill_(to_torch(self.columns[DEAD][: self.steps]), 0)
         return acts.new_zeros(self.steps, self._games).index_add_(1, self._agents[1], acts)
 
-    def _gather_next(
-        self, cells: Tensor, host_cells: Array, columns: dict[NestedKey, Tensor]
-    ) -> dict[NestedKey, Tensor]:
-        """The true next observation of each cell; where the env hides it NaN, or the cell's own observation."""
+    def _gather_next(self, rows: "_Rows", columns: dict[NestedKey, Tensor]) -> dict[NestedKey, Tensor]:
+        """The true next observation of each row; where the env hides it NaN, or the row's own observation."""
         next_obs: dict[NestedKey, Tensor] = {}
-        known = columns.get(NEXT_KNOWN)
+        known = columns.get(NEXT_KNOWN) if self._unknown else None
         for key in self._keys.obs:
             if self._dense_finals:
-                column = self.gather(self._keys.next_of[key], cells, host_cells)
+                column = rows.of(self._keys.next_of[key])
             else:
-                # One step later is E cells further on; a reset has overwritten it where finals were kept.
-                column = self.gather(key, cells + self.num_envs, host_cells + self.num_envs)
+                # A reset has overwritten what came one step later where finals were kept.
+                column = rows.of(key, after=1)
                 if self._finals.get(key):
-                    self._patch_finals(self._finals[key], host_cells, column)
+                    self._patch_finals(self._finals[key], rows, column)
             if known is not None and column.is_floating_point():
                 column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
             elif known is not None:
@@ -233,15 +326,18 @@ class Window:
             next_obs[key] = column
         return next_obs
 
-    def _patch_finals(self, finals: list[tuple[Array, Array]], cells: Array, gathered: Tensor) -> None:
+    def _patch_finals(self, finals: list[tuple[Array, Array]], of: "_Rows", gathered: Tensor) -> None:
         """Write the kept final observations into the gathered next observations ``[N, ...]``, in place."""
         numbers = np.concatenate([number for number, _ in finals])
         values = np.concatenate([value for _, value in finals])
-        # The row of each cell in the batch, -1 for cells that are not in it.
-        row_of_cell = np.full(self.steps * self.num_envs, -1)
-        row_of_cell[cells] = np.arange(len(cells))
-        rows = row_of_cell[numbers]
-        rows, values = rows[rows >= 0], values[rows >= 0]
+        if of.whole:
+            rows = numbers % self.num_envs * self.steps + numbers // self.num_envs
+        else:
+            # The row of each cell in the batch, -1 for cells that are not in it.
+            row_of_cell = np.full(self.steps * self.num_envs, -1)
+            row_of_cell[of.host_cells] = np.arange(of.count)
+            rows = row_of_cell[numbers]
+            rows, values = rows[rows >= 0], values[rows >= 0]
         if gathered.device.type == "cpu":
             gathered.numpy()[rows] = values  # torch cannot index unsigned integers
         else:
@@ -259,7 +355,17 @@ class Window:
         self.before += self.steps
         self.steps = self.taken = 0
         finals, self._finals = self._finals, {}
-        if surplus_from == self.num_envs and not keep:
+        given, self._given = self._given, set()
+        kept_step = surplus_from < self.num_envs or keep
+        for key in given:
+            old = self.columns[key]
+            # Without what was there before: each step writes all columns but the loose ones.
+            new = self._zeros(old[0]) if key in self._loose else _empty_like(old)
+            if kept_step:
+                new[last] = old[last]
+            self._set(key, new)
+        if not kept_step:
+            self._unknown = False
             return
         self.before -= 1
         for column in self.columns.values():
@@ -282,15 +388,114 @@ class Window:
             )
         if key in self._keys.float32:  # later rows are cast as they are written
             value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
-        self.columns[key] = _zeros_like(value, (self._room, *value.shape))
-        return self.columns[key]
+        return self._set(key, self._zeros(value))
+
+    def _set(self, key: NestedKey, column: Array) -> Array:
+        """Take an array ``[room, E, ...]`` for a column."""
+        self.columns[key] = column
+        if self._dense_finals:
+            self._by_step[key] = column.unbind(0) if isinstance(column, Tensor) else list(column)
+        return column
+
+    def _zeros(self, value: Array) -> Array:
+        """Zeros ``[room, E, ...]`` for values like this one."""
+        if not isinstance(value, Tensor):
+            return np.zeros((self._room, *value.shape), dtype=value.dtype)
+        if self._dense_finals and value[0].numel() * value.element_size() >= _WIDE:
+            return value.new_zeros(self.num_envs, self._room, *value.shape[1:]).transpose(0, 1)
+        return value.new_zeros(self._room, *value.shape)
 
 
-def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros of a shape, in the framework, dtype and place of ``array``."""
-    if isinstance(array, Tensor):
-        return torch.zeros(shape, dtype=array.dtype, device=array.device)
-    return np.zeros(shape, dtype=array.dtype)
+class _Rows:
+    """Takes the values of a batch's rows out of a window's columns: those of the True cells, run after run."""
+
+    def __init__(self, window: Window, mask: Array) -> None:
+        self._window = window
+        self._mask = mask  # of cells, bool [steps, E]
+        self.count = int(np.count_nonzero(mask))
+        #: Whether every cell is a row.
+        self.whole = self.count == mask.size
+
+    @cached_property
+    def host_cells(self) -> Array:
+        """Numbers of the cells, env after env, each in order of time: int64 ``[N]``, NumPy."""
+        mask = self._mask
+        numbers = np.arange(mask.size).reshape(mask.shape).T
+        return numbers.ravel() if self.whole else numbers[mask.T]
+
+    @cached_property
+    def cells(self) -> Tensor:
+        """The same on the window's device."""
+        return torch.from_numpy(self.host_cells).to(self._window._device, non_blocking=True)
+
+    def of(self, key: NestedKey, after: int = 0) -> Tensor:
+        """A column's values, those of so many steps ``after``, as a tensor ``[N, ...]`` that the batch may have."""
+        window = self._window
+        column = window.columns[key]
+        rows = self._transposed(key, column[after : after + window.steps]) if self.whole else None
+        if rows is None:
+            rows = self._gathered(column, after)
+        return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
+
+    def _transposed(self, key: NestedKey, column: Array) -> Tensor | None:
+        """All rows of a column ``[steps, E, *S]``; None if gathering them is faster."""
+        rows: Tensor
+        if isinstance(column, Tensor):
+            rows = column.transpose(0, 1).flatten(0, 1)
+            if rows.data_ptr() != column.data_ptr():
+                return rows
+            # No copy was made: the memory is the batch's now, or the window's.
+            if not self._window._dense_finals:
+                return rows.clone()
+            self._window._given.add(key)
+            return rows
+        shape = column.shape[2:]
+        if self.count <= _FEW_ROWS:
+            flat = column.swapaxes(0, 1).reshape(-1, *shape)
+            return torch.from_numpy(flat.copy() if np.may_share_memory(flat, column) else flat)
+        if shape and column[0, 0].nbytes != 16:
+            return None
+        like = torch.from_numpy(column)
+        if shape:  # each value is moved as one number of 16 bytes: [steps, E]
+            like = torch.from_numpy(column.reshape(*column.shape[:2], -1).view(np.complex128)[..., 0])
+        rows = like.T.flatten()
+        if rows.data_ptr() == like.data_ptr():
+            rows = rows.clone()
+        return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
+
+    def _gathered(self, column: Array, after: int) -> Tensor:
+        """The rows of a column ``[room, E, ...]``."""
+        window, trailing = self._window, column.shape[2:]
+        further = after * window.num_envs
+        if not isinstance(column, Tensor):
+            flat = column.reshape(-1, *trailing)  # [room, E, ...] -> [room * E, ...]
+            if self.count <= _FEW_ROWS:
+                return torch.from_numpy(flat.take(self.host_cells + further, 0))
+            column = torch.from_numpy(column)
+        cells = self.cells + further if further else self.cells
+        if column.is_contiguous():
+            flat = column.flatten(0, 1)
+        else:  # env-major: [E, room, ...] in memory
+            flat = column.transpose(0, 1).flatten(0, 1)
+            cells = cells % window.num_envs * len(column) + cells // window.num_envs
+        out = _empty(flat, len(cells), *trailing)
+        return torch.index_select(flat, 0, cells, out=out)
+
+
+def _empty_like(column: Tensor) -> Tensor:
+    """A column without values, time-major or env-major in memory as this one is."""
+    if column.is_contiguous():
+        return _empty(column, *column.shape)
+    steps, envs, *trailing = column.shape
+    return _empty(column, envs, steps, *trailing).transpose(0, 1)
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    """New memory, contiguous."""
+    size = math.prod(shape) * like.element_size()
+    if size < _HUGE or not like.is_cpu:
+        return like.new_empty(shape)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(like.dtype).view(shape)
 
 
 def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor]) -> TensorDict:
