@@ -32,7 +32,7 @@ class Report:
     def start(self, make: Callable[[], Any], action: Any = None, *, steps: int = 1, **adapt: Any) -> Any:
         """Make a simulator, adapt it (``adapt``: arguments of `as_vector_env`), reset and step it; record the seconds.
 
-        In these simulators compile. The action is a random one by default.
+        Simulators compile in these. The action is a random one by default.
         """
         began = time.perf_counter()
         env = as_vector_env(make(), **adapt)
