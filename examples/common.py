@@ -70,6 +70,9 @@ def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> 
         parser.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=shown)
     args = parser.parse_args(argv)
     args.program = name
+    # Of resets, while training and in evaluations: envpool takes a seed only when it is made.
+    pool = args.env.startswith("envpool:")
+    args.reset_seed, args.test_seed = (None, None) if pool else (args.seed, args.seed + 10_000)
     place = f"{args.env}-seed{args.seed}".replace(":", "-").replace("/", "-")
     args.folder = Path(args.folder or Path("out") / name / place)
     return args

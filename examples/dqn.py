@@ -54,11 +54,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     target = HardUpdate(loss, value_network_update_interval=args.target_every // args.train_every)
 
     total = -(-args.frames // args.train_every) * args.train_every
-    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collector = Collector(
-        env, net, frames_per_batch=args.train_every, total_frames=total, device=args.device, seed=seed
+        env,
+        net,
+        frames_per_batch=args.train_every,
+        total_frames=total,
+        device=args.device,
+        seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args.env, args.episodes, args.seed + 1)
     check = Evaluator(test_env, net, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = Log(args)

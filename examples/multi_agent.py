@@ -98,8 +98,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     rows = args.steps * env.num_envs
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
-    collector = Collector(env, policy, seed=args.seed, **collected)
-    judged: Any = {"episodes": args.episodes, "seed": args.seed, "policy_device": args.device}
+    collector = Collector(env, policy, seed=args.reset_seed, **collected)
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args, max(1, args.episodes // agents), args.seed + 1)
     check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = Log(args)

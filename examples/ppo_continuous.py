@@ -64,16 +64,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     kind = torch.device(args.device).type
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
-    reset_seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collector = Collector(
         env,
         policy,
         frames_per_batch=rows,
         total_frames=total,
         device=args.device,
-        seed=reset_seed,
+        seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": reset_seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = ClipAction(make_env(args.env, args.episodes, args.seed + 1))
     check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = Log(args)

@@ -79,7 +79,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     kind = torch.device(args.device).type
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
-    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collector = Collector(
         TransformReward(env, np.sign),  # for learning; the log has the game's score
         policy,
@@ -87,9 +86,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         total_frames=total,
         compact_obs=True,
         device=args.device,
-        seed=seed,
+        seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_frames(args.env, args.episodes, args.seed + 1, max_episode_steps=args.max_steps)
     check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = Log(args)

@@ -75,9 +75,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     choose: Any = net[-1]  # EpsilonGreedy
     epsilon: Tensor = choose.module.epsilon
     total = -(-args.frames // args.rows) * args.rows
-    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}
-    collector = Collector(env, net, seed=seed, **collected)
+    collector = Collector(env, net, seed=args.reset_seed, **collected)
     # Slices may hang over the end of an episode: else its last row, the one that pays less, would be in few of them.
     span = (False, args.slice_len - args.burn_in - 1)
     sampler = SliceSampler(slice_len=args.slice_len, by="start", span=span, fill=False)
@@ -87,7 +86,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
-    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = LastAction(HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1)))
     check = Evaluator(test_env, net, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = common.Log(args)

@@ -68,15 +68,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     value = critic(env, actor=policy, shared=True, device=args.device)  # the actor's body, memory included
     rows = args.num_envs * args.steps
     total = -(-args.frames // rows) * rows
-    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
-    collector = Collector(env, policy, seed=seed, device=args.device, **collected)
+    collector = Collector(env, policy, seed=args.reset_seed, device=args.device, **collected)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value, shifted=True)
     loss = ClipPPOLoss(policy, value[-1], critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
-    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1))
     check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = common.Log(args)

@@ -62,7 +62,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
 
     total = -(-args.frames // args.num_envs) * args.num_envs
-    seed = None if args.env.startswith("envpool:") else args.seed  # envpool has its seed already
     collector = Collector(
         env,
         policy.select_out_keys("action"),
@@ -70,9 +69,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         total_frames=total,
         init_random_frames=args.start,
         device=args.device,
-        seed=seed,
+        seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": seed, "policy_device": args.device}
+    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args.env, args.episodes, args.seed + 1)
     check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
     log = Log(args)
