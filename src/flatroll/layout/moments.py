@@ -68,8 +68,8 @@ class Moments(nn.Module):
         return self
 
     @override
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self.unlearned = 0
 
     def add(self, *columns: tuple[str, Tensor, Tensor | None]) -> None:
