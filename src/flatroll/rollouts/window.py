@@ -112,7 +112,9 @@ class Window:
         rows = self._by_step
         try:
             # One call writes all, in a third of the time that the columns would take one by one.
-            torch._foreach_copy_([rows[key][step] for key in keys], list(values))
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [rows[key][step] for key in keys], list(values)
+            )
         except (KeyError, TypeError):  # a new column, or one in NumPy
             for key, value in zip(keys, values, strict=True):
                 if key not in rows:
