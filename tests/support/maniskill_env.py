@@ -4,13 +4,6 @@ import warnings
 from typing import Any
 
 import gymnasium as gym
-import sapien
-import sapien.wrapper.actor_builder as builder
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mani_skill.envs  # noqa: F401
-    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
 LIMIT = 20
 
@@ -24,6 +17,11 @@ class Material:
 
 def bare() -> Any:
     """What ManiSkill's users call an env: `gym.make`, which sets the time limit."""
+    import sapien
+    import sapien.wrapper.actor_builder as builder
+
+    with warnings.catch_warnings(action="ignore"):
+        import mani_skill.envs  # noqa: F401
     if not sapien.Device("cpu").can_render():
         sapien.render.RenderMaterial = builder.sapien.render.RenderMaterial = Material
     return gym.make(
@@ -38,4 +36,7 @@ def bare() -> Any:
 
 
 def make(auto_reset: bool = True) -> Any:
-    return ManiSkillVectorEnv(bare(), auto_reset=auto_reset)
+    made = bare()
+    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
+
+    return ManiSkillVectorEnv(made, auto_reset=auto_reset)

@@ -168,6 +168,22 @@ def test_shutdown_does_not_wait_for_a_window_without_end(nursery: Nursery) -> No
     assert len(nursery.workers) == count
 
 
+def test_a_thread_that_shutdown_does_not_wait_for_has_no_error_to_tell(nursery: Nursery) -> None:
+    """It finds its workers gone, which is what was asked for."""
+    collector = MultiAsyncCollector(
+        lambda: Seeded((10**9, 10**9)),
+        num_workers=2,
+        frames_per_batch=10**5,
+        trajs_per_batch=2,  # so that no window ever comes
+        replay_buffer=ReplayBuffer(storage=LazyTensorStorage(10)),
+        nursery=nursery,
+    )
+    collector.start()
+    collector.shutdown(timeout=0)
+    collector._supply.stop()  # waits until the thread has found out
+    collector.shutdown()
+
+
 @PROCESSES
 def test_a_thread_that_is_late_with_a_batch_replaces_no_worker(nursery: Nursery) -> None:
     """It is still in the buffer when the workers end, and finds them gone."""

@@ -55,7 +55,7 @@ class Supply:
         self._batch: TensorDict | None = None  # made of them, and not handed over yet
         self._made: tuple[TensorDict | None] | None = None  # handed over, and not returned yet
         self.owner = os.getpid()
-        self.closed = self._ended = False
+        self.closed = self._workers_ended = self._ended = False
         self._thread: _Thread | None = None
         #: Held while weights are published, and while a batch is made of what was gathered, and counted.
         self.lock = threading.RLock()
@@ -73,7 +73,12 @@ class Supply:
                     with self.lock:
                         if self._publish is not None:
                             self._publish()
-                    filled = self.gatherer.next(limited, wake)
+                    try:
+                        filled = self.gatherer.next(limited, wake)
+                    except Exception:
+                        if self._workers_ended and threading.current_thread() is self._thread:
+                            return None  # by a `close` that did not wait for this thread
+                        raise
                     if not filled:
                         if self._bar is not None:
                             self._bar.close()
@@ -150,6 +155,7 @@ class Supply:
         self.stop(timeout)  # which may be closing
         if self._ended:
             return
+        self._workers_ended = True
         self.gatherer.team.end(max(0.0, timeout - (monotonic() - began)))
         if not keep_transport:
             self.transport.close()
