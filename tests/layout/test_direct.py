@@ -14,6 +14,7 @@ from tensordict.nn import (
     set_interaction_type,
     set_skip_existing,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
@@ -191,3 +192,11 @@ def test_entries_are_found_as_tensordict_finds_them(tmp_path: Any) -> None:
     assert copy.names == ["time"] and copy.batch_size == plain.batch_size
     copy["next", "b"] = copy["a"]
     assert ("next", "b") not in plain.keys(True) and copy["a"] is plain["a"]
+
+
+def test_the_interaction_type_is_exchanged_by_the_public_way_too(monkeypatch):
+    monkeypatch.setattr(tensordict_seam, "_TYPE", None)
+    before = tensordict_seam.exchange_interaction_type(InteractionType.MODE)
+    assert interaction_type() is InteractionType.MODE
+    assert tensordict_seam.exchange_interaction_type(before) is InteractionType.MODE
+    assert interaction_type() is before

@@ -21,6 +21,7 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
+    probabilistic,
     set_interaction_type,
     skip_existing,
 )
@@ -158,6 +159,25 @@ def _acts_alike(actor: type) -> bool:
     names = ("__call__", "forward", "get_dist", "get_dist_params", "dist_sample_keys", "log_prob_keys")
     base = ProbabilisticTensorDictSequential
     return issubclass(actor, base) and all(getattr(actor, name) is getattr(base, name) for name in names)
+
+
+_TYPE: Any = getattr(probabilistic, "_interaction_type", None)
+
+
+def exchange_interaction_type(kind: InteractionType | None) -> InteractionType | None:
+    """Set tensordict's interaction type, of all threads, and return the one before; 0.1 µs of the 2 of a block's.
+
+    >>> before = exchange_interaction_type(InteractionType.MODE)
+    >>> exchange_interaction_type(before)
+    <InteractionType.MODE: 'mode'>
+    """
+    if hasattr(_TYPE, "_mode"):
+        before: InteractionType | None = _TYPE._mode
+        _TYPE._mode = kind
+        return before
+    before = interaction_type()
+    set_interaction_type(kind).__enter__()
+    return before
 
 
 def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:

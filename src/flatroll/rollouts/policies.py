@@ -6,19 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
-from flatroll.layout.tensordict_seam import base_keys_of, call_policy, nest
+from flatroll.layout.tensordict_seam import base_keys_of, call_policy, exchange_interaction_type, nest
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
 
+T = TypeVar("T")
 Columns = dict[NestedKey, Tensor]
 #: A tensordict module, or a callable from observation to action.
 Policy: TypeAlias = Callable[..., Any]
@@ -39,15 +41,19 @@ class PolicyModule(Protocol):
 _TURNS: dict[int, Any] = {}
 
 
-def turn_to_act() -> Any:
-    """The lock under which a thread sets tensordict's interaction type and calls a policy.
+def act_in_turn(policy: Callable[..., T], exploration: InteractionType, *inputs: Any) -> T:
+    """Call a policy with tensordict's interaction type, which is one for all threads, set to ``exploration``.
 
-    The type is one for all threads. Without turns a thread could sample where it was told not to, because another one
-    was, or leave as it is what another has set.
+    Threads take turns. Without that one could sample where it was told not to, because another one was, or leave as it
+    is what another has set.
     """
-    return _TURNS.get(os.getpid()) or _TURNS.setdefault(
-        os.getpid(), RLock()
-    )  # a policy may roll out by itself
+    # a policy may roll out by itself
+    with _TURNS.get(os.getpid()) or _TURNS.setdefault(os.getpid(), RLock()):
+        before = exchange_interaction_type(exploration)
+        try:
+            return policy(*inputs)
+        finally:
+            exchange_interaction_type(before)
 
 
 def is_module(policy: object) -> TypeGuard[PolicyModule]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 from torch import Tensor
 
 from flatroll.layout.checks import legal_options
@@ -31,9 +31,9 @@ from flatroll.rollouts.policies import (
     ModulePolicy,
     Policy,
     PolicyModule,
+    act_in_turn,
     as_function_of_obs,
     is_module,
-    turn_to_act,
 )
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
@@ -400,8 +400,7 @@ class Runner:
                     columns[key] = self._allow_where_ended(columns[key])
                     legal_options(ACTION_MASK, columns[key], each="env")
             columns.update(self.states)
-            with turn_to_act(), set_interaction_type(self._exploration):
-                action, written = policy(columns)
+            action, written = act_in_turn(policy, self._exploration, columns)
             self.window.put(list(written), list(written.values()))
             # What it writes under ("next", state) is what the next step starts from.
             for key in self.states:
@@ -410,8 +409,7 @@ class Runner:
             assert policy is not None
             if not isinstance(obs, Tensor):
                 obs = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
-            with turn_to_act(), set_interaction_type(self._exploration):
-                action = policy(obs, self.stream.first)
+            action = act_in_turn(policy, self._exploration, obs, self.stream.first)
         return self._draw_legal() if random else action
 
     def _draw_legal(self) -> Tree:
