@@ -336,9 +336,9 @@ def test_wrong_folders(tmp_path: Path, folder: Path) -> None:
 
 
 def test_where_sets_come_from(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="give fetch="):
+    with pytest.raises(FileNotFoundError, match="pass fetch="):
         D4RLExperienceReplay("maze2d-umaze-v1", root=tmp_path)
-    with pytest.raises(FileNotFoundError, match="give download=True"):
+    with pytest.raises(FileNotFoundError, match="pass download=True"):
         D4RLExperienceReplay("maze", root=tmp_path, download=False)
     with pytest.raises(ValueError, match="name below root"):
         D4RLExperienceReplay("../maze", root=tmp_path / "a")

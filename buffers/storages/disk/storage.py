@@ -146,7 +146,7 @@ class DiskStorage(ColumnStorage):
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
                     f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
-                    "the first write removes the others from the folder. Give a larger max_size to keep them",
+                    "the first write removes the others from the folder. Pass a larger max_size to keep them",
                     stacklevel=2,
                 )
             layout = self._noted(folder)
@@ -263,7 +263,7 @@ class DiskStorage(ColumnStorage):
                 if folder.versions():
                     folder.load()  # none is whole: the error says why
                 raise ValueError(
-                    f"{folder.path} is none of a DiskStorage: it has rows, and does not say of what kind"
+                    f"{folder.path} is not that of a DiskStorage: it has rows, and does not say of what kind"
                 )
             return None
         noted = folder.load().json

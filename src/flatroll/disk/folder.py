@@ -224,7 +224,7 @@ class Folder:
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Folder stays in its process: open the path anew in the other one")
+        raise TypeError("a Folder stays in its process: open the path again in the other one")
 
     def close(self) -> None:
         """Give the lock back; what was published stays."""
@@ -379,7 +379,7 @@ class Folder:
         """
         first, end = self.head if first is None else first, self.end if end is None else end
         if not self.head <= first <= end <= self.end:
-            raise IndexError(f"rows [{first}, {end}) asked for, there are [{self.head}, {self.end})")
+            raise IndexError(f"rows [{first}, {end}) requested, available are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
 
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
@@ -581,7 +581,7 @@ class Folder:
                 there = f"version {listing.versions[0]}" if listing.versions else "rows"
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
-                    "to another folder, or begin anew with overwrite=True"
+                    "to another folder, or start again with overwrite=True"
                 )
             if unknown:
                 self._line = secrets.token_hex(4)
@@ -676,7 +676,7 @@ class Folder:
         try:
             self._take(newest, self._open_rows(newest))
         except DamagedFileError as error:
-            warnings.warn(f"{self.path}: {error}; all rows are written anew", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{self.path}: {error}; all rows are rewritten", RuntimeWarning, stacklevel=5)
             self._take(newest, [])
             self.forget_rows()
 

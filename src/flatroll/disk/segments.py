@@ -236,7 +236,7 @@ class Segment:
         if {*self.schema, *lengths} != set(entries) or not ragged <= set(self.schema):
             raise DamagedFileError("ragged columns and their lengths do not fit")
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
-            raise DamagedFileError("lengths of ragged columns are no int64 per row")
+            raise DamagedFileError("lengths of ragged columns are not int64 per row")
         self.needs = header.needs | ({"ragged"} if ragged else set())
 
     @classmethod

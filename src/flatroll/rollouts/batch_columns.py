@@ -116,7 +116,7 @@ class ColumnKeys:
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
-                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
+                        f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
                         f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)

@@ -96,7 +96,7 @@ class Bounded(NumberSpec, Ranged):
             if not any(bound.ndim for bound in bounds.values()):
                 raise ValueError(
                     f"the shape must be given, or follow from low or high, which have no dims: got low={low!r}, "
-                    f"high={high!r}. Give shape=() for one number"
+                    f"high={high!r}. Pass shape=() for one number"
                 )
             shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
         self._set_up(shape, device, dtype, domain)

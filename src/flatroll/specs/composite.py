@@ -56,7 +56,7 @@ class Composite(TensorSpec):
         **specs: "SpecLike",
     ) -> None:
         if shape is not None and batch_size is not None:
-            raise TypeError("shape and batch_size are two names of one argument: give one of them")
+            raise TypeError("shape and batch_size are two names of one argument: pass one of them")
         given = batch_size if shape is None else shape
         super().__init__(() if given is None else given, None, device, None, "")
         self.data_cls, self.step_mdp_static = data_cls, step_mdp_static

@@ -461,7 +461,7 @@ class NodeMap:
             )
         if bool((states < 0).any()):
             raise KeyError(
-                f"{int((states < 0).sum())} of {states.numel()} observations are no states of the forest: "
+                f"{int((states < 0).sum())} of {states.numel()} observations are not states of the forest: "
                 "ask contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]

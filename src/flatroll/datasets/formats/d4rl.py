@@ -126,7 +126,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if direct_download is False and not from_env:
             raise ValueError(
                 "direct_download=False would take d4rl.qlearning_dataset, whose rows do not say where episodes were "
-                "cut: give from_env=True, or leave it out"
+                "cut: pass from_env=True, or leave it out"
             )
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
@@ -150,7 +150,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         except ImportError as error:
             raise ImportError(
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
-                f"({error}): leave it out and give the HDF5 file by fetch=, or give the env by fetch="
+                f"({error}): leave it out and pass the HDF5 file by fetch=, or pass the env by fetch="
             ) from error
         return gym.make(self.dataset_id)
 

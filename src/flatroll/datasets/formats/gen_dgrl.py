@@ -152,7 +152,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         value = _ArraysOnly(stream, max_bytes).load()
         value = value.item() if isinstance(value, _Array) and value.shape == () else value
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
-        raise pickle.UnpicklingError(f"{name} is no pickle of arrays ({error})") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}
     for key, array in value.items() if isinstance(value, dict) else [("", None)]:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
@@ -177,7 +177,7 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
         far = isinstance(argument, int) and "PUT" in step.name and argument > _MOST_STEPS
         if number == _MOST_STEPS or far or _STEPS.fullmatch(step.name) is None:
             raise pickle.UnpicklingError(
-                f"{name}: {step.name} at step {number} is no part of a dict of arrays: nothing was run"
+                f"{name}: {step.name} at step {number} is not part of a dict of arrays: nothing was run"
             )
     stream.seek(begin)
 
@@ -237,7 +237,7 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
             return _Function(_encode)
         raise pickle.UnpicklingError(
-            f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run"
+            f"{module}.{name} is asked for, which is not part of NumPy arrays: it was not run"
         )
 
 
