@@ -113,13 +113,14 @@ def picture(runs: dict[Task, list[dict[str, Any]]]) -> Any:
     for at, (task, results) in enumerate(runs.items(), 1):
         axes = figure.add_subplot(lines, columns, at)
         curve = over_seeds([result["log"] for result in results])
-        draw({"": curve._replace(frames=[frames / 1000 for frames in curve.frames])}, axes=axes)
+        draw({"flatroll": curve._replace(frames=[frames / 1000 for frames in curve.frames])}, axes=axes)
+        if task.training:
+            mean = float(task.training.partition(" ")[0].replace(",", ""))
+            axes.axhline(mean, color="0.4", linestyle="--", label="published")
         axes.set(
             title=f"{task.program.partition('_')[0]}, {task.name.rpartition('-')[0]}", xlabel="", ylabel=""
         )
-        axes.legend().remove()
-        if task.training:
-            axes.axhline(float(task.training.partition(" ")[0].replace(",", "")), color="0.4", linestyle="--")
+        axes.legend(frameon=False).set_visible(at == 1)
     figure.supxlabel("thousand frames")
     return figure
 
