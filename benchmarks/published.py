@@ -40,12 +40,11 @@ class Task(NamedTuple):
 
 MUJOCO_SAC = "--num-envs 1 --lr 3e-4 --start 5000"
 MEMORY = "--num-envs 128 --minibatches 8 --hidden 128 --gamma 0.5 --scale 1"
+LABELS = {"ppo_continuous": "PPO", "recurrent_ppo": "GRU", "sac": "SAC"}  # of the panels
 TASKS = [
     Task("ppo_continuous", "envpool:HalfCheetah-v4", 1_000_000, "", "1,443 ± 46", "5,819 ± 664"),
     Task("ppo_continuous", "envpool:Hopper-v4", 1_000_000, "", "2,383 ± 272", "2,410 ± 10"),
     Task("ppo_continuous", "envpool:Walker2d-v4", 1_000_000, "", "2,288 ± 572", "3,479 ± 822"),
-    Task("sac", "envpool:Pendulum-v1", 20_000, "", "", "-157 ± 89"),
-    Task("sac", "envpool:HalfCheetah-v4", 50_000, MUJOCO_SAC),
     Task(
         "recurrent_ppo",
         "popgym:popgym-RepeatPreviousEasy-v0",
@@ -67,7 +66,10 @@ TASKS = [
         MEMORY + " --steps 103",
         "-0.283 ± 0.029",
     ),
+    Task("sac", "envpool:Pendulum-v1", 20_000, "", "", "-157 ± 89"),
+    Task("sac", "envpool:HalfCheetah-v4", 50_000, MUJOCO_SAC),
 ]
+CAPTION = "Returns of training episodes over the seeds; the dashed line is the published mean at the end of a training"
 
 
 def finished(folders: list[Path]) -> dict[Task, list[dict[str, Any]]]:
@@ -117,9 +119,9 @@ def picture(runs: dict[Task, list[dict[str, Any]]]) -> Any:
         if task.training:
             mean = float(task.training.partition(" ")[0].replace(",", ""))
             axes.axhline(mean, color="0.4", linestyle="--", label="published")
-        axes.set(
-            title=f"{task.program.partition('_')[0]}, {task.name.rpartition('-')[0]}", xlabel="", ylabel=""
-        )
+        title = f"{LABELS[task.program]} {task.name.rpartition('-')[0]}"
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel="", ylabel="")
         axes.legend(frameon=False).set_visible(at == 1)
     figure.supxlabel("thousand frames")
     return figure
@@ -143,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     print(shown)
     if args.page is not None:
         before, _, after = args.page.read_text().split(MARK)
-        args.page.write_text(f"{before}{MARK}{shown}\n{MARK}{after}")
+        image = f"![{CAPTION}](../img/published.png)"
+        args.page.write_text(f"{before}{MARK}\n{shown}\n\n{image}\n\n{MARK}{after}")
         picture(runs).savefig(args.page.parents[1] / "img" / "published.png", dpi=110)
     return 0
 
