@@ -160,8 +160,8 @@ class Episodes:
                 "ended",
                 f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the very observation that was "
                 "the last one's next. Either that was the reset's observation, where the episode's final one belongs "
-                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is not a transition and must "
-                "not be written. If all episodes of this env begin where they end, ignore this",
+                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is not a transition and "
+                "must not be written. If all episodes of this env begin where they end, ignore this",
             )
         if left.any() and IS_INIT not in self._given:
             self._warn(
