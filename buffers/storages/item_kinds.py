@@ -346,7 +346,7 @@ def shown(key: NestedKey) -> str:
 
 
 def collate(samples: Any) -> Any:
-    """Make one batch of what a dataset gives, for ``DataLoader(collate_fn=collate)``; torch's own knows no tensordicts.
+    """Make one batch of the items of a data set, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
 
     Args:
         samples: with ``DataLoader(batch_size=None)`` a sample, returned as it is; else a list: batches (tensordicts

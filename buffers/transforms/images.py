@@ -42,7 +42,7 @@ class _ImageTransform(Transform):
 
 
 class ToTensorImage(_ImageTransform):
-    """Turns images ``[..., H, W, C]`` of bytes into ``[..., C, H, W]`` of floats in [0, 1], as torch's networks want.
+    """Turns byte images ``[..., H, W, C]`` into float images ``[..., C, H, W]`` in [0, 1], as torch's networks expect.
 
     The result has the values in the order in which they were (channels last in memory), so nothing is copied but by
     the cast.

@@ -60,7 +60,7 @@ class LinkedRows(NamedTuple):
 
 
 class DiskStorage(ColumnStorage):
-    """Rows in a folder of files that are written once: they may take more than the memory, and outlive the process.
+    """Rows in files that are written once: more rows than fit in memory, and they survive the process.
 
     New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once there are
     enough for one, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the

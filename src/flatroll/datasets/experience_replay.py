@@ -62,7 +62,7 @@ class DatasetOptions(TypedDict, total=False):
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
-    """A data set as a replay buffer: its rows stay on disk, and cannot be changed.
+    """A data set as a replay buffer: its rows stay on disk and are read-only.
 
     The class itself opens a folder that `flatroll.datasets.convert` or `preprocess` made; its subclasses know the files
     of published sets. They fetch them once, convert them once into ``<root>/<dataset_id>``, and open that folder from

@@ -113,7 +113,7 @@ class LoadedVersion(NamedTuple):
 
 
 class Folder:
-    """Rows and versions of a state in a folder: each save is there whole or not at all, by whatever it is interrupted.
+    """Rows and versions of a state in a folder, with atomic saves.
 
     Rows are a log: row r is the r-th that was ever written. `append` publishes rows as one immutable file, a
     *segment*; `publish` writes a version, which names the segments, and holds a state: JSON and tensors. A writer has
@@ -227,7 +227,7 @@ class Folder:
         raise TypeError("a Folder stays in its process: open the path again in the other one")
 
     def close(self) -> None:
-        """Give the lock back; what was published stays."""
+        """Release the lock; what was published stays."""
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
             try:
@@ -485,7 +485,7 @@ class Folder:
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
-        """Write rows anew that were edited; they count once a version is published.
+        """Rewrite edited rows; they count once a version is published.
 
         Args:
             columns: as for `append`.
@@ -548,7 +548,7 @@ class Folder:
                 self._remove_unused()
 
     def forget_rows(self) -> None:
-        """Begin anew: the next version has the rows that are appended from now on. Older versions stay as usual."""
+        """Start again: the next version has the rows that are appended from now on. Older versions stay as usual."""
         self._segments, self._columns = [], {}
         self.head = self.end = 0
         self._line = secrets.token_hex(4)

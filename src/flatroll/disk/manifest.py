@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """Which version of a folder: its number, and the line of runs that wrote it."""
+    """The number of a folder's version, and the line of runs that wrote it."""
 
     number: int
     line: str

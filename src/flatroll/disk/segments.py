@@ -195,7 +195,7 @@ def difference(expected: Schema, got: Schema) -> str:
 
 
 class Segment:
-    """A file of rows: what its header says is checked, and its rows are read or mapped.
+    """A file of rows: its header is checked, and its rows are read or memory-mapped.
 
     Args:
         folder: where it is.

@@ -123,7 +123,7 @@ class ColumnKeys:
 
 
 def batch_spec(env: EnvLike) -> Composite:
-    """Return the spec of the batches that an env, as it is wrapped, gives a collector with random actions.
+    """Return the spec of the batches that a collector with random actions yields from an env.
 
     Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's
     outputs and those of markers of your own, may have any values.

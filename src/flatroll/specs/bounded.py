@@ -52,7 +52,7 @@ class NumberSpec(TensorSpec):
 
 
 class Bounded(NumberSpec, Ranged):
-    """Numbers between two bounds, both included.
+    """Numbers between two bounds, inclusive.
 
     The class of the result is `BoundedContinuous` or `BoundedDiscrete`, as ``domain`` says, or else the dtype.
 
@@ -220,7 +220,7 @@ class BoundedDiscrete(Bounded):
 
 
 class Unbounded(NumberSpec):
-    """Any numbers that the dtype holds; NaN is none.
+    """All numbers of the dtype, except NaN.
 
     The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
 

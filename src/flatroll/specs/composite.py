@@ -20,7 +20,7 @@ _ABSENT: Any = object()
 
 
 class Composite(TensorSpec):
-    """Specs by key, each of which begins with the dims of the whole; nested where keys are tuples.
+    """A dict of specs that share leading batch dims; tuple keys are nested.
 
     A mutable mapping until `lock_`. An entry of None is kept, and skipped by everything that reads values.
 

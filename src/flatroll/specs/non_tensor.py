@@ -14,7 +14,7 @@ from flatroll.specs.tensor_spec import Device, TensorSpec
 
 
 class NonTensor(TensorSpec):
-    """Anything that is no tensor: text, graphs, sequences of any length.
+    """Values that are not tensors: text, graphs, sequences of any length.
 
     Args:
         shape: batch dims, default ``(1,)``.

@@ -52,7 +52,7 @@ class Edges(NamedTuple):
 
 
 class MCTSForest:
-    """Collects transitions (observation, action) -> next observation, and cuts trees out of them.
+    """Collects transitions (observation, action) -> next observation, and extracts trees from them.
 
     Equal observations are one *state*, so trajectories that meet share what follows: a forest is a graph, with
     transpositions, and with cycles where an env has them. A transition seen again is counted; an action with two

@@ -85,7 +85,7 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
 
 
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of D4RL, or any HDF5 file of that form (`read_d4rl`).
+    """A D4RL data set, or any HDF5 file in its format (`read_d4rl`).
 
     Where the file has no ``next_observations``, that of an episode's last step is in no file: its row has its own
     observation there, and ``("collector", "next_known")`` is False.

@@ -261,7 +261,7 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Gen-DGRL: games of Procgen, an archive of pickled arrays (`read_gen_dgrl`); no code in it is run.
+    """A Gen-DGRL data set: Procgen games in an archive of pickled arrays (`read_gen_dgrl`); none of its code runs.
 
     Args:
         dataset_id: game and category, such as ``"bigfish-1M_E"``.

@@ -573,7 +573,7 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
 
 
 class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
-    """A folder of LeRobot, version 3 (`read_lerobot`), without videos.
+    """A LeRobot v3 folder without videos (`read_lerobot`).
 
     Args:
         dataset_id: its name, such as ``"lerobot/pusht_image"``.

@@ -283,7 +283,7 @@ def _observation_leaves(episode: "EpisodeData") -> dict[str, Array]:
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Minari, in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
+    """A Minari data set in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
 
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
     by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of

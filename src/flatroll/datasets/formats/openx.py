@@ -116,7 +116,7 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
 
 
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Open X-Embodiment, or any episodes of steps as RLDS has them (`read_rlds`).
+    """An Open X-Embodiment data set, or any episodes of RLDS steps (`read_rlds`).
 
     With ``streaming=True`` nothing is converted and nothing stored: episodes are read one after the other, and samples
     are made of the next ones (`EpisodeStream`). A loop over the set ends after one pass; `sample` goes on without end.
