@@ -135,7 +135,11 @@ def against_loop(clock: Callable[[], float]) -> str:
         ]
         rows.append([f"{num_envs:,}", *cells, *ratios])
     header = ["envs", "time-major loop, µs", "loop with flat rows, µs", "collector, µs"]
-    header += ['with framework="torch", µs', "ratio to the flat loop (to the time-major one)", "the same, torch"]
+    header += [
+        'with framework="torch", µs',
+        "ratio to the flat loop (to the time-major one)",
+        "the same, torch",
+    ]
     return table(header, rows)
 
 

@@ -447,9 +447,8 @@ class Runner:
         """Keep the true next observations of ended rows."""
         final = final_of(info, self.stream)
         if final is not None:
-            envs = np.flatnonzero(
-                self.stream.ended
-            )  # indexing with them copies: the env may reuse its arrays
+            # Indexing with these copies: the env may reuse its arrays.
+            envs = np.flatnonzero(self.stream.ended)
             for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
                 self.window.put_final(key, envs, leaf[envs], self.window.steps)
 

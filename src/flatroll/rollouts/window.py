@@ -79,7 +79,7 @@ class Window:
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
-        #: Whether the values of a step are written by one call; then a column's values of each step, views ``[E, ...]``.
+        #: Whether one call writes the values of a step; then a column's values of each step, views ``[E, ...]``.
         self._at_once = dense_finals and framework == "torch"
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
         self._given: set[NestedKey] = set()  # the columns whose memory is the last batch's
