@@ -127,9 +127,8 @@ class TorchSource(VectorSource):
         result = self.env.step(actions)
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            if (
-                self._copies and not self.lends
-            ):  # (the flags of the other dialects are computed, and new already)
+            # (The flags of the other dialects are computed, and new already.)
+            if self._copies and not self.lends:
                 terminated, truncated = terminated.clone(), truncated.clone()
         elif len(result) in (4, 5):
             obs, (reward, done, extras) = result[0], result[-3:]

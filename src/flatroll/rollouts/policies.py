@@ -15,7 +15,13 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
-from flatroll.layout.tensordict_seam import base_keys_of, call_policy, exchange_interaction_type, nest
+from flatroll.layout.tensordict_seam import (
+    base_keys_of,
+    call_policy,
+    exchange_interaction_type,
+    get_entry,
+    nest,
+)
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
@@ -175,7 +181,7 @@ class ModulePolicy:
             raise
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
-        action = out.get(ACTION, None)
+        action = get_entry(out, ACTION)
         if action is None:
             raise _no_action(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
         if self._written is None:
