@@ -316,7 +316,7 @@ def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         first = [] if "tensors" in text else [episode(1)]
         with pytest.raises((ValueError, TypeError), match=text):
             convert([*first, batch], tmp_path / "set")
-    with pytest.raises(ValueError, match="there are no rows"):
+    with pytest.raises(ValueError, match="no rows to convert"):
         convert([], tmp_path / "set")
     assert not (tmp_path / "set").exists()
 

@@ -529,8 +529,8 @@ def test_rlinf_files_that_are_made_up(tmp_path: Path) -> None:
     for i, (value, text) in enumerate(
         [
             (torch.zeros(1).expand(T, B, 10**9), "claim"),
-            (torch.zeros(T, B, device="meta"), "no dense tensor"),
-            (torch.zeros(T, B).to_sparse(), "no dense tensor"),
+            (torch.zeros(T, B, device="meta"), "not a dense tensor"),
+            (torch.zeros(T, B).to_sparse(), "not a dense tensor"),
             (["text"], "must be a dense tensor"),
         ]
     ):
