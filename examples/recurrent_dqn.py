@@ -17,7 +17,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import DQNLoss, SoftUpdate
 from flatroll.examples import common
 from flatroll.examples.last_action import LastAction
-from flatroll.examples.recurrent_ppo import HideVelocities, make_env
+from flatroll.examples.recurrent_ppo import look, make_env
 from flatroll.modules import q_network
 from flatroll.rollouts import Collector
 
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
-    test_env = LastAction(HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1)))
+    test_env = LastAction(look(args.env, args.episodes, args.seed + 1))
     run = common.Run(args, net, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
 
     losses: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if run.check.best_weights is not None:
         net.load_state_dict(run.check.best_weights)
     return run.finish(
-        lambda: LastAction(HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))),
+        lambda: LastAction(look(args.env, 1, render_mode="rgb_array")),
         episodes=5 * args.episodes,
     )
 

@@ -7,23 +7,30 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import learning
 from benchmarks.peers import sb3
 from flatroll.examples import hindsight, ppo
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readmes_first_training_solves_cartpole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_first_training_solves_cartpole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture, the training and the curve are one script, which saves both pictures."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    script = next(block for block in blocks if "ClipPPOLoss" in block)
-    assert sum(bool(line.strip()) for line in script.splitlines()) <= 15
+    training = next(number for number, block in enumerate(blocks) if "ClipPPOLoss" in block)
+    assert sum(bool(line.strip()) for line in blocks[training].splitlines()) <= 15
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
     torch.manual_seed(0)
     space: dict[str, Any] = {}
-    exec(compile(script, "README.md", "exec"), space)
-    exec(compile(blocks[blocks.index(script) + 1], "README.md", "exec"), space)
+    for block in blocks[: training + 2]:
+        exec(compile(block, "README.md", "exec"), space)
+    space["plt"].close("all")
     printed = capsys.readouterr().out
-    assert float(re.findall(r"^return ([\d.]+) \[.* over 100 episodes", printed)[0]) > 475
+    assert float(re.findall(r"^return ([\d.]+) \[.* over 100 episodes", printed, re.M)[0]) > 475
+    assert [(tmp_path / name).stat().st_size > 5_000 for name in ("batch.svg", "curve.png")] == [True, True]
 
 
 def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,13 +38,6 @@ def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
     outcome = capsys.readouterr().out
     assert outcome.startswith("CartPole-v1, seed 1: return ")
     assert float(outcome.split("return ")[1].split(",")[0]) > 40  # random actions: 22
-
-
-def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    learning.main(["sac-pendulum", "--seeds", "1", "--frames", "1040", "--alone"])
-    assert "| sac-pendulum | flatroll | 1,040 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        learning.main(["chess"])
 
 
 @pytest.mark.parametrize("name", ["hindsight", "ppo"])
@@ -55,8 +55,9 @@ def test_hindsight_goals_make_the_difference(capsys: pytest.CaptureFixture[str])
 
 def test_the_benchmark_at_the_settings_of_stable_baselines3(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("stable_baselines3")
-    sb3.main(["ppo-zoo", "sac", "--seeds", "1", "--frames", "110"])
+    sb3.main(["ppo-cartpole", "sac-pendulum", "--seeds", "1", "--frames", "300"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row[:2] for row in rows[1::3]] == [["| ppo-zoo", "flatroll"], ["| sac", "flatroll"]]
+    assert [row[0] for row in rows[1:]] == 2 * ["| ppo-cartpole"] + 2 * ["| sac-pendulum"]
+    assert [row[1] for row in rows[1:]] == 2 * ["flatroll", "stable-baselines3"]
     with pytest.raises(SystemExit):
         sb3.main(["chess"])
