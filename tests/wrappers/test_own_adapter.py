@@ -98,11 +98,13 @@ def test_random_actions_of_an_env_in_numpy_are_arrays_that_the_check_need_not_lo
     drawn: Any, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = VectorStream(Countdown(3, False), AutoresetMode.DISABLED)
-    came = []
-    check = env._check_actions
-    monkeypatch.setattr(
-        env, "_check_actions", lambda actions, known: (came.append((type(actions), known)), check(actions))[1]
-    )
+    check, came = env._check_actions, []
+
+    def look(actions: Any, known: bool) -> Any:
+        came.append((type(actions), known))
+        return check(actions, known)
+
+    monkeypatch.setattr(env, "_check_actions", look)
     next(Collector(env, drawn, frames_per_batch=6))
     assert came == [(kind, drawn is None)] * 2
 
