@@ -201,7 +201,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
             way_out = (
-                "or give the env the limit (gymnasium, envpool: max_episode_steps=...)"
+                "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
                 if limits
                 else "or with autoreset_mode=SAME_STEP"
             )

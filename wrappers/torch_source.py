@@ -104,7 +104,7 @@ class TorchSource(VectorSource):
         leaf = first_leaf(obs)
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{name} is no gymnasium.vector.VectorEnv, so it must return tensors, got {type(leaf).__name__}: "
+                f"{name} is not a gymnasium.vector.VectorEnv, so it must return tensors, got {type(leaf).__name__}: "
                 "derive it from VectorEnv (without a device), or write a flatroll.wrappers.VectorSource"
             )
         if len(leaf) != self.num_envs:

@@ -456,7 +456,7 @@ def test_indices_and_states_that_are_none_are_told_so() -> None:
         buffer[7]
     with pytest.raises(TypeError, match=r"rows are indexed by integers, slices and masks, got 1\.5"):
         buffer[1.5]
-    with pytest.raises(ValueError, match=r"state is none of a ReplayBuffer: it lacks \['generator'"):
+    with pytest.raises(ValueError, match=r"state is not that of a ReplayBuffer: it lacks \['generator'"):
         buffer.load_state_dict({"a": 1})
 
 
@@ -473,7 +473,7 @@ def test_what_remembers_rows_belongs_to_one_buffer() -> None:
     first = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
     second = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
     first.extend(torch.arange(5))
-    with pytest.raises(ValueError, match="PrioritizedSampler remembers rows of another buffer"):
+    with pytest.raises(ValueError, match="PrioritizedSampler already belongs to another buffer"):
         second.extend(torch.arange(5))
     assert len(second) == 0 and set(first.sample(100).tolist()) <= set(range(5))
     del first

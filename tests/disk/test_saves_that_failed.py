@@ -196,7 +196,7 @@ def test_a_file_that_somebody_removed_is_written_anew(tmp_path: Path) -> None:
     buffer.dumps(tmp_path)
     for file in tmp_path.glob("*.rows"):
         file.unlink()
-    with pytest.warns(RuntimeWarning, match="is missing; all rows are written anew"):
+    with pytest.warns(RuntimeWarning, match="is missing; all rows are rewritten"):
         buffer.dumps(tmp_path)
     again = in_memory()
     again.loads(tmp_path)
@@ -241,9 +241,9 @@ def test_a_manifest_names_files_of_its_folder_and_line_only(
     fields = json.loads(file.read_text())
     file.write_bytes(sealed({**fields, **change(fields)}))
     again = in_memory()
-    with pytest.raises(DamagedFileError, match="it says nothing sensible"):
+    with pytest.raises(DamagedFileError, match="it cannot be understood"):
         again.loads(path)
-    with pytest.raises(DamagedFileError, match="it says nothing sensible"):
+    with pytest.raises(DamagedFileError, match="it cannot be understood"):
         Folder(path).load()
     again.extend(batch(0, 3))
     again.dumps(path, overwrite=True)

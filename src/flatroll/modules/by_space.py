@@ -280,7 +280,7 @@ def q_network(
 
 
 class ActionMask(TensorDictModuleBase):
-    """Gives illegal actions the lowest number: as logits they have the probability 0, as values they are never best.
+    """Sets illegal actions to the lowest number: logits get probability 0, values are never the best.
 
     Args:
         key: logits or values, ``[*B, sum(counts)]``, which are replaced.

@@ -36,7 +36,7 @@ class RandomPolicy:
     def __init__(self, action_spec: spaces.Space[Any] | None = None, action_key: NestedKey = ACTION) -> None:
         if action_spec is not None and not isinstance(action_spec, spaces.Space):
             raise TypeError(
-                f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: give it env.action_space"
+                f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: pass env.action_space"
             )
         self.action_spec, self.action_key = action_spec, action_key
         self._draws: RandomActions | None = None
@@ -50,9 +50,7 @@ class RandomPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write one action for each element of a tensordict ``[*B]``, and return the tensordict."""
         if self.action_spec is None:
-            raise ValueError(
-                "RandomPolicy() knows no actions outside of a collector: give it the action space"
-            )
+            raise ValueError("RandomPolicy() knows no actions outside of a collector: pass the action space")
         rows = tensordict.batch_size.numel()
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)

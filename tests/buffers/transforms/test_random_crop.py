@@ -138,13 +138,13 @@ def test_errors_name_the_lengths() -> None:
         RandomCropTensorDict(4, mask_key="mask")(batch)
     with pytest.raises(TypeError, match=r"is_init.*must be bool"):
         RandomCropTensorDict(4)(batch.set("is_init", batch["is_init"].int()))
-    with pytest.raises(ValueError, match=r"sample_dim=2 is no dimension of a batch \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"sample_dim=2 is not a dimension of a batch \[3, 7\]"):
         RandomCropTensorDict(4, sample_dim=2)(batch)
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="sub_seq_len must be an integer of at least 1, got"):
             RandomCropTensorDict(wrong)  # type: ignore[arg-type]
     notes = NonTensorStack(*(NonTensorStack(*map(str, range(7))) for _ in range(3)))
-    with pytest.raises(TypeError, match=r"batch\['note'\] is no tensor"):
+    with pytest.raises(TypeError, match=r"batch\['note'\] is not a tensor"):
         RandomCropTensorDict(4)(trajectories(3, 7).set("note", notes))
     buffer = ReplayBuffer(storage=LazyTensorStorage(30), transform=RandomCropTensorDict(2), batch_size=4)
     buffer.extend(trajectories(3, 7).exclude("collector").reshape(-1))
