@@ -51,7 +51,7 @@ _WORDS: dict[Any, str] = {
     Path: "a path",
 }
 _KEY = {str, tuple[str, ...]}
-_KEYS = {*_KEY, *(kind[str | tuple[str, ...]] for kind in (Sequence, Iterable, list, Collection))}  # type: ignore[index]
+_KEYS = {*_KEY, *(kind[str | tuple[str, ...]] for kind in (Sequence, Iterable, list, Collection))}
 _LATE: tuple[tuple[set[Any], Callable[[Any], bool]], ...] = (
     ({str, Path, os.PathLike, os.PathLike[str]}, lambda value: not isinstance(value, (str, os.PathLike))),
     (_KEYS, lambda value: _no_key(value)),
@@ -74,7 +74,7 @@ def explain_errors(names: Iterable[str], room: dict[str, Any]) -> None:
         if isinstance(value, types.FunctionType):
             room[name] = done.setdefault(value, explained(value))
             room[name].__module__ = room["__name__"]  # by which pickle finds it
-        elif isinstance(value, type) and isinstance(value.__init__, types.FunctionType):
+        elif isinstance(value, type) and isinstance(value.__init__, types.FunctionType):  # type: ignore[misc]
             value.__init__ = explained(value.__init__)  # type: ignore[misc]
 
 
