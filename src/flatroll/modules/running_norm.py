@@ -27,6 +27,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.moments import Moments
+from flatroll.layout.tensordict_seam import set_entry
 
 
 class RunningNorm(TensorDictModuleBase):
@@ -109,7 +110,7 @@ class RunningNorm(TensorDictModuleBase):
             if not torch.compiler.is_compiling() and moments.unlearned:
                 self._warn_of_none(moments)
             x = moments.normalized(x, self.epsilon, self.clip)
-        tensordict.set(self.out_key, x)
+        set_entry(tensordict, self.out_key, x)
         return tensordict
 
     def update(self, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
