@@ -7,6 +7,7 @@
 #   make interop  let other libraries read the files that flatroll writes
 #   make simulators  step real simulators, each group in an environment of its own   (NAMES="jax" picks some)
 #   make simulators-slow   those that compile for minutes
+#   make gpu      run the tests and benchmarks of a GPU, with PYTHON's own packages (torch with CUDA), no network
 #   make lint     ruff, mypy --strict, pyright
 #   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test trainers ray versions interop simulators simulators-slow lint lint-style lint-mypy lint-pyright bench format constraints clean setup
+.PHONY: demo test trainers ray versions interop simulators simulators-slow gpu lint lint-style lint-mypy lint-pyright bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -77,6 +78,13 @@ simulators-%: $(VERSIONS)/simulators-%/.ready
 	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -W default -m simulators -o faulthandler_timeout=1200 tests/simulators/test_$**.py \
 		--junitxml=out/versions/simulators-$*.xml $(ARGS); \
 		status=$$?; $(<D)/bin/python docs/versions.py simulators $* out/versions/simulators-$*.xml && exit $$status
+
+# Nothing is installed: constraints.txt pins torch without CUDA. Only files with such tests are collected, since other
+# tests may import what is not there.
+gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(or $(PYTHON),python3) -m pytest -m "cuda or triton" $(ARGS) \
+		$$(grep -rlE 'mark\.(cuda|triton)' --include='test_*.py' tests)
+	PYTHONPATH=src:$$PYTHONPATH $(or $(PYTHON),python3) -m flatroll bench --out out/bench gpu
 
 # `make -j2 lint` runs the two type checkers side by side.
 lint: lint-style lint-mypy lint-pyright

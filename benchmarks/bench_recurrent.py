@@ -171,43 +171,49 @@ def by_length() -> str:
     return table([*header, "packed / scan", "auto"], table_rows)
 
 
-def on_gpu(tf32: bool) -> str:
+def on_gpu(
+    tf32: bool,
+    names: tuple[str, ...],
+    sizes: tuple[tuple[int, int, int], ...],
+    device: str,
+    turns: int,
+) -> str:
     """Time the Triton kernels beside cuDNN on packed and on padded runs; with TF32, and without."""
-    names = ("triton", "packed", "pad")
     kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     table_rows = []
-    for name, (sequences, steps, hidden) in itertools.product(KINDS, ON_GPU):
-        for rate in RATES:
+    for name, (sequences, steps, hidden) in itertools.product(KINDS, sizes):
+        for rate in RATES[1:]:
             starts = torch.rand(sequences, steps, generator=torch.Generator().manual_seed(0)) < rate
             starts[:, 0] = True
-            batch = batch_of(name, starts.flatten(), hidden=hidden).to("cuda")
+            batch = batch_of(name, starts.flatten(), hidden=hidden).to(device)
             runs = {}
             for backend in names:
-                module = KINDS[name](INPUT, hidden, recurrent_backend=backend, **KEYS).to("cuda")
+                module = KINDS[name](INPUT, hidden, recurrent_backend=backend, **KEYS).to(device)
                 runs[backend] = waited(pass_of(module, set_recurrent_mode, batch))
-            result = take_turns(runs, turns=7)
-            share = [f"{ratio(result[other], result['triton']):.2f} x" for other in names[1:]]
-            sizes = [name, f"{sequences:,} x {steps}", str(hidden), f"{rate:.1%}", str(int(starts.sum()))]
-            table_rows.append([*sizes, *cells_of(result, names), *share])
+            result = take_turns(runs, turns)
+            share = [f"{ratio(result[other], result[names[0]]):.2f} x" for other in names[1:]]
+            shape = [name, f"{sequences:,} x {steps}", str(hidden), f"{rate:.1%}", str(int(starts.sum()))]
+            table_rows.append([*shape, *cells_of(result, names), *share])
     torch.set_float32_matmul_precision(kept[0])
     torch.backends.cudnn.allow_tf32 = kept[1]
-    header = ["", "rows", "hidden", "resets", "runs", "triton, ms", "packed", "pad"]
-    return table([*header, "packed / triton", "pad / triton"], table_rows)
+    header = ["", "rows", "hidden", "resets", "runs", *(f"{name}, ms" for name in names)]
+    return table([*header, *(f"{other} / {names[0]}" for other in names[1:])], table_rows)
 
 
-def linear() -> str:
-    """Time the linear recurrences beside GRU and LSTM."""
+def linear(rows: int = ROWS, device: str = "cpu") -> str:
+    """Time the linear recurrences beside a GRU; on the CPU by the thread's own time."""
     kinds: dict[str, Any] = {"MinGRU": MinGRUModule, "linear unit": LinearRecurrentModule, "GRU": GRUModule}
     table_rows = []
     for mean in (16, 256, 4096):
-        batch = batch_of("GRU", ragged(ROWS, mean) if mean < ROWS else ragged(ROWS, ROWS))
+        batch = batch_of("GRU", ragged(rows, min(mean, rows))).to(device)
         runs = {
-            name: pass_of(kind(INPUT, HIDDEN, **KEYS), set_recurrent_mode, batch)
+            name: waited(pass_of(kind(INPUT, HIDDEN, **KEYS).to(device), set_recurrent_mode, batch))
             for name, kind in kinds.items()
         }
-        result = take_turns(runs, turns=5, clock=time.thread_time)
+        clock = time.thread_time if device == "cpu" else time.perf_counter
+        result = take_turns(runs, turns=5, clock=clock)
         cells = cells_of(result, tuple(kinds))
         table_rows.append([f"{mean:,}", *cells, f"{ratio(result['GRU'], result['MinGRU']):.1f} x"])
     return table(["mean length", *(f"{name}, ms" for name in kinds), "GRU / MinGRU"], table_rows)
@@ -271,14 +277,6 @@ def main() -> None:
     print(one_long_run())
     print("\nOne step of a rollout\n")
     print(single_step())
-    if not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
-        print("\nNo CUDA device with Triton here: triton, packed and pad are not compared")
-        return
-    for tf32 in (False, True):
-        print(
-            f"\nOn {torch.cuda.get_device_name()}, forward and backward, products in {'TF32' if tf32 else 'float32'}\n"
-        )
-        print(on_gpu(tf32))
 
 
 if __name__ == "__main__":

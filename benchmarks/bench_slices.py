@@ -46,10 +46,12 @@ def stream(envs: int, window: int, size: int) -> Iterator[TensorDict]:
         yield rows_of((t % EPISODE).flatten(), traj.flatten())
 
 
-def filled(rows: int, envs: int = 1, window: int = 64, compact: bool = False) -> tuple[ReplayBuffer, Any]:
+def filled(
+    rows: int, envs: int = 1, window: int = 64, compact: bool = False, device: str = "cpu"
+) -> tuple[ReplayBuffer, Any]:
     """Return a full buffer, and the stream of batches that continues it."""
     sampler = SliceSampler(slice_len=LENGTH)
-    storage = LazyTensorStorage(rows, compact_obs=compact)
+    storage = LazyTensorStorage(rows, compact_obs=compact, device=device)
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=SLICES * LENGTH)
     batches = stream(envs, window, min(rows, 50_000))
     while len(buffer) < rows:

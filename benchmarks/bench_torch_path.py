@@ -3,11 +3,13 @@
 ``python -m flatroll bench torch_path``
 
 The env is like a GPU simulator's: tensors in and out, ended rows reset in the same step, their last observations in
-``extras["final_obs"]``, all of it in memory that every step writes into again. It runs on the CPU, one thread.
+``extras["final_obs"]``, all of it in memory that every step writes into again. Here it runs on the CPU, one thread;
+``bench gpu`` puts it on a GPU.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from benchmarks.measure.operations import CountOperations
-from benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns, waited
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, StepCounter, TrajId, as_vector_env
@@ -35,8 +37,10 @@ class Simulator:
 
     is_vector_env = True
 
-    def __init__(self, num_envs: int, entries: dict[str, int] | None = None) -> None:
-        self.num_envs, self.device, self.unwrapped = num_envs, torch.device("cpu"), self
+    def __init__(
+        self, num_envs: int, entries: dict[str, int] | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_envs, self.device, self.unwrapped = num_envs, torch.device(device), self
         self.metadata = {"autoreset_mode": "SameStep"}
         boxes: dict[str, spaces.Space[Any]] = {
             name: spaces.Box(-torch.inf, torch.inf, (size,)) for name, size in (entries or {}).items()
@@ -45,11 +49,12 @@ class Simulator:
             spaces.Dict(boxes) if boxes else spaces.Box(-torch.inf, torch.inf, (OBSERVATION,))
         )
         self.single_action_space = spaces.Box(-torch.inf, torch.inf, (ACTION,))
-        self.obs, self.final, self.start = (torch.zeros(num_envs, OBSERVATION) for _ in range(3))
-        self.reward = torch.zeros(num_envs)
-        self.age = torch.randint(0, 200, (num_envs,), generator=torch.Generator().manual_seed(0))
+        zeros = partial(torch.zeros, device=device)
+        self.obs, self.final, self.start = (zeros(num_envs, OBSERVATION) for _ in range(3))
+        self.reward = zeros(num_envs)
+        self.age = torch.randint(0, 200, (num_envs,), generator=torch.Generator().manual_seed(0)).to(device)
         self.limit = torch.full_like(self.age, 200)
-        self.terminated, self.truncated = (torch.zeros(num_envs, dtype=torch.bool) for _ in range(2))
+        self.terminated, self.truncated = (zeros(num_envs, dtype=torch.bool) for _ in range(2))
         self.extras: dict[str, Any] = {"final_obs": self._shown(self.final, entries)}
         self.shown = self._shown(self.obs, entries)
 
@@ -81,14 +86,15 @@ def hand_written(env: Simulator, policy: Callable[[Any, Tensor], Tensor], states
     ``policy`` takes the observation and which rows begin an episode, and writes the next states into ``states``.
     """
     num_envs = env.num_envs
-    ids = torch.arange(num_envs)
-    now: dict[str, Any] = {"obs": env.reset()[0], "first": torch.ones(num_envs, dtype=torch.bool), "ids": ids}
+    ids = torch.arange(num_envs, device=env.device)
+    first = torch.ones(num_envs, dtype=torch.bool, device=env.device)
+    now: dict[str, Any] = {"obs": env.reset()[0], "first": first, "ids": ids}
     now["count"] = torch.zeros_like(ids)
     columns: Columns = {}
 
     def put(t: int, key: Any, value: Tensor) -> None:
         if key not in columns:
-            columns[key] = torch.zeros(STEPS, *value.shape, dtype=value.dtype)
+            columns[key] = torch.zeros(STEPS, *value.shape, dtype=value.dtype, device=value.device)
         columns[key][t] = value
 
     def put_all(t: int, where: str, obs: Any) -> None:
@@ -133,22 +139,23 @@ def ours(env: Simulator, policy: Any) -> Loop:
     return collector.rollout
 
 
-def plain(num_envs: int) -> dict[str, Loop]:
+def plain(num_envs: int, device: str = "cpu") -> dict[str, Loop]:
     """One observation of 48 numbers, and a policy that costs nothing."""
-    chosen = torch.full((num_envs, ACTION), 0.1)
+    chosen = torch.full((num_envs, ACTION), 0.1, device=device)
+    loop, collected = (Simulator(num_envs, device=device) for _ in range(2))
     return {
-        "loop": hand_written(Simulator(num_envs), lambda obs, first: chosen, {}),
-        "collector": ours(Simulator(num_envs), lambda obs: chosen),
+        "loop": hand_written(loop, lambda obs, first: chosen, {}),
+        "collector": ours(collected, lambda obs: chosen),
     }
 
 
-def recurrent(num_envs: int) -> dict[str, Loop]:
+def recurrent(num_envs: int, device: str = "cpu") -> dict[str, Loop]:
     """A Dict observation of three entries, and a small recurrent policy, whose states are columns."""
     gru: Any = GRUModule(ENTRIES["joints"], STATE, in_key="joints", out_key="_embed")
     actor: Any = TensorDictModule(nn.Linear(STATE, ACTION), in_keys=["_embed"], out_keys=["action"])
-    module = TensorDictSequential(gru, actor)
+    module = TensorDictSequential(gru, actor).to(device)
     (key,) = (key for key in gru.in_keys if key not in ("joints", "is_init"))
-    states = {key: torch.zeros(num_envs, 1, STATE)}
+    states = {key: torch.zeros(num_envs, 1, STATE, device=device)}
 
     @torch.no_grad()
     def policy(obs: Any, first: Tensor) -> Tensor:
@@ -158,20 +165,18 @@ def recurrent(num_envs: int) -> dict[str, Loop]:
         action: Tensor = data["action"]
         return action
 
-    return {
-        "loop": hand_written(Simulator(num_envs, ENTRIES), policy, states),
-        "collector": ours(Simulator(num_envs, ENTRIES), module),
-    }
+    loop, collected = (Simulator(num_envs, ENTRIES, device) for _ in range(2))
+    return {"loop": hand_written(loop, policy, states), "collector": ours(collected, module)}
 
 
 CASES = {"48 numbers": plain, "Dict of three, recurrent": recurrent}
 
 
-def operations() -> str:
-    """Operations, allocations and bytes written for each vector step of 64 envs."""
+def operations(device: str = "cpu", num_envs: int = 64) -> str:
+    """Operations, allocations and bytes written for each vector step."""
     rows = []
     for case, make in CASES.items():
-        for name, run in make(64).items():
+        for name, run in make(num_envs, device).items():
             for _ in range(2):
                 run()
             with CountOperations() as counted:
@@ -182,18 +187,24 @@ def operations() -> str:
                     name,
                     f"{counted.operations / STEPS:.1f}",
                     f"{counted.allocations / STEPS:.1f}",
-                    f"{counted.written / STEPS / 64:,.0f}",
+                    f"{counted.written / STEPS / num_envs:,.0f}",
                 ]
             )
     return table(["observation", "", "operations", "allocations", "bytes written a row"], rows)
 
 
-def times(turns: int = 41, sizes: tuple[int, ...] = (64, 1024, 4096)) -> str:
-    """Median µs of processor time for a vector step."""
+def times(
+    turns: int = 41,
+    sizes: tuple[int, ...] = (64, 1024, 4096),
+    device: str = "cpu",
+    clock: Callable[[], float] = time.thread_time,
+) -> str:
+    """Median µs for a vector step, of processor time unless there is another clock."""
     rows = []
     for case, make in CASES.items():
         for num_envs in sizes:
-            result = take_turns(make(num_envs), turns, clock=time.thread_time)
+            runs = {name: waited(run) for name, run in make(num_envs, device).items()}
+            result = take_turns(runs, turns, clock=clock)
             cells = [f"{timing.median / STEPS * 1e6:,.0f}" for timing in result.values()]
             share = ratio(result["collector"], result["loop"])
             rows.append([case, f"{num_envs:,}", *cells, f"{share:.2f}"])
@@ -204,7 +215,7 @@ def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
     print(
-        f"Collector on a torch env, {STEPS} vector steps a batch, per vector step: what torch is asked to do\n"
+        f"Collector on a torch env, {STEPS} vector steps a batch, per vector step of 64 envs: what torch has to do\n"
     )
     print(operations())
     print("\nProcessor time of the thread\n")

@@ -1,14 +1,16 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
-``python docs/make_pictures.py first`` draws only the learning curves of the README's first training and the tree of a
+``python docs/make_pictures.py first`` draws only the learning curves of the README's script and the tree of a
 search, with ``tree`` only the latter, with ``text`` those of text rollouts, with ``workers`` who owns what, with
 ``offline`` the curve of offline learning, over three seeds.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
 from flatroll.layout import timeline
 from flatroll.rollouts import rollout
-from flatroll.wrappers import RewardSum
 
 IMAGES = Path(__file__).parent / "img"
 README = Path(__file__).parents[1] / "README.md"
@@ -53,19 +54,16 @@ def draw_curves(runs: dict[str, Path]) -> Figure:
 
 
 def first_training(seed: int) -> list[float]:
-    """Returns of all episodes, in order, of the README's first training."""
-    script = re.search(r"```python\n([^`]*ClipPPOLoss[^`]*)```", README.read_text())
-    assert script is not None
-    noted = (
-        script[1]
-        .replace("env = gym.make_vec(", "env = RewardSum(gym.make_vec(")
-        .replace("=32)\n", "=32))\n", 1)
+    """Returns of all episodes, in order, of the README's script."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    training = next(number for number, block in enumerate(blocks) if "ClipPPOLoss" in block)
+    script = "".join(blocks[: training + 1]).replace(
+        "total_frames=204_800, seed=0", f"total_frames=204_800, seed={seed}"
     )
-    done = 'returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()'
-    noted = noted.replace("    for rows in", f"    {done}\n    for rows in").replace("seed=0", f"seed={seed}")
-    space: dict[str, Any] = {"returns": [], "RewardSum": RewardSum}
+    space: dict[str, Any] = {}
     torch.manual_seed(seed)
-    exec(noted, space)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # the script saves a picture
+        exec(script, space)
     returns: list[float] = space["returns"]
     return returns
 

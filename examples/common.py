@@ -1,4 +1,4 @@
-"""What the programs share: options, envs, the log, films.
+"""What the programs share: options, envs, and what surrounds a training: evaluations, log, checkpoints, films.
 
 A program is a file of this folder with a table ``OPTIONS``: each option's name, default and meaning. `parse` reads the
 table without importing the program, so that ``python -m flatroll run NAME --help`` answers before torch is loaded.
@@ -8,6 +8,7 @@ import argparse
 import ast
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,15 @@ class Log:
     def __call__(self, batch: Any, frames: int, check: Any = None, **numbers: Any) -> None:
         """Note the episodes that ended in a batch; every so many frames write their mean return, and the numbers.
 
-        What an `Evaluator` has just found is written at once.
+        What an `Evaluator` has just found is written at once. Without a batch (None) a frame is an update.
         """
-        ended: list[float] = batch["next", "episode_reward"][batch["next", "done"]].tolist()
+        ended: list[float] = []
+        if batch is not None:
+            ended = batch["next", "episode_reward"][batch["next", "done"]].tolist()
         self.frames, self.returns, self.ended = frames, [*self.returns, *ended][-100:], [*self.ended, *ended]
         if check is not None and check.history and check.history[-1][0] == frames:
             numbers["evaluation"] = check.history[-1][1].mean
-        elif frames % self.args.log_every >= len(batch):
+        elif frames % self.args.log_every >= (1 if batch is None else len(batch)):
             return
         if self.ended:
             numbers["return"] = sum(self.ended) / len(self.ended)
@@ -184,19 +187,65 @@ class Log:
             self._first += [line for line in whole if int(line.partition(",")[0]) <= self.frames]
 
 
-def save_film(file: str, env: Any, policy: Any, **options: Any) -> None:
-    """Play one episode and save it as an animated GIF of 30 frames a second.
+class Run:
+    """What surrounds a training: evaluations, the log, checkpoints, and going on from one that is there.
 
     Args:
-        file: ends in ``.gif``.
-        env: made with ``render_mode="rgb_array"``.
-        policy, options: as for `evaluate`.
+        args: of `parse`.
+        policy: what is evaluated, with the most probable actions.
+        env: for the evaluations.
+        collector: gives the batches. Default None: there is none.
+        parts: what else a run needs to go on.
     """
-    from PIL import Image
 
-    from flatroll.rollouts import evaluate
+    def __init__(
+        self, args: argparse.Namespace, policy: Any, env: Any, collector: Any = None, /, **parts: Any
+    ) -> None:
+        from flatroll.disk import Checkpoint
+        from flatroll.rollouts import Evaluator
 
-    one: Any = {**options, "episodes": 1}
-    frames: Any = evaluate(env, policy, film="first", **one).film
-    first, *others = map(Image.fromarray, frames.numpy())
-    first.save(file, save_all=True, append_images=others, duration=33, loop=0)
+        self.args, self.policy, self.env, self._collector = args, policy, env, collector
+        self.judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
+        self.check = Evaluator(env, policy, every=args.eval_every, stop_at=args.stop_at, **self.judged)
+        self.log = Log(args)
+        if collector is not None:
+            parts["collector"] = collector
+        parts |= {"check": self.check, "log": self.log}
+        self._checkpoint = Checkpoint(args.folder / "checkpoint", **parts)
+        if self._checkpoint.versions():
+            self._checkpoint.load()
+
+    def note(self, batch: Any, frames: int, **numbers: Any) -> bool:
+        """Evaluate and log if it is time; return whether to stop, since an evaluation has reached ``--stop-at``."""
+        stop = self.check(frames)
+        self.log(batch, frames, self.check, **numbers)
+        return stop
+
+    def save(self, frames: int, rows: int, now: bool) -> None:
+        """Save a checkpoint if it is time, which comes every ``rows`` frames, or now."""
+        if now or frames % self.args.save_every < rows:
+            self._checkpoint.save()
+            if self._collector is not None:
+                # New episodes, as after a restart: so a run that was killed ends at the same weights.
+                self._collector.load_state_dict(self._collector.state_dict())
+
+    def finish(self, drawn: Callable[[], Any] | None = None, **options: Any) -> dict[str, Any]:
+        """Evaluate the policy, and return the result; with ``--film`` save one episode as a GIF of 30 frames a second.
+
+        Args:
+            drawn: makes the env of the film, with ``render_mode="rgb_array"``.
+            options: of the evaluation, as for `evaluate`.
+        """
+        from flatroll.rollouts import evaluate
+
+        if self._collector is not None:
+            self._collector.shutdown()
+        found = evaluate(self.env, self.policy, **{**self.judged, **options})
+        if drawn is not None and self.args.film:
+            from PIL import Image
+
+            one = {**self.judged, "episodes": 1}
+            frames: Any = evaluate(drawn(), self.policy, film="first", **one).film
+            first, *others = map(Image.fromarray, frames.numpy())
+            first.save(self.args.film, save_all=True, append_images=others, duration=33, loop=0)
+        return self.log.finish(found)

@@ -17,12 +17,11 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from flatroll.disk import Checkpoint
 from flatroll.estimators import GAE, ClipPPOLoss
-from flatroll.examples.common import Log, parse
+from flatroll.examples.common import Run, parse
 from flatroll.layout import agents_of
 from flatroll.modules import actor, critic
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.wrappers import PettingZooSource, RewardSum, as_vector_env
 
 OPTIONS = {
@@ -99,14 +98,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
     collector = Collector(env, policy, seed=args.reset_seed, **collected)
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args, max(1, args.episodes // agents), args.seed + 1)
-    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer)
 
     losses: Any = {}
     for batch in collector:
@@ -121,15 +114,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
                 optimizer.step()
-        stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
-        if stop or frames % args.save_every < rows or frames == total:
-            checkpoint.save()
-            collector.load_state_dict(collector.state_dict())  # new episodes, as after a restart
+        stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
+        run.save(frames, rows, now=stop or frames == total)
         if stop:
             break
-    collector.shutdown()
-    return log.finish(evaluate(test_env, policy, **judged))
+    return run.finish()
 
 
 def main(argv: list[str] | None = None) -> int:

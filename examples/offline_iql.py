@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from gymnasium.wrappers.vector import ClipAction
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from flatroll.datasets import MinariExperienceReplay
-from flatroll.disk import Checkpoint
-from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.examples.common import Run, make_env, parse
 from flatroll.export import export
 from flatroll.modules import actor, critic, q_network
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.trainers.versions import trainer_imports
 
 OPTIONS = {
@@ -64,15 +62,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     with warnings.catch_warnings(action="ignore"), trainer_imports("torchrl", "0.14", "0.15", "torchrl"):
         from torchrl.objectives import IQLLoss, SoftUpdate  # warns about packages that are not there
     torch.manual_seed(args.seed)
-    log = Log(args)
     made: Any = {} if args.data else {"fetch": lambda name, folder: make_set(args, folder)}
     data = MinariExperienceReplay(
         args.data or "pendulum/noisy-v0", args.batch_size, root=args.folder / "rows", progress=False, **made
     )
     rows = data[:]  # of the whole set, for its returns
     rewards, ids = rows["next", "reward"].squeeze(-1), rows["collector", "traj_ids"]
-    if not log.returns:
-        log.returns = torch.zeros(int(ids.max()) + 1).index_add_(0, ids, rewards).tolist()
+    returns = torch.zeros(int(ids.max()) + 1).index_add_(0, ids, rewards).tolist()
     deviation = rewards.std()
     env = ClipAction(make_env(args.env, args.episodes))
     body: Any = {"hidden": (64, 64), "activation": nn.ReLU, "norm": False, "device": args.device}
@@ -84,16 +80,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     compute: Any = torch.compile(loss) if args.compile else loss
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
 
-    judged: Any = {"episodes": args.episodes, "seed": args.seed, "policy_device": args.device}
-    check = Evaluator(env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    args.test_seed = args.seed  # no training env has it
+    run = Run(args, policy, env, policy=loss, optimizer=optimizer)
+    run.log.returns = run.log.returns or returns
 
     kind = torch.device(args.device).type
-    none = TensorDict({"next": {"episode_reward": torch.zeros(1, 1), "done": torch.zeros(1, 1).bool()}}, [1])
-    while log.frames < args.frames:
+    while run.log.frames < args.frames:
         rows = data.sample().to(args.device)
         rows["next", "reward"] /= deviation
         with torch.autocast(kind, torch.bfloat16, args.bfloat16):
@@ -102,17 +94,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_value"]).backward()
         optimizer.step()
         target.step()
-        update = log.frames + 1
-        stop = check(update)
-        log(none, update, check, lr=args.lr, **losses)
-        if stop or update % args.save_every == 0 or update == args.frames:
-            checkpoint.save()
+        update = run.log.frames + 1
+        stop = run.note(None, update, lr=args.lr, **losses)
+        run.save(update, 1, now=stop or update == args.frames)
         if stop:
             break
-    found = evaluate(env, policy, **judged)
-    if args.film:
-        save_film(args.film, ClipAction(make_env(args.env, 1, render_mode="rgb_array")), policy, **judged)
-    return log.finish(found)
+    return run.finish(lambda: ClipAction(make_env(args.env, 1, render_mode="rgb_array")))
 
 
 def main(argv: list[str] | None = None) -> int:

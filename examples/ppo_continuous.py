@@ -12,11 +12,10 @@ import torch
 from gymnasium.wrappers.vector import ClipAction
 from torch import nn
 
-from flatroll.disk import Checkpoint
 from flatroll.estimators import GAE, ClipPPOLoss, RewardScale
-from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, critic
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
@@ -72,14 +71,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         device=args.device,
         seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = ClipAction(make_env(args.env, args.episodes, args.seed + 1))
-    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "scale": scale, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, scale=scale)
 
     losses: Any = {}
     for batch in collector:
@@ -97,20 +90,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
                 optimizer.step()
         norm.update(batch)  # after the epochs: ratios compare with the policy that acted
-        stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
-        if stop or frames % args.save_every < rows or frames == total:
-            checkpoint.save()
-            # New episodes, as after a restart: so a run that was killed ends at the same weights.
-            collector.load_state_dict(collector.state_dict())
+        stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
+        run.save(frames, rows, now=stop or frames == total)
         if stop:
             break
-    collector.shutdown()
-    found = evaluate(test_env, policy, **judged)
-    if args.film:
-        shown = ClipAction(make_env(args.env, 1, render_mode="rgb_array"))
-        save_film(args.film, shown, policy, **judged)
-    return log.finish(found)
+    return run.finish(lambda: ClipAction(make_env(args.env, 1, render_mode="rgb_array")))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,11 +14,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from flatroll.disk import Checkpoint
 from flatroll.estimators import GAE, ClipPPOLoss
-from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, critic
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
@@ -103,14 +102,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
     collector = Collector(env, policy, seed=args.reset_seed, **collected)
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args.env, args.episodes, args.seed + 1)
-    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer)
 
     losses: Any = {}
     for batch in collector:
@@ -125,18 +118,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
                 optimizer.step()
-        stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
-        if stop or frames % args.save_every < rows or frames == total:
-            checkpoint.save()
-            # New episodes, as after a restart: so a run that was killed ends at the same weights.
-            collector.load_state_dict(collector.state_dict())
+        stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
+        run.save(frames, rows, now=stop or frames == total)
         if stop:
             break
-    collector.shutdown()
-    if args.film:
-        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), policy, **judged)
-    return log.finish(evaluate(test_env, policy, **judged))
+    return run.finish(lambda: make_env(args.env, 1, render_mode="rgb_array"))
 
 
 def main(argv: list[str] | None = None) -> int:

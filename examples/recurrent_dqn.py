@@ -14,13 +14,12 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.disk import Checkpoint
 from flatroll.estimators import DQNLoss, SoftUpdate
 from flatroll.examples import common
 from flatroll.examples.last_action import LastAction
 from flatroll.examples.recurrent_ppo import HideVelocities, make_env
 from flatroll.modules import q_network
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 
 OPTIONS = {
     "env": ("CartPole-v1", "an id, or envpool:ID"),
@@ -86,14 +85,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
     target = SoftUpdate(loss, tau=args.tau)
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = LastAction(HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1)))
-    check = Evaluator(test_env, net, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = common.Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", buffer=buffer, collector=collector, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = common.Run(args, net, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
 
     losses: dict[str, Any] = {}
     for batch in collector:
@@ -109,21 +102,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             optimizer.step()
             target.step()
         epsilon.fill_(max(0.01, 1 - frames / args.explore))
-        stop = check(frames)
-        log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
-        if stop or frames % args.save_every < len(batch) or frames == total:
-            checkpoint.save()
-            # New episodes, as after a restart: so a run that was killed ends at the same weights.
-            collector.load_state_dict(collector.state_dict())
+        stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
+        run.save(frames, len(batch), now=stop or frames == total)
         if stop:
             break
-    collector.shutdown()
-    if check.best_weights is not None:
-        net.load_state_dict(check.best_weights)
-    if args.film:
-        drawn = LastAction(HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array")))
-        common.save_film(args.film, drawn, net, **judged)
-    return log.finish(evaluate(test_env, net, **judged | {"episodes": 5 * args.episodes}))
+    if run.check.best_weights is not None:
+        net.load_state_dict(run.check.best_weights)
+    return run.finish(
+        lambda: LastAction(HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))),
+        episodes=5 * args.episodes,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

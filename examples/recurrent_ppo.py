@@ -17,12 +17,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.disk import Checkpoint
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.examples import common
 from flatroll.layout import run_starts
 from flatroll.modules import actor, critic
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
@@ -75,14 +74,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1))
-    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = common.Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", buffer=buffer, collector=collector, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = common.Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
+    log = run.log
     curve: list[tuple[int, float]] = []
     seconds: dict[str, float] = defaultdict(float)
     first = last = None  # batches
@@ -117,25 +111,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             frames = collector.frames
             optimizer.param_groups[0]["lr"] = args.lr * (1 - frames / (1.02 * total))
             first, last = batch if first is None else first, batch
-            stop = check(frames)
-            log(batch, frames, check, lr=optimizer.param_groups[0]["lr"], **losses)
+            stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
             curve.append((frames, float(np.mean(log.returns or [0.0]))))
             bar.update(rows)
             bar.set_postfix_str(f"return {curve[-1][1]:.0f}, {frames / log.elapsed():,.0f} steps/s")
             stop = stop or (len(log.returns) >= 100 and curve[-1][1] >= args.target)
-            if stop or frames % args.save_every < rows or frames == total:
-                checkpoint.save()
-                # New episodes, as after a restart: so a run that was killed ends at the same weights.
-                collector.load_state_dict(collector.state_dict())
+            run.save(frames, rows, now=stop or frames == total)
             spent("rest")
             if stop:
                 break
-    collector.shutdown()
-    if args.film:
-        drawn = HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))
-        common.save_film(args.film, drawn, policy, **judged)
     report = {"curve": curve, "first": first, "last": last, "seconds": dict(seconds), "wall": clock - start}
-    return log.finish(evaluate(test_env, policy, **judged)) | report
+    return run.finish(lambda: HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))) | report
 
 
 def main(argv: list[str] | None = None) -> int:

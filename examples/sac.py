@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.disk import Checkpoint
 from flatroll.estimators import SACLoss, SoftUpdate
-from flatroll.examples.common import Log, make_env, parse, save_film
+from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, q_network
-from flatroll.rollouts import Collector, Evaluator, evaluate
+from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
@@ -71,14 +70,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         device=args.device,
         seed=args.reset_seed,
     )
-    judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
     test_env = make_env(args.env, args.episodes, args.seed + 1)
-    check = Evaluator(test_env, policy, every=args.eval_every, stop_at=args.stop_at, **judged)
-    log = Log(args)
-    parts: Any = {"policy": loss, "optimizer": optimizer, "check": check, "log": log}
-    checkpoint = Checkpoint(args.folder / "checkpoint", collector=collector, buffer=buffer, **parts)
-    if checkpoint.versions():
-        checkpoint.load()
+    run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
 
     losses: dict[str, Any] = {}
     for batch in collector:
@@ -96,19 +89,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
             optimizer.step()
             target.step()
-        stop = check(frames)
-        log(batch, frames, check, lr=left * args.lr, **losses)
-        if stop or frames % args.save_every < len(batch) or frames == total:
-            checkpoint.save()
-            # New episodes, as after a restart: so a run that was killed ends at the same weights.
-            collector.load_state_dict(collector.state_dict())
+        stop = run.note(batch, frames, lr=left * args.lr, **losses)
+        run.save(frames, len(batch), now=stop or frames == total)
         if stop:
             break
-    collector.shutdown()
-    found = evaluate(test_env, policy, **judged)
-    if args.film:
-        save_film(args.film, make_env(args.env, 1, render_mode="rgb_array"), policy, **judged)
-    return log.finish(found)
+    return run.finish(lambda: make_env(args.env, 1, render_mode="rgb_array"))
 
 
 def main(argv: list[str] | None = None) -> int:

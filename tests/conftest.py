@@ -1,6 +1,7 @@
 """What each test finds as the one before it did."""
 
 import gc
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -10,6 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("triton") and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def test_inspect_names_the_row_that_breaks_a_rule(tmp_path: Path, capsys: pytest
     flat_batch(done_matches=False).memmap(tmp_path / "batch")
     assert main(["inspect", str(tmp_path / "batch")]) == 1
     assert "row 2 [done] terminated is True but done is False\n" in capsys.readouterr().out
+
+
+class RunsCode:
+    """Prints when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return print, ("code of the folder ran",)
+
+
+def test_inspect_runs_no_code_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = flat_batch()
+    batch.set_non_tensor("note", RunsCode())
+    batch.memmap(tmp_path / "batch")
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "batch")]) == 2
+    printed = capsys.readouterr()
+    assert "ran" not in printed.out
+    assert "has pickled entries, which can run code" in printed.err
 
 
 def test_inspect_saves_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +140,14 @@ def test_bench_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+@pytest.mark.parametrize(("words", "meant"), [(["run", "dnq"], "dqn"), (["bench", "gea"], "gae")])
+def test_an_unknown_name_gets_the_nearest_one(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
 def test_bench_lists_every_benchmark_file(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     assert main(["bench", "--list"]) == 0
@@ -161,17 +188,29 @@ def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[s
     assert "--memoryless" in capsys.readouterr().out
 
 
-def test_help_of_the_demo_imports_nothing_of_it() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--help"], "inspect"),
+        (["demo", "--help"], "--memoryless"),
+        (["run"], "recurrent_ppo"),
+        (["run", "dqn", "--help"], "--lr"),
+        (["inspect", "--help"], "--verify"),
+        (["bench", "--list"], "collector"),
+    ],
+)
+def test_help_imports_none_of_the_packages_that_take_seconds(words: list[str], shown: str) -> None:
+    program = f"""
 import sys
 from flatroll.__main__ import main
 try:
-    main(["demo", "--help"])
+    main({words})
 finally:
-    assert not {"torch", "numpy", "gymnasium"} & set(sys.modules)
+    assert not {{"torch", "tensordict", "numpy", "gymnasium", "numba"}} & set(sys.modules)
+    assert len(sys.modules) < 250, len(sys.modules)
 """
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "--memoryless" in shown.stdout
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown in done.stdout
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

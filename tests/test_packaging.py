@@ -160,7 +160,15 @@ def test_the_sdist_holds_what_a_build_and_a_reader_need(built: Path) -> None:
     assert names >= {f"{folder}/__init__.py" for folder in (*LINKED, "benchmarks")}
     assert names >= {f"src/{name}" for name in package_files() if name.split("/")[1] not in LINKED}
     assert not [name for name in names if "__pycache__" in name]
-    assert names >= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    assert names >= {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "Makefile",
+    }
     assert names >= {"constraints.txt", "tests/test_packaging.py", "CITATION.cff", "mkdocs.yml"}
     assert not [name for name in names if name.startswith(".venv")]
 
@@ -169,18 +177,26 @@ def is_room(name: str) -> bool:
     return name.count("/") == 2 and name.endswith("/__init__.py")
 
 
-def test_the_installed_wheel_imports_from_another_directory(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_imports_and_collects_in_another_directory(
+    installed: Path, tmp_path: Path
+) -> None:
     rooms = sorted(
         Path(name).parent.as_posix().replace("/", ".") for name in package_files() if is_room(name)
     )
     assert len(rooms) == 15  # 14 rooms and the examples
-    program = "; ".join(
-        [
-            "import flatroll",
-            *(f"import {name}" for name in rooms),
-            "print(flatroll.__file__)",
-        ]
-    )
+    smoke = """
+import flatroll
+from flatroll.layout import audit
+from flatroll.modules import actor
+from flatroll.rollouts import Collector
+from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+
+env = ScriptedVectorEnv(Script(2, lengths=[3, 5]))
+batches = list(Collector(env, actor(env, norm=False), frames_per_batch=20, total_frames=40))
+assert [len(batch) for batch in batches] == [20, 20] and not any(map(audit, batches))
+print(flatroll.__file__)
+"""
+    program = "".join(f"import {name}\n" for name in rooms) + smoke
     printed = run(installed, "-c", program, cwd=tmp_path)
     assert Path(printed.strip()).is_relative_to(installed.parents[1])
 
@@ -197,6 +213,25 @@ def test_the_installed_commands_run(installed: Path, tmp_path: Path, project: di
     version = f"flatroll {flatroll.__version__}\n"
     assert run(installed, "-m", "flatroll", "--version", cwd=tmp_path) == version
     assert run(installed.parent / "flatroll", "--version", cwd=tmp_path) == version
+    listed = run(installed.parent / "flatroll", "run", cwd=tmp_path)
+    assert {line.split()[0] for line in listed.splitlines()} == set(programs())
+
+
+def test_the_wheel_names_its_pythons_and_one_version_everywhere(wheel: Path, project: dict[str, Any]) -> None:
+    import flatroll
+
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
+    assert f"Version: {flatroll.__version__}" in lines and "Requires-Python: >=3.11" in lines
+    pythons = {line.rpartition(" :: ")[2] for line in lines if "Python :: 3." in line}
+    assert pythons == {"3.11", "3.12", "3.13", "3.14"}
+    assert "Description-Content-Type: text/markdown" in lines
+    assert f"version: {flatroll.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    heading = next(
+        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
+    )
+    assert heading.split()[1] == flatroll.__version__
 
 
 def test_constraints_pin_versions_and_name_no_place() -> None:

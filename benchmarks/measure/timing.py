@@ -43,11 +43,12 @@ def take_turns(
 
 
 def waited(run: Callable[[], object]) -> Callable[[], None]:
-    """Wrap a call so that it waits for the GPU before it returns."""
+    """Wrap a call so that it waits for the GPU, if there is one, before it returns."""
 
     def whole() -> None:
         run()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     return whole
 

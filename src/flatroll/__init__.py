@@ -11,4 +11,4 @@ The rooms are sub-packages; import what you need from them::
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"

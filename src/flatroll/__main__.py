@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class CommandError(Exception):
     """Wrong usage that only shows once the command looks at its arguments."""
+
+
+def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
+    """The error for names that there are not: those that there are, and the nearest."""
+    known = list(known)
+    near = get_close_matches(names[0], known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return CommandError(f"no {kind} named {', '.join(names)}; there are: {', '.join(known)}{meant}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,7 +110,7 @@ def run_program(name: str, argv: list[str]) -> int:
     from flatroll.examples.common import parse, programs
 
     if name not in (known := programs()):
-        raise CommandError(f"no program named {name}; there are: {', '.join(known)}")
+        raise unknown_name("program", [name], known)
     parse(name, argv)  # --help and mistakes end here, before torch and all else is imported
     return int(import_module(f"flatroll.examples.{name}").main(argv))
 
@@ -115,7 +124,15 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     from flatroll import layout
 
-    batch = TensorDict.load_memmap(path)
+    try:
+        batch = TensorDict.load_memmap(path, allow_pickle=False)
+    except RuntimeError as error:
+        if "pickle" not in str(error):
+            raise
+        raise CommandError(
+            f"{path} has pickled entries, which can run code of whoever wrote them: if you trust it, load it with "
+            "TensorDict.load_memmap(PATH, allow_pickle=True) and call flatroll.layout.describe"
+        ) from None
     print(layout.describe(batch))
     findings = layout.audit(batch)
     for finding in findings:
@@ -191,7 +208,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or list(known)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise CommandError(f"no benchmark named {', '.join(unknown)}; there are: {', '.join(known)}")
+        raise unknown_name("benchmark", unknown, known)
     if arguments.list:
         print("\n".join(names))
         return 0

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_folder_is_described(path: Path, capsys: pytest.CaptureFixture[str]) -
         f"{path}: rows 0 to 22 (23 rows), 3 files of ",
         "version 2: rows 0 to 22 (23 rows), state of ",
         "version 1: rows 0 to 12 (13 rows), state of ",
-        ", by flatroll 0.1.0, step: 4\n",
+        f", by flatroll {version('flatroll')}, step: 4\n",
         "observation         float32       [4]\n",
         "text                ragged uint8  []\n",
         "6 trajectories\n6 ended, 0 open\n",

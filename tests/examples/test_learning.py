@@ -14,16 +14,24 @@ from flatroll.examples import hindsight, ppo
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readmes_first_training_solves_cartpole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_first_training_solves_cartpole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture, the training and the curve are one script, which saves both pictures."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    script = next(block for block in blocks if "ClipPPOLoss" in block)
-    assert sum(bool(line.strip()) for line in script.splitlines()) <= 15
+    training = next(number for number, block in enumerate(blocks) if "ClipPPOLoss" in block)
+    assert sum(bool(line.strip()) for line in blocks[training].splitlines()) <= 15
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
     torch.manual_seed(0)
     space: dict[str, Any] = {}
-    exec(compile(script, "README.md", "exec"), space)
-    exec(compile(blocks[blocks.index(script) + 1], "README.md", "exec"), space)
+    for block in blocks[: training + 2]:
+        exec(compile(block, "README.md", "exec"), space)
+    space["plt"].close("all")
     printed = capsys.readouterr().out
-    assert float(re.findall(r"^return ([\d.]+) \[.* over 100 episodes", printed)[0]) > 475
+    assert float(re.findall(r"^return ([\d.]+) \[.* over 100 episodes", printed, re.M)[0]) > 475
+    assert [(tmp_path / name).stat().st_size > 5_000 for name in ("batch.svg", "curve.png")] == [True, True]
 
 
 def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,14 @@
 """Machine code that is kept on disk is that of the sources as they are."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from flatroll.kernels import compiled as kept
 
+SOURCES = Path(__file__).parents[2] / "src"
 SOURCE = """
 from flatroll.kernels.compiled import compiled
 
@@ -25,3 +29,22 @@ def test_machine_code_is_kept_under_a_hash_of_all_kernels(tmp_path: Path) -> Non
     assert module.twice(21) == 42
     assert module.twice.__qualname__ == module.twice.py_func.__qualname__ == "twice"
     assert list(Path(module.twice.stats.cache_path).glob(f"doubling.twice-{kept._HASH}-*.nbi"))
+
+
+def test_the_first_kernel_that_is_compiled_says_so_once_and_loading_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "doubling.py").write_text(SOURCE + SOURCE.replace("twice", "double"))
+    program = (
+        "import numba; numba.njit(lambda x: x)(1); from doubling import *; twice(2); double(2); twice(2.0)"
+    )
+
+    def told() -> str:
+        paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(SOURCES)])
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": paths}
+        run = [sys.executable, "-c", program]
+        return subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stderr
+
+    expected = (
+        "flatroll: compiling kernels, once on this machine (about 12 s; `flatroll compile` does it ahead)\n"
+    )
+    assert told() == expected
+    assert told() == ""

@@ -214,7 +214,7 @@ def test_rows_that_are_not_copied_have_the_numbers_of_packed_ones(
     assert viewed.words.equal(packed.words) and len(viewed) == len(known)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_on_the_gpu() -> None:
     rows = torch.randint(50, (2000, 2))
     index, known = RowIndex(2, "cuda"), {}

@@ -47,6 +47,7 @@ def test_a_missing_marker_names_its_writer(key, writer):
     assert f"batch has no entry {key!r}" in error.value.args[0]
     assert "Entries present: 'reward'" in error.value.args[0]
     assert "none" in missing_marker(key, []).args[0]
+    assert "did you mean" not in error.value.args[0]
     with pytest.raises(KeyError) as error:
         require(batch, "renamed", default=key)
     assert "no entry 'renamed'" in error.value.args[0] and writer in error.value.args[0]
@@ -135,3 +136,15 @@ def test_an_optional_marker_may_be_missing_but_not_wrong():
     assert is_init is not None and is_init.tolist() == [True] * 3
     with pytest.raises(TypeError, match="must be bool, got"):
         optional_marker(batch, ("next", "done"))
+
+
+def test_a_missing_entry_names_the_nearest_of_those_that_are_there():
+    batch = TensorDict({"observation": torch.zeros(2), "next": {"reward": torch.zeros(2)}}, [2])
+    with pytest.raises(
+        KeyError, match=r"no entry 'obsevation'.* did you mean 'observation'\? Entries present"
+    ):
+        require(batch, "obsevation")
+    with pytest.raises(KeyError, match=r"did you mean \('next', 'reward'\)\?"):
+        require(batch, ("next", "rewards"))
+    with pytest.raises(ValueError, match=r"no key is called rewards; .*: did you mean 'reward'\?"):
+        renamed({"reward": "reward", "done": "done"}, {"rewards": "score"})

@@ -1,6 +1,5 @@
 """The backend "triton": its kernels in Triton's interpreter and, where there is one, on a GPU; and what it refuses."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,9 +15,6 @@ from flatroll.modules.backends import triton_scan
 
 KEYS = {"in_key": "observation", "out_key": "features", "recurrent_backend": "triton"}
 CASES = Path(__file__).with_name("triton_cases.py")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 def printed(*command, **environment):
@@ -36,7 +32,7 @@ def printed(*command, **environment):
     return json.loads(done.stdout)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_outputs_states_and_gradients_in_the_interpreter():
     # Triton's interpreter before 3.7 turns arrays of one number into an int.
     own = "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -45,8 +41,8 @@ def test_outputs_states_and_gradients_in_the_interpreter():
     assert not {case: off for case, off in found.items() if not off <= 1}
 
 
-@needs_triton
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.triton
+@pytest.mark.cuda
 def test_outputs_states_and_gradients_on_a_gpu():
     found = printed(CASES, "cuda")
     assert not {case: off for case, off in found.items() if not off <= 1}
@@ -93,7 +89,7 @@ print(json.dumps(found))
 """
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_kernels_compile_without_a_gpu(tmp_path):
     """What the interpreter forgives, the compiler does not; and shared memory suffices on small devices, too."""
     found = printed("-W", "error", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
@@ -114,7 +110,7 @@ def test_runs_are_listed_longest_first(seed):
     )
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
 def test_tensors_off_the_gpu_are_refused(kind):
     module = kind(3, 5, **KEYS)

@@ -426,7 +426,7 @@ def test_the_whole_stack_asks_for_no_value() -> None:
             action.sum().item()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_gpu_is_never_waited_for() -> None:
     env = stack_all(ScriptedTorchEnv(Script(4096), device="cuda"))

@@ -4,11 +4,13 @@ This module imports numba (half a second): import it inside the function that ne
 """
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -19,6 +21,30 @@ Records = Any  # a structured array: its entries' fields are attributes, which n
 # another file. Hence the machine code is kept under a name that ends with a hash of all files of this folder.
 _FILES = sorted(Path(__file__).parent.rglob("*.py"))
 _HASH = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:12]
+
+
+class _Notice(event.Listener):
+    """Prints one line to stderr when this process first compiles a kernel instead of loading it from disk."""
+
+    def __init__(self) -> None:
+        self.kernels: set[Any] | None = set()  # None: printed
+
+    def on_start(self, event: Any) -> None:
+        """Numba compiles a function, which may be anybody's."""
+        if self.kernels and event.data["dispatcher"] in self.kernels:
+            self.kernels = None
+            print(
+                "flatroll: compiling kernels, once on this machine (about 12 s; `flatroll compile` does it ahead)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def on_end(self, event: Any) -> None:
+        """It has compiled it."""
+
+
+_notice = _Notice()
+event.register("numba:compile", _notice)
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:
@@ -42,6 +68,8 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         except RuntimeError:  # Numba found no writable place: each process compiles for itself
             kernel = numba.njit(nogil=True, **options)(function)
         function.__qualname__ = kernel.__qualname__ = name
+        if _notice.kernels is not None:
+            _notice.kernels.add(kernel)
         return kernel
 
     return decorate

@@ -5,6 +5,7 @@
 | `whole_number` | an integer within limits |
 | `number` | a real number within limits |
 | `one_of` | one of some choices |
+| `did_you_mean` | (adds the nearest name to an error) |
 | `expect` | an instance of a type |
 | `function` | something that can be called |
 | `not_a_string` | a list of keys, not one string |
@@ -20,7 +21,8 @@ Each returns the checked value, so that it can stand in an assignment: ``self.sl
 """
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from operator import index
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
@@ -126,6 +128,17 @@ def number(
     raise ValueError(_text(name, limits, value, hint))
 
 
+def did_you_mean(got: object, known: Iterable[object]) -> str:
+    """``did you mean 'observation'?``, the nearest of the known names; empty if none is near.
+
+    >>> did_you_mean("obsevation", ["action", "observation"])
+    "did you mean 'observation'?"
+    """
+    names = {str(name): name for name in known}
+    near = get_close_matches(str(got), names, 1)
+    return f"did you mean {names[near[0]]!r}?" if near else ""
+
+
 def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
     """Return an argument after checking that it is one of ``choices``.
 
@@ -137,12 +150,14 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
     ...
     ValueError: by must be 'trajectory' or 'start', got 'end'
     """
-    if value not in choices:
-        *others, last = map(repr, choices)
-        raise ValueError(
-            _text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", repr(value), hint)
-        )
-    return value
+    try:
+        if value in choices:
+            return value
+    except (TypeError, ValueError, RuntimeError):  # it has no hash, or is an array
+        pass
+    *others, last = map(repr, choices)
+    hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
+    raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", repr(value), hint))
 
 
 def expect(

@@ -11,6 +11,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from flatroll.layout.checks import did_you_mean
+
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
 
@@ -166,7 +168,10 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     """
     unknown = sorted(set(changes) - set(keys))
     if unknown:
-        raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
+        near = did_you_mean(unknown[0], keys)
+        raise ValueError(
+            f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{near and f': {near}'}"
+        )
     given = {
         name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
     }
@@ -189,9 +194,12 @@ def missing_marker(
     >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
+    available = list(available)
     writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
+    near = did_you_mean(plain_key(key), available)
+    writer += f"; {near}" if near else "."
     present = ", ".join(sorted(map(repr, available))) or "none"
-    return KeyError(f"batch has no entry {plain_key(key)!r}: {writer}. Entries present: {present}")
+    return KeyError(f"batch has no entry {plain_key(key)!r}: {writer} Entries present: {present}")
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:

@@ -85,7 +85,7 @@ class TokenizedDatasetLoader:
         folder = self.root_dir / self._cache_key(dataset)
         if not folder.exists():
             self._write(dataset, folder)
-        return TensorDict.load_memmap(folder)
+        return TensorDict.load_memmap(folder, allow_pickle=False)
 
     def _dataset(self) -> Any:
         """The texts: one split of the data set, shortened and changed as asked."""

@@ -216,7 +216,7 @@ def test_rows_that_a_collector_keeps_back_are_told() -> None:
         buffer.sample()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_buffer_on_a_gpu_is_owned_by_one_process() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10, device="cuda"), batch_size=4)
     handle = far(buffer)

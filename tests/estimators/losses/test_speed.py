@@ -116,7 +116,7 @@ def test_torch_compile_takes_an_update_in_whole_graphs(kind: Any) -> None:
     assert any(not torch.equal(found[name], first[name]) for name in first)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss])
 def test_a_loss_is_recorded_in_a_cuda_graph(kind: Any) -> None:
     torch.manual_seed(1)
