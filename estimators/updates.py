@@ -235,14 +235,15 @@ class _Graph:
             self._find_parameters(batch)
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}
         rows = next(number for number in range(97, 10**9, 2) if number not in sizes)
-        longer: dict[NestedKey, Tensor] = {}
-        for key, column in columns.items():
-            index = torch.arange(rows, device=column.device) % len(column)
-            longer[key] = column.index_select(0, index)
-            torch._dynamo.mark_dynamic(longer[key], 0)
+        longer: dict[Tensor, Tensor] = {}  # two entries may be one tensor
+        for column in columns.values():
+            if column not in longer:
+                index = torch.arange(rows, device=column.device) % len(column)
+                longer[column] = column.index_select(0, index)
+                torch._dynamo.mark_dynamic(longer[column], 0)
         moments = [x for group in self._moments() for column in group for x in column]
         with self._undone(moments):
-            self._call(longer, batch.batch_dims, batch.device)
+            self._call({key: longer[x] for key, x in columns.items()}, batch.batch_dims, batch.device)
         self.step.compile_seconds += time.perf_counter() - start
 
     def _find_parameters(self, batch: TensorDictBase) -> None:
