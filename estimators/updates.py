@@ -116,7 +116,7 @@ class UpdateStep:
         for _ in range(epochs):
             drawn_on = place if generator is None else generator.device
             order = torch.randperm(len(rows), generator=generator, device=drawn_on).to(place)
-            for some in order.split(minibatch):
+            for some in torch.split(order, minibatch):
                 part = {key: column.index_select(0, some) for key, column in columns.items()}
                 batch = nest(part, len(some), *rows.batch_size[1:], device=device)
                 found.append(self._update(batch, part))
@@ -289,7 +289,7 @@ class _Graph:
                 options.append(tuple(group[name] for name in names))
         parameters = [own for _, own in self.groups]
         out = self.run(columns, dims, device, parameters, self._moments(), rates, options)
-        if not parameters[0][0].is_cuda:
+        if not next(self.loss.parameters()).is_cuda:
             return out
         # a CUDA graph writes the results of the next update to the same place
         numbers, priorities, gradients = out
@@ -358,10 +358,14 @@ class _Graph:
             left = iter(gradients)
             for own, kept, rate, option in zip(parameters, moments, rates, options, strict=True):
                 (beta1, beta2), eps, weight_decay, amsgrad, maximize, decoupled = option
+                means, squares, largest, steps = kept
                 adam(
                     own,  # type: ignore[arg-type]
                     [next(left) for _ in own],
-                    *kept,
+                    means,
+                    squares,
+                    largest,
+                    steps,
                     foreach=False,
                     capturable=True,  # its arithmetic is of tensors only
                     lr=rate,
