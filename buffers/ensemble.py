@@ -278,7 +278,7 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
             if stack and expected[1] != got[1]:
                 raise ValueError(
                     f"member {first} gives {expected[1][0]} rows, member {member} {got[1][0]} rows, which cannot be "
-                    "stacked: stack=False lays them end to end"
+                    "stacked: stack=False concatenates them"
                 )
 
 
@@ -357,7 +357,7 @@ class ReplayBufferEnsemble(Facts):
         if not rbs:
             rbs = _members(storages, samplers, writers)
         elif storages is not None or samplers is not None or writers is not None:
-            raise TypeError("give the members, or storages, samplers and writers, not both")
+            raise TypeError("pass the members, or storages, samplers and writers, not both")
         for rb in rbs:
             if not isinstance(rb, ReplayBuffer):
                 raise TypeError(f"members must be ReplayBuffers, got {type(rb).__name__}")
@@ -474,7 +474,7 @@ class ReplayBufferEnsemble(Facts):
             if not len(self._members[member]):
                 raise RuntimeError(
                     f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
-                    "or give it p=0"
+                    "or use p=0"
                 )
             part, info, end = self._members[member].next_sample(rows)
             if end:
@@ -705,7 +705,7 @@ class ReplayBufferEnsemble(Facts):
             if folder.version is None and folder.versions() and not options.overwrite:
                 raise FileExistsError(
                     f"{path} holds version {folder.versions()[0]}, which this ensemble has neither loaded nor saved: "
-                    "load it first, save to another folder, or begin anew with overwrite=True"
+                    "load it first, save to another folder, or start again with overwrite=True"
                 )
             known.folder = folder
             # Versions of members that the ensemble's versions name must stay until the new one is there.
@@ -738,7 +738,7 @@ class ReplayBufferEnsemble(Facts):
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
                 raise ValueError(
-                    f"{'no' if state is None else 'one'} buffer was saved, and no ensemble: load it as that"
+                    f"{'no' if state is None else 'one'} buffer was saved, not an ensemble: load it as such"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is the state of no ensemble")

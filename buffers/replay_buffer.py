@@ -188,7 +188,7 @@ class ReplayBuffer(Facts):
         if not invert and reads_others(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
-                "before the first extend, or give it to ReplayBuffer(transform=...)"
+                "before the first extend, or pass it to ReplayBuffer(transform=...)"
             )
         insert_transform(self.transforms, index, transform, invert)
         return self
@@ -931,7 +931,7 @@ class ReplayBuffer(Facts):
         cannot be loaded. The caller holds both locks, and nothing changes."""
         if missing := _ENTRIES - set(state):
             raise ValueError(
-                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+                f"state is not that of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
             )
         check_saved_generator(state["generator"], self.generator, "buffer")
         for made in state.get("ahead", []):
@@ -1089,7 +1089,7 @@ class ReplayBuffer(Facts):
             user = _USERS.get(part, lambda: None)()
             if part.stateful and user is not None and user is not self:
                 raise ValueError(
-                    f"the {type(part).__name__} remembers rows of another buffer already: make one for each buffer"
+                    f"the {type(part).__name__} already belongs to another buffer: make one for each buffer"
                 )
         _USERS.update({part: weakref.ref(self) for part in (self.sampler, self.writer)})
 

@@ -13,7 +13,7 @@ from flatroll.layout.checks import one_of, whole_number
 
 
 class ParameterScheduler(ABC):
-    """Sets an attribute anew at each :meth:`step`. A subclass says to what, :meth:`value` (see `LinearScheduler`).
+    """Sets an attribute at each :meth:`step` to the subclass's :meth:`value` (see `LinearScheduler`).
 
     Args:
         obj: a replay buffer, for its sampler, or any object.

@@ -109,7 +109,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not bool(((priority >= 0) & (priority < math.inf)).all()):
                 raise ValueError(
                     f"batch[{self.priority_key!r}] must be finite and not negative, got "
-                    f"{float(priority.min())} ... {float(priority.max())} in rows {part}: it is the priority_key, give "
+                    f"{float(priority.min())} ... {float(priority.max())} in rows {part}: it is the priority_key, pass "
                     "abs(td_error), or another priority_key"
                 )
         return priorities
@@ -164,7 +164,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         dims = data.batch_dims - inner
         if dims < 0:
             raise ValueError(
-                f"data has batch size {list(data.batch_size)}, items have {inner} batch dimensions of their own: give "
+                f"data has batch size {list(data.batch_size)}, items have {inner} batch dimensions of their own: pass "
                 "the sample in its shape"
             )
         self.update_priority(
@@ -271,6 +271,6 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
     if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
-            "give the sample in its shape [N, T]"
+            "pass the sample in its shape [N, T]"
         )
     return first

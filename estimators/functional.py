@@ -161,7 +161,7 @@ def td0_return_estimate(
     """
     name, final = ("done", done) if terminated is None else ("terminated", terminated)
     if final is None:
-        raise ValueError("give terminated= (the rows that are not bootstrapped), or done=")
+        raise ValueError("pass terminated= (the rows that are not bootstrapped), or done=")
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     discount = series.factor("gamma", gamma)
     if isinstance(discount, Tensor) and discount.ndim:
@@ -292,7 +292,7 @@ def td_lambda_return_estimate(
     """
     if rolling_gamma is False:
         raise ValueError(
-            "rolling_gamma=False (one row's gamma for all the rewards behind it) is no recursion and has no "
+            "rolling_gamma=False (one row's gamma for all the rewards behind it) is not a recursion and has no "
             "linear form: leave it out, and give each run one gamma, where both mean the same"
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)

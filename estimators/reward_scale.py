@@ -35,7 +35,7 @@ _MOST_OPEN = 2**20
 
 
 class RewardScale(TensorDictModuleBase):
-    """Divides rewards by the running deviation of the discounted return, so that values are of one scale.
+    """Divides rewards by the running deviation of the discounted return, so that values have one scale.
 
     ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode, and
     ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics, which run over the

@@ -59,17 +59,18 @@ def over_seeds(logs: Sequence[Path], name: str = "return", points: int = 100) ->
     return Curve(grid.tolist(), *columns)
 
 
-def draw(curves: Mapping[str, Curve], label: str = "return") -> Any:
-    """Draw a line for each curve, its interval as a band, in a figure of matplotlib."""
-    figure = optional_package("matplotlib.figure", "plot", "curves").Figure((7, 4), layout="constrained")
-    axes = figure.add_subplot()
+def draw(curves: Mapping[str, Curve], label: str = "return", axes: Any = None) -> Any:
+    """Draw a line for each curve, its interval as a band, in a figure of matplotlib, or in some axes of one."""
+    if axes is None:
+        figure = optional_package("matplotlib.figure", "plot", "curves").Figure((7, 4), layout="constrained")
+        axes = figure.add_subplot()
     for name, curve in curves.items():
         axes.plot(curve.frames, curve.mean, label=name)
         axes.fill_between(curve.frames, curve.low, curve.high, alpha=0.25, linewidth=0)
     axes.set(xlabel="frames", ylabel=label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    return figure
+    return axes.figure
 
 
 def main(argv: list[str] | None = None) -> int:

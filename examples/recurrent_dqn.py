@@ -17,7 +17,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import DQNLoss, SoftUpdate, update_step
 from flatroll.examples import common
 from flatroll.examples.last_action import LastAction
-from flatroll.examples.recurrent_ppo import HideVelocities, make_env
+from flatroll.examples.recurrent_ppo import look, make_env
 from flatroll.modules import q_network
 from flatroll.rollouts import Collector
 
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     step = update_step(
         loss, optimizer, max_grad_norm=10.0, updater=SoftUpdate(loss, tau=args.tau), autocast=precision
     )
-    test_env = LastAction(HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1)))
+    test_env = LastAction(look(args.env, args.episodes, args.seed + 1))
     run = common.Run(args, net, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
 
     losses: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if run.check.best_weights is not None:
         net.load_state_dict(run.check.best_weights)
     return run.finish(
-        lambda: LastAction(HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))),
+        lambda: LastAction(look(args.env, 1, render_mode="rgb_array")),
         episodes=5 * args.episodes,
     )
 

@@ -1,8 +1,9 @@
-"""Recurrent PPO on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
+"""Recurrent PPO, on CartPole with hidden velocities by default: all parts of flatroll, from env to pictures.
 
 ``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. Without velocities
 the policy needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays
-near 50. To resume a run that was stopped, give the same command again.
+near 50. Tasks of POPGym (``pip install popgym``) are ``--env popgym:popgym-RepeatPreviousEasy-v0`` and so on. To resume
+a run that was stopped, give the same command again.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("CartPole-v1", "an id, or envpool:ID"),
+    "env": ("CartPole-v1", "an id, or envpool:ID; of CartPole only the positions show"),
     "frames": (1_000_000, "stop after so many frames"),
     "target": (450.0, "stop at this mean return of 100 episodes of the training"),
     "memoryless": (False, "the same sizes without the GRU"),
@@ -32,6 +33,9 @@ OPTIONS = {
     "num_envs": (64, "environments"),
     "steps": (128, "rows of a batch for each environment"),
     "epochs": (4, "times each row is learnt from, on average"),
+    "minibatches": (4, "of each time"),
+    "gamma": (0.99, "discount"),
+    "scale": (0.1, "of rewards, for values near 1 to 10"),
     "hidden": (64, "width of the networks"),
     "lr": (3e-3, "learning rate at the beginning; it falls linearly"),
     "seed": (0, "of weights, actions and environments"),
@@ -51,16 +55,22 @@ class HideVelocities(gym.vector.VectorObservationWrapper):
         return observations[:, ::2] / np.array([2.4, 0.21], np.float32)
 
 
-def make_env(name: str, num_envs: int, seed: int) -> gym.vector.VectorEnv[Any, Any, Any]:
-    """CartPole from Gymnasium, or from envpool with ``envpool:CartPole-v1``."""
-    env = RewardSum(HideVelocities(common.make_env(name, num_envs, seed)))
-    return gym.wrappers.vector.TransformReward(env, lambda reward: 0.1 * reward)  # values near 10, not 100
+def look(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
+    """An env by its name; CartPole without its velocities."""
+    env = common.make_env(name, num_envs, seed, **options)
+    return HideVelocities(env) if "CartPole" in name else env
+
+
+def make_env(name: str, num_envs: int, seed: int, scale: float = 0.1) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """The env to learn in: its returns are counted, its rewards scaled."""
+    env = RewardSum(look(name, num_envs, seed))
+    return gym.wrappers.vector.TransformReward(env, lambda reward: scale * reward)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Collect, estimate, store, draw slices, update; returns what the report shows."""
     torch.manual_seed(args.seed)
-    env = make_env(args.env, args.num_envs, args.seed)
+    env = make_env(args.env, args.num_envs, args.seed, args.scale)
     body: Any = {"hidden": 2 * (args.hidden,), "recurrent": None if args.memoryless else "gru", "norm": False}
     policy = actor(env, **body, device=args.device)
     value = critic(env, actor=policy, shared=True, device=args.device)  # the actor's body, memory included
@@ -68,14 +78,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
     collector = Collector(env, policy, seed=args.reset_seed, device=args.device, **collected)
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value, shifted=True)
+    gae = GAE(gamma=args.gamma, lmbda=0.95, value_network=value, shifted=True)
     loss = ClipPPOLoss(policy, value[-1], critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     precision = torch.bfloat16 if args.bfloat16 else None
     step = update_step(loss, optimizer, max_grad_norm=0.5, autocast=precision)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
-    test_env = HideVelocities(common.make_env(args.env, args.episodes, args.seed + 1))
+    test_env = look(args.env, args.episodes, args.seed + 1)
     run = common.Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
     log = run.log
     curve: list[tuple[int, float]] = []
@@ -97,10 +107,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             gae(batch, final=collector.final)  # in recurrent mode by itself, like the loss
             spent("advantages")
             buffer.extend(batch)
-            # A slice as long as a window is a whole run: drawing a quarter of the runs draws every row alike.
-            quarter = max(1, int(run_starts(batch).sum()) // 4)
-            for _ in range(4 * args.epochs):
-                sample = buffer.sample(args.steps * quarter)
+            # A slice as long as a window is a whole run: drawing a share of the runs draws every row alike.
+            share = max(1, int(run_starts(batch).sum()) // args.minibatches)
+            for _ in range(args.minibatches * args.epochs):
+                sample = buffer.sample(args.steps * share)
                 spent("sample slices")
                 losses = step(sample)
                 spent("update")
@@ -117,7 +127,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             if stop:
                 break
     report = {"curve": curve, "first": first, "last": last, "seconds": dict(seconds), "wall": clock - start}
-    return run.finish(lambda: HideVelocities(common.make_env(args.env, 1, render_mode="rgb_array"))) | report
+    return run.finish(lambda: look(args.env, 1, render_mode="rgb_array")) | report
 
 
 def main(argv: list[str] | None = None) -> int:

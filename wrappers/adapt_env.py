@@ -45,7 +45,7 @@ def adapt_env(
         if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
             raise ValueError(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
-                "effect here: give them where it is adapted first, as_vector_env(bare_env, ...)"
+                "effect here: pass them where it is adapted first, as_vector_env(bare_env, ...)"
             )
         others = _float_dtypes(env.single_observation_space) - {None if dtype is None else str(dtype)[6:]}
         if dtype is not None and others:
@@ -62,7 +62,7 @@ def adapt_env(
         if device is not None and native == "numpy" and framework != "torch" and not placed:
             raise ValueError(
                 f"device={str(device)!r} is for tensors, and {type(env).__name__} returns NumPy arrays: add "
-                "framework='torch', or give the device to the collector's policy_device or storing_device"
+                "framework='torch', or pass the device to the collector's policy_device or storing_device"
             )
         if framework == "torch" and native == "numpy":
             source = TorchView(source, where)
@@ -153,12 +153,12 @@ def _choose_source(
         return env, mode or _declared_mode(env)
     if is_from("torchrl", env):
         raise TypeError(
-            f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
+            f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: pass the Gymnasium env itself, "
             "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
         )
     if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
         raise TypeError(
-            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in "
+            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the envs in "
             "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
         )
     functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
@@ -181,7 +181,7 @@ def _choose_source(
     if left_alone and (wrapped or mode is not AutoresetMode.DISABLED):
         raise TypeError(
             f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and keeps the limit "
-            "of gym.make: give mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
+            "of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
             "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
         )
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):

@@ -125,9 +125,10 @@ class ActionCheck:
         self._start = int(space.start) if isinstance(space, spaces.Discrete) else 0
         self._unsigned = f"u{self._dtype.itemsize}"
 
-    def __call__(self, actions: Tree) -> Tree:
+    def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
+        """The actions as the env takes them; ``drawn`` from the space they lie in its range."""
         if self._children:
-            return self._nested(actions)
+            return self._nested(actions, drawn)
         on_torch = self._framework == "torch"
         if on_torch:
             array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
@@ -156,24 +157,24 @@ class ActionCheck:
                     f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}"
                 )
             array = array.astype(self._dtype)
-        if self._limit:
+        if self._limit and not drawn:
             shifted = array - self._start if self._start else array
             # Seen as unsigned, what is below the range is far above it: one pass finds both.
             if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
                 raise ValueError(ActionLimits(self._space).problem(array))
         return array
 
-    def _nested(self, actions: Tree) -> Tree:
+    def _nested(self, actions: Tree, drawn: bool) -> Tree:
         if isinstance(self._space, spaces.Dict):
             if not isinstance(actions, dict) or set(actions) != set(self._space.spaces):
                 came = sorted(actions) if isinstance(actions, dict) else type(actions).__name__
                 raise ValueError(f"actions must be a dict with keys {sorted(self._space.spaces)}, got {came}")
-            return {key: check(actions[key]) for key, check in self._children}
+            return {key: check(actions[key], drawn) for key, check in self._children}
         if not isinstance(actions, tuple) or len(actions) != len(self._children):
             raise ValueError(
                 f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
             )
-        return tuple(check(actions[i]) for i, check in self._children)
+        return tuple(check(actions[i], drawn) for i, check in self._children)
 
 
 class ActionLimits:

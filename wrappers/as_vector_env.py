@@ -24,7 +24,7 @@ def as_vector_env(
     policy: object = None,
     autoreset: Literal["same_step"] | None = None,
 ) -> VectorEnv[Any, Any, Any]:
-    """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.
+    """Adapt any environment to one vector-env interface; wrappers and collectors call it for you.
 
     What comes out keeps to this, whatever went in:
 

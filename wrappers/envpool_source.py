@@ -225,7 +225,7 @@ def _check_reset(seed: Seed, options: Info | None) -> None:
     """Warn of a seed, which has no effect; refuse options."""
     if seed is not None:
         warnings.warn(
-            "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
+            "envpool takes its seed when it is created (envpool.make_gymnasium(..., seed=...)): "
             f"reset(seed={seed!r}) has no effect",
             stacklevel=5,
         )

@@ -106,7 +106,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         if resets or "Vmap" in name or "gymnax.wrappers" in module:
             raise TypeError(
                 f"env is in the wrapper {name}, and envs are batched and reset here (with their last observations): "
-                "give the env without it (brax.envs.create(..., auto_reset=False), craftax: auto_reset=False)"
+                "pass the env without it (brax.envs.create(..., auto_reset=False), craftax: auto_reset=False)"
             )
         inside = vars(layer)
         layer = inside.get("env", inside.get("_env"))

@@ -58,7 +58,9 @@ class JaxSource(VectorSource):
         self._state: Pytree = None
         self._obs: Pytree = None  # as last returned
         self._final: Pytree = None  # those of the last step, before its resets
-        can = Capabilities(where, "numpy" if on_cpu else "torch", exact_flags=True, checks_range=False)
+        can = Capabilities(
+            where, "numpy" if on_cpu else "torch", exact_flags=True, whole_finals=True, checks_range=False
+        )
         super().__init__(env, num_envs, observation_space, action_space, can)
         self.stepped = self  # not env, whose functions keep no state
 
@@ -127,7 +129,8 @@ def _compiled(
         return obs, (state, jnp.zeros(num_envs, jnp.int32))
 
     first_keys = jax.random.split(jax.random.PRNGKey(0), num_envs)
-    is_cheap = _is_cheap(jax.make_jaxpr(start)(first_keys).jaxpr)
+    # Few operations, and no loop, take less time than the branch that would go around them.
+    is_cheap = _count_operations(jax.make_jaxpr(start)(first_keys).jaxpr) <= _CHEAP
 
     def restart(key: Any, state: Pytree, obs: Pytree, mask: Any) -> tuple[Pytree, Pytree]:
         """States and observations with new ones where ``mask`` is True; draws none if it nowhere is, but cheap ones."""
@@ -169,11 +172,6 @@ def _compiled(
         return key, *restart(resets, state, obs, mask)
 
     return jax.jit(start), jax.jit(step_all), jax.jit(restart_rows)
-
-
-def _is_cheap(jaxpr: Any) -> bool:
-    """Whether a function takes less time than the branch that would go around it: few operations, and no loop."""
-    return _count_operations(jaxpr) <= _CHEAP
 
 
 def _count_operations(jaxpr: Any) -> float:

@@ -96,7 +96,7 @@ class MarkerWrapper(VectorWrapper):
         adapted = adapt_env(env)
         if any(type(layer) is type(self) for layer in layers(adapted)):
             name = type(self).__name__
-            raise ValueError(f"{name} is in this stack already: {name} once is enough, wherever it stands")
+            raise ValueError(f"{name} is already in this stack: {name} once is enough, in any place")
         super().__init__(adapted)
         stream = find_stream(adapted)
         assert stream is not None
@@ -507,7 +507,7 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
         value = default.get(key, 0.0) if hasattr(default, "get") else default
         if primer.random or callable(value):
             raise TypeError(
-                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: give the "
+                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: pass the "
                 "primer a default_value"
             )
         yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()

@@ -17,7 +17,7 @@ from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 
 
 class NormalizeObservation(MarkerWrapper):
-    """Normalises floating observations by the mean and variance of all that the env has shown.
+    """Normalises float observations by the running mean and variance of the env's observations.
 
     For loops of other libraries, which take one env and nothing else. In a loop of your own put
     `flatroll.modules.RunningNorm` into the policy: then rows stay raw, so that a replay buffer, workers and a restart

@@ -55,6 +55,7 @@ class Capabilities:
         seedable: whether ``reset(seed=...)`` has an effect.
         checks_range: whether the env itself refuses discrete actions outside its space.
         exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
+        whole_finals: whether final observations hold, in the rows that did not end, the observations of the step.
         overlaps: whether a step can be begun with `VectorSource.send` and awaited later.
         batch_size: how many envs a step takes actions for and returns, if not all (envpool in async mode).
     """
@@ -69,6 +70,7 @@ class Capabilities:
     seedable: bool = True
     checks_range: bool = True
     exact_flags: bool = False
+    whole_finals: bool = False
     overlaps: bool = False
     batch_size: int | None = None
 

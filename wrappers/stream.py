@@ -86,6 +86,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         lends: reward, flags and final observations may be the env's own arrays, which its next step writes into
             again. False but for the steps of a collector, which copies them.
         lends_markers: markers may show their own arrays in ``info``, which nobody writes into. As `lends`.
+        drawn: the actions of the next step were drawn from the action space: their range is not looked at. As `lends`.
         capabilities: see `Capabilities`.
         moves: the count of steps and resets of the env, which every adapted env around the same one raises.
         at: the count at this stream's own last step or reset; -1 before the first.
@@ -133,7 +134,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
         self.actions: Tree = None
-        self.lends = self.lends_markers = False
+        self.lends = self.lends_markers = self.drawn = False
         self.first: Array = None
         self.ended: Array = None
         self.known: Array | None = None
@@ -153,6 +154,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def valid(self) -> Array | None:
         """Which sub-envs made a transition in the last step, rather than only a reset; None if all did."""
         return None if self.same_step or not self._stepped else ~self.first
+
+    @property
+    def whole_finals(self) -> bool:
+        """Whether ``info["final_obs"]`` is the true next observation of every row."""
+        return not self._native_same_step or (self.capabilities.whole_finals and self._final == "auto")
 
     @property
     def action_spec(self) -> spaces.Space[Any]:
@@ -194,7 +200,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
             way_out = (
-                "or give the env the limit (gymnasium, envpool: max_episode_steps=...)"
+                "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
                 if limits
                 else "or with autoreset_mode=SAME_STEP"
             )
@@ -258,7 +264,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.moves.count != self.at:
             self._refuse("step was called before reset: call env.reset() first")
         self._stepped = True
-        self.actions = self._check_actions(actions)
+        self.actions = self._check_actions(actions, self.drawn)
         self.moves.count = self.at = self.at + 1
         # A reset of ended rows may write into what the step has returned.
         self.source.lends = self.lends and not self._folds and self._limit is None

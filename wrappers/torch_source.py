@@ -104,7 +104,7 @@ class TorchSource(VectorSource):
         leaf = first_leaf(obs)
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{name} is no gymnasium.vector.VectorEnv, so it must return tensors, got {type(leaf).__name__}: "
+                f"{name} is not a gymnasium.vector.VectorEnv, so it must return tensors, got {type(leaf).__name__}: "
                 "derive it from VectorEnv (without a device), or write a flatroll.wrappers.VectorSource"
             )
         if len(leaf) != self.num_envs:
@@ -127,9 +127,8 @@ class TorchSource(VectorSource):
         result = self.env.step(actions)
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            if (
-                self._copies and not self.lends
-            ):  # (the flags of the other dialects are computed, and new already)
+            # (The flags of the other dialects are computed, and new already.)
+            if self._copies and not self.lends:
                 terminated, truncated = terminated.clone(), truncated.clone()
         elif len(result) in (4, 5):
             obs, (reward, done, extras) = result[0], result[-3:]

@@ -1,365 +1,190 @@
-"""Trains PPO and SAC at stable-baselines3's settings, with it and with flatroll, and compares the time.
+"""Trains beside stable-baselines3, an optional package, at the same settings, and compares time and returns.
 
-``python -m benchmarks.peers.sb3 ppo sac --seeds 1 2 3``; without names all tasks. Both have the same
-frames, layers and hyperparameters, and one torch thread. They take turns, seed by seed. A finished policy is judged
-by the mean return of 20 episodes of its most probable actions.
-
-"floor" is the same number of updates in plain torch, written by hand: one batch of random rows, no env, no buffer.
+``python -m benchmarks.peers.sb3 ppo-cheetah --seeds 1 2 3``; without names all tasks. Ours are the programs of
+``examples/``; the peer has the same frames, envs, networks, minibatches, epochs and learning rates. They take turns,
+seed by seed, in one process with one torch thread. Times are of whole trainings, our last evaluation included. Returns
+are those of the last 100 training episodes; of SAC those of 20 episodes of the most probable actions.
 """
 
 import argparse
+import importlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from copy import deepcopy
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from benchmarks.measure.timing import table
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.estimators import GAE, ClipPPOLoss, SACLoss, SoftUpdate
-from flatroll.modules import actor as make_actor
-from flatroll.modules import critic as make_critic
-from flatroll.modules import q_network
-from flatroll.rollouts import Collector
-from flatroll.wrappers import RewardSum, as_vector_env
-
-EPISODES = 20  # of the mean return, while training and afterwards
+from flatroll.examples import ppo
+from flatroll.examples.common import parse
 
 
 class Task(NamedTuple):
-    """An env, the settings under which both libraries learn it, and a return that counts as learned."""
+    """A training by flatroll and by the peer, each from (frames, seed) to a mean return."""
 
-    env: str
     frames: int
-    num_envs: int
-    target: float
-    options: dict[str, Any]  # in stable-baselines3's words
-
-    @property
-    def updates(self) -> int:
-        """Number of updates in a whole training."""
-        how = self.options
-        if "n_steps" not in how:
-            return self.frames - int(how["learning_starts"])
-        rows = self.num_envs * how["n_steps"]
-        return int(-(-self.frames // rows) * how["n_epochs"] * -(-rows // how["batch_size"]))
+    ours: Callable[[int, int], float]
+    theirs: Callable[[int, int], float]
 
 
-#: "zoo": the settings that the peer's own collection of tuned hyperparameters has for the env; else the defaults of
-#: its class. Falling settings are given as pairs (first, "falls") and reach 0 with the last frame.
-TASKS = {
-    "ppo": Task(
-        "CartPole-v1",
-        50_000,
-        1,
-        475.0,
-        {
-            "n_steps": 2048,
-            "batch_size": 64,
-            "n_epochs": 10,
-            "gamma": 0.99,
-            "gae_lambda": 0.95,
-            "learning_rate": 3e-4,
-            "clip_range": 0.2,
-        },
-    ),
-    "ppo-zoo": Task(
-        "CartPole-v1",
-        100_000,
-        8,
-        475.0,
-        {
-            "n_steps": 32,
-            "batch_size": 256,
-            "n_epochs": 20,
-            "gamma": 0.98,
-            "gae_lambda": 0.8,
-            "learning_rate": (1e-3, "falls"),
-            "clip_range": (0.2, "falls"),
-        },
-    ),
-    "sac": Task(
-        "Pendulum-v1",
-        4_000,
-        1,
-        -200.0,
-        {"learning_rate": 3e-4, "batch_size": 256, "learning_starts": 100, "gamma": 0.99, "tau": 0.005},
-    ),
-}
+def program(name: str, result: str, frames: int, seed: int, **more: object) -> float:
+    """Train with a program of the examples, without checkpoints and evaluations on the way."""
+    with tempfile.TemporaryDirectory() as folder:
+        never = 2 * frames
+        options = {"frames": frames, "seed": seed, "folder": folder, "save-every": never, "eval-every": never}
+        words = [
+            word for option, value in {**options, **more}.items() for word in (f"--{option}", str(value))
+        ]
+        found = importlib.import_module(f"flatroll.examples.{name}").train(parse(name, words))
+    return float(found[result])
 
 
-READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
+def part(module: str, name: str) -> Any:
+    """Import an object of the optional package by name, hidden from type checkers."""
+    return getattr(importlib.import_module(f"stable_baselines3.{module}".rstrip(".")), name)
 
 
-class Progress:
-    """Episode returns as they come, and when the mean of the last 20 first reached the target."""
-
-    def __init__(self, target: float) -> None:
-        self.target, self.start = target, time.perf_counter()
-        self.returns: list[float] = []
-        self.reached = float("nan")  # s
-
-    def add(self, returns: list[float]) -> None:
-        for one in returns:
-            self.returns.append(one)
-            recent = self.returns[-EPISODES:]
-            if self.reached != self.reached and len(recent) == EPISODES and np.mean(recent) >= self.target:
-                self.reached = time.perf_counter() - self.start
-
-
-Act = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-
-
-def mean_return(name: str, act: Act) -> float:
-    """Mean return of the first episode of each of 20 envs."""
-    env = gym.make_vec(name, num_envs=EPISODES, vectorization_mode="sync")
-    seen, _ = env.reset(seed=10_000)
-    total, running = np.zeros(EPISODES), np.ones(EPISODES, np.bool_)
-    while running.any():
-        seen, reward, terminated, truncated, _ = env.step(act(seen))
-        total += reward * running
-        running &= ~(terminated | truncated)
-    env.close()
-    return float(total.mean())
-
-
-def now(setting: Any, left: float) -> Any:
-    """The value of a setting when the share ``left`` of the frames is still to come."""
-    return setting[0] * left if isinstance(setting, tuple) else setting
-
-
-# -- flatroll ------------------------------------------------------------------------------------------------------
-
-
-def ppo_ours(task: Task, seed: int, progress: Progress) -> Act:
-    """Train with PPO; return the greedy policy."""
-    how, rows = task.options, task.num_envs * task.options["n_steps"]
-    env: Any = RewardSum(as_vector_env(gym.make_vec(task.env, num_envs=task.num_envs)))
-    actor = make_actor(env, norm=False)
-    critic = make_critic(env, norm=False)
-    total = -(-task.frames // rows) * rows
-    parts: Any = actor
-    logits: Any = nn.Sequential(parts[0].module, parts[1].module)
-
-    def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module
-        probability: Tensor = logits(observation).softmax(-1)
-        return probability.multinomial(1).squeeze(-1)
-
-    collector = Collector(env, act, frames_per_batch=rows, total_frames=total, seed=seed)
-    gae = GAE(gamma=how["gamma"], lmbda=how["gae_lambda"], value_network=critic)
-    loss = ClipPPOLoss(
-        actor,
-        critic,
-        entropy_bonus=False,
-        critic_coeff=0.5,
-        loss_critic_type="l2",
-        normalize_advantage=True,
-        diagnostics=False,
-    )
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=now(how["learning_rate"], 1.0), eps=1e-5, fused=True)
-    for batch in collector:
-        progress.add(batch["next", "episode_reward"][batch["next", "done"]].tolist())
-        left = 1.0 - (collector.frames - rows) / total
-        optimizer.param_groups[0]["lr"] = now(how["learning_rate"], left)
-        loss.clip_epsilon = now(how["clip_range"], left)
-        with torch.no_grad():  # of all rows at once: the weights are still those that acted
-            batch["action_log_prob"] = actor.get_dist(batch).log_prob(batch["action"])
-        data = gae(batch).select(*READ)
-        for _ in range(how["n_epochs"]):
-            for some in data[torch.randperm(rows)].split(how["batch_size"]):
-                losses = loss(some)
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"]).backward()
-                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
-                optimizer.step()
-    collector.shutdown()
-    return lambda seen: logits(torch.from_numpy(seen)).argmax(-1).numpy()
-
-
-def sac_ours(task: Task, seed: int, progress: Progress) -> Act:
-    """Train with SAC; return the greedy policy."""
-    how = task.options
-    env: Any = RewardSum(as_vector_env(gym.make_vec(task.env, num_envs=task.num_envs)))
-    body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": False}
-    actor, critic = make_actor(env, std="dependent", **body), q_network(env, **body)
-    parts: Any = actor
-    head: Any = nn.Sequential(parts[0].module, parts[1].module)  # means and deviations
-    limit = float(env.single_action_space.high[0])
-
-    def act(observation: Tensor) -> Tensor:  # a plain function costs less per step than a tensordict module
-        return limit * torch.normal(*head(observation)).tanh()
-
-    collector = Collector(
-        env,
-        act,
-        frames_per_batch=1,
-        total_frames=task.frames,
-        init_random_frames=how["learning_starts"],
-        seed=seed,
-    )
-    buffer = ReplayBuffer(storage=LazyTensorStorage(task.frames), batch_size=how["batch_size"])
-    loss = SACLoss(actor, critic, loss_function="l2", diagnostics=False)
-    loss.make_value_estimator(gamma=how["gamma"])
-    optimizer = torch.optim.Adam(loss.parameters(), lr=how["learning_rate"], fused=True)
-    updater = SoftUpdate(loss, tau=how["tau"])
-    for batch in collector:
-        progress.add(batch["next", "episode_reward"][batch["next", "done"]].tolist())
-        buffer.extend(batch)
-        if collector.frames <= how["learning_starts"]:
-            continue
-        losses = loss(buffer.sample())
-        optimizer.zero_grad()
-        (losses["loss_actor"] + 0.5 * losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-        optimizer.step()
-        updater.step()
-    collector.shutdown()
-    return lambda seen: limit * head(torch.from_numpy(seen))[0].tanh().numpy()
-
-
-# -- stable-baselines3 ---------------------------------------------------------------------------------------------
-
-
-def theirs(task: Task, seed: int, progress: Progress) -> Act:
-    """Train with stable-baselines3; return the greedy policy."""
-    peer = import_module("stable_baselines3")
-    base: Any = import_module("stable_baselines3.common.callbacks").BaseCallback
-    make: Any = import_module("stable_baselines3.common.env_util").make_vec_env
+def learn(model: Any, frames: int) -> float:
+    """Train a model of the peer; return the mean return of the last 100 training episodes."""
+    base: Any = part("common.callbacks", "BaseCallback")
+    returns: list[float] = []
 
     class Returns(base):
         """Records the return of every episode."""
 
         def _on_step(self) -> bool:
-            progress.add([float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info])
+            returns.extend(info["episode"]["r"] for info in self.locals["infos"] if "episode" in info)
             return True
 
-    def schedule(setting: Any) -> Any:
-        return (lambda left: now(setting, left)) if isinstance(setting, tuple) else setting
-
-    kind = peer.PPO if "n_steps" in task.options else peer.SAC
-    options = {name: schedule(setting) for name, setting in task.options.items()}
-    if kind is peer.SAC:
-        options["buffer_size"] = task.frames
-    env = make(task.env, n_envs=task.num_envs, seed=seed)
-    model = kind("MlpPolicy", env, seed=seed, device="cpu", **options)
-    progress.start = time.perf_counter()
-    model.learn(task.frames, callback=Returns())
-    return lambda seen: model.predict(seen, deterministic=True)[0]
+    model.learn(frames, callback=Returns())
+    return float(np.mean(returns[-100:] or [0.0]))
 
 
-# -- the updates alone, by hand ------------------------------------------------------------------------------------
-
-
-def mlp(inputs: int, outputs: int, width: int, activation: type[nn.Module]) -> nn.Sequential:
-    """Two hidden layers."""
-    return nn.Sequential(
-        *(
-            nn.Linear(inputs, width),
-            activation(),
-            nn.Linear(width, width),
-            activation(),
-            nn.Linear(width, outputs),
-        )
+def cartpole(frames: int, seed: int) -> float:
+    model = part("", "PPO")(
+        "MlpPolicy",
+        part("common.env_util", "make_vec_env")("CartPole-v1", n_envs=32, seed=seed),
+        n_steps=ppo.ROWS // 32,
+        batch_size=ppo.ROWS // ppo.MINIBATCHES,
+        n_epochs=ppo.EPOCHS,
+        learning_rate=lambda left: ppo.LR * left,
+        ent_coef=0.01,
+        clip_range_vf=0.2,
+        seed=seed,
+        device="cpu",
     )
+    return learn(model, frames)
 
 
-def ppo_floor(task: Task) -> Callable[[], None]:
-    """One update of PPO in plain torch."""
-    rows = task.options["batch_size"]
-    policy, critic = mlp(4, 2, 64, nn.Tanh), mlp(4, 1, 64, nn.Tanh)
-    weights = [*policy.parameters(), *critic.parameters()]
-    optimizer = torch.optim.Adam(weights, lr=1e-5, eps=1e-5, fused=True)
-    seen, advantage, aim = torch.randn(rows, 4), torch.randn(rows), torch.randn(rows)
-    action, old = torch.randint(2, (rows, 1)), torch.full((rows,), -0.7)
+def from_envpool(name: str, num_envs: int, seed: int) -> Any:
+    """Make an envpool env into a ``VecEnv`` of the peer that normalises observations and rewards."""
+    import envpool
 
-    def update() -> None:
-        log_prob = policy(seen).log_softmax(-1).gather(-1, action).squeeze(-1)
-        ratio = (log_prob - old).exp()
-        scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        objective = torch.min(ratio * scaled, ratio.clamp(0.8, 1.2) * scaled).mean()
-        loss = 0.5 * F.mse_loss(critic(seen).squeeze(-1), aim) - objective
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
-        optimizer.step()
+    vec_env = importlib.import_module("stable_baselines3.common.vec_env")
+    base: Any = vec_env.VecEnv
+    pool = envpool.make_gymnasium(name, num_envs=num_envs, seed=seed)
 
-    return update
+    class Pool(base):
+        def __init__(self) -> None:
+            seen = gym.spaces.Box(-np.inf, np.inf, pool.observation_space.shape, np.float32)
+            super().__init__(num_envs, seen, pool.action_space)
 
+        def reset(self) -> Any:
+            return pool.reset()[0].astype(np.float32)
 
-def sac_floor(task: Task) -> Callable[[], None]:
-    """One update of SAC in plain torch."""
-    rows = task.options["batch_size"]
-    policy = mlp(3, 2, 256, nn.ReLU)
-    critics = nn.ModuleList([mlp(4, 1, 256, nn.ReLU) for _ in range(2)])
-    targets, log_alpha = deepcopy(critics).requires_grad_(False), torch.zeros((), requires_grad=True)
-    weights = [*policy.parameters(), *critics.parameters(), log_alpha]
-    optimizer = torch.optim.Adam(weights, lr=1e-5, fused=True)
-    followed = [weight.detach() for weight in critics.parameters()]
-    seen, action, after, reward = (torch.randn(rows, size) for size in (3, 1, 3, 1))
+        def step_async(self, actions: Any) -> None:
+            self.actions = actions
 
-    def act(observation: Tensor) -> tuple[Tensor, Tensor]:
-        loc, log_scale = policy(observation).chunk(2, -1)
-        noise = torch.randn_like(loc)
-        raw = loc + log_scale.clamp(-5.0, 2.0).exp() * noise
-        slope = 2.0 * (0.6931 - raw - F.softplus(-2.0 * raw))  # log of the derivative of tanh
-        return raw.tanh(), (-0.5 * noise.square() - log_scale - slope).sum(-1, keepdim=True)
+        def step_wait(self) -> Any:
+            seen, reward, terminated, truncated, _ = pool.step(self.actions.astype(np.float64))
+            done = terminated | truncated
+            infos: list[dict[str, Any]] = [{} for _ in done]
+            for i in np.flatnonzero(done):
+                infos[i] = {"TimeLimit.truncated": bool(truncated[i]), "terminal_observation": seen[i]}
+            if done.any():
+                seen = seen.copy()
+                seen[done] = pool.reset(np.flatnonzero(done))[0]
+            return seen.astype(np.float32), reward.astype(np.float32), done, infos
 
-    def least(networks: nn.ModuleList, observation: Tensor, by: Tensor) -> Tensor:
-        read = torch.cat([observation, by], -1)
-        first, second = (network(read) for network in networks)
-        return torch.minimum(first, second)
+        def close(self) -> None:
+            pool.close()
 
-    def update() -> None:
-        alpha = log_alpha.detach().exp()
-        with torch.no_grad():
-            next_action, surprise = act(after)
-            aim = reward + 0.99 * (least(targets, after, next_action) - alpha * surprise)
-        read = torch.cat([seen, action], -1)
-        of_critics = F.mse_loss(critics[0](read), aim) + F.mse_loss(critics[1](read), aim)
-        new_action, surprise = act(seen)
-        critics.requires_grad_(False)
-        of_actor = (alpha * surprise - least(critics, seen, new_action)).mean()
-        critics.requires_grad_(True)
-        of_alpha = -(log_alpha * (surprise.detach() - 1.0)).mean()
-        optimizer.zero_grad()
-        loss: Tensor = 0.5 * of_critics + of_actor + of_alpha
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        torch._foreach_lerp_(list(targets.parameters()), followed, 0.005)  # pyright: ignore[reportPrivateImportUsage]
+        def get_attr(self, attr_name: str, indices: Any = None) -> Any:
+            return [None] * num_envs
 
-    return update
+        def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None: ...
+
+        def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> Any: ...
+
+        def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> Any:
+            return [False] * num_envs
+
+    return vec_env.VecNormalize(vec_env.VecMonitor(Pool()))
 
 
-def floor(task: Task) -> float:
-    """Processor seconds of all updates of a training, by the median of up to a hundred."""
-    update = ppo_floor(task) if "n_steps" in task.options else sac_floor(task)
-    times = []
-    for _ in range(min(100, task.updates)):
-        start = time.thread_time()
-        update()
-        times.append(time.thread_time() - start)
-    return statistics.median(times) * task.updates
+def cheetah(frames: int, seed: int) -> float:
+    model = part("", "PPO")(
+        "MlpPolicy",
+        from_envpool("HalfCheetah-v4", 1, seed),
+        n_steps=2048,
+        batch_size=64,
+        n_epochs=10,
+        learning_rate=lambda left: 3e-4 * left,
+        clip_range_vf=0.2,
+        policy_kwargs={"net_arch": [64, 64], "activation_fn": nn.Tanh},
+        seed=seed,
+        device="cpu",
+    )
+    return learn(model, frames)
 
 
-# -- all of it -----------------------------------------------------------------------------------------------------
+def pendulum(frames: int, seed: int) -> float:
+    make = part("common.env_util", "make_vec_env")
+    model = part("", "SAC")(
+        "MlpPolicy",
+        make("Pendulum-v1", n_envs=4, seed=seed),
+        learning_rate=1e-3,
+        learning_starts=1000,
+        gradient_steps=4,
+        seed=seed,
+        device="cpu",
+    )
+    learn(model, frames)
+    judged = make("Pendulum-v1", n_envs=20, seed=seed + 10_000)
+    return float(part("common.evaluation", "evaluate_policy")(model, judged, n_eval_episodes=20)[0])
 
 
-def outcome(task: Task, seed: int, train: Callable[[Task, int, Progress], Act]) -> dict[str, float]:
-    """Train once; seconds of the wall and the processor, and returns."""
-    torch.manual_seed(seed)
-    progress, processor = Progress(task.target), time.process_time()
-    act = train(task, seed, progress)
-    found = {"s": time.perf_counter() - progress.start, "cpu s": time.process_time() - processor}
-    with torch.no_grad():
-        found["return"] = mean_return(task.env, act)
-    return {**found, "s to target": progress.reached}
+CHEETAH = "envpool:HalfCheetah-v4"
+TASKS = {
+    "ppo-cartpole": Task(
+        100_000, lambda frames, seed: ppo.train("CartPole-v1", frames, seed)["return"], cartpole
+    ),
+    "ppo-cheetah": Task(
+        50_000,
+        lambda frames, seed: program("ppo_continuous", "return", frames, seed, env=CHEETAH, episodes=1),
+        cheetah,
+    ),
+    "sac-pendulum": Task(5_000, lambda frames, seed: program("sac", "evaluation", frames, seed), pendulum),
+}
+
+
+def rows_of(name: str, frames: int, found: dict[str, list[tuple[float, float, float]]]) -> list[list[str]]:
+    """Two rows of the table: medians over the seeds, ratios those of the same seed's turns."""
+    rows = []
+    for who, turns in found.items():
+        cells = [name, who, f"{frames:,}"]
+        for at in range(2):
+            ratio = statistics.median(
+                a[at] / b[at] for a, b in zip(turns, found["stable-baselines3"], strict=True)
+            )
+            cells += [f"{statistics.median(turn[at] for turn in turns):,.1f}", f"{ratio:.2f}"]
+        rows.append([*cells, ", ".join(f"{turn[2]:,.0f}" for turn in turns)])
+    return rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -375,52 +200,25 @@ def main(argv: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"no task named {', '.join(unknown)}; there are {', '.join(TASKS)}")
     torch.set_num_threads(1)
-    import_module("stable_baselines3")  # with all that it imports, before either is timed
     rows = []
     for name in args.tasks or TASKS:
-        task = TASKS[name]._replace(frames=args.frames or TASKS[name].frames)
-        runs = {
-            "flatroll": ppo_ours if "n_steps" in task.options else sac_ours,
-            "stable-baselines3": theirs,
-        }
-        found: dict[str, list[dict[str, float]]] = {who: [] for who in runs}
-        floors = []
+        task = TASKS[name]
+        frames = args.frames or task.frames
+        runs = {"flatroll": task.ours, "stable-baselines3": task.theirs}
+        found: dict[str, list[tuple[float, float, float]]] = {who: [] for who in runs}
+        for train in runs.values():  # once untimed: imports, compiled kernels
+            train(min(frames, 1100), 0)
         for seed in args.seeds:
             for who, train in runs.items():
-                found[who].append(outcome(task, seed, train))
-                shown = ", ".join(f"{key} {value:,.1f}" for key, value in found[who][-1].items())
+                wall, processor = time.perf_counter(), time.process_time()
+                reached = train(frames, seed)
+                turn = time.perf_counter() - wall, time.process_time() - processor, reached
+                found[who].append(turn)
+                shown = "{:.1f} s, {:.1f} of the processor, return {:,.1f}".format(*turn)
                 print(f"{name}, {who}, seed {seed}: {shown}", flush=True)
-            floors.append(floor(task))
-        for who, outcomes in found.items():
-            rows.append(
-                [name if who == "flatroll" else "", who, f"{task.frames:,}", *summary(outcomes, found)]
-            )
-        rows.append(
-            ["", "floor", f"{task.updates:,} updates", "", "", f"{statistics.median(floors):,.1f}", "", ""]
-        )
-    header = [
-        "task",
-        "",
-        "frames",
-        "s",
-        "of the peer's",
-        "processor s",
-        "of the peer's",
-        "s to target",
-        "returns",
-    ]
+        rows += rows_of(name, frames, found)
+    header = ["task", "", "frames", "s", "of the peer's", "processor s", "of the peer's", "returns"]
     print("\n" + table(header, rows))
-
-
-def summary(outcomes: list[dict[str, float]], found: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Cells of the table: medians over the seeds; ratios to the peer are of the same seed's turns."""
-    peers, cells = found["stable-baselines3"], []
-    for key in ("s", "cpu s"):
-        ratio = statistics.median(a[key] / b[key] for a, b in zip(outcomes, peers, strict=True))
-        cells += [f"{statistics.median(run[key] for run in outcomes):,.1f}", f"{ratio:.2f}"]
-    reached = [run["s to target"] for run in outcomes]
-    shown = ", ".join("-" if s != s else f"{s:,.0f}" for s in reached)
-    return [*cells, shown, ", ".join(f"{run['return']:,.0f}" for run in outcomes)]
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ class H5Writer:
 
     def replace(self, columns: Mapping[str, Column], first: int) -> NoReturn:
         """Raise RuntimeError: there are no segments."""
-        raise RuntimeError(f"no rows of {self._path} can be written anew")
+        raise RuntimeError(f"no rows of {self._path} can be rewritten")
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
@@ -266,10 +266,10 @@ def _read_dataset(name: str, data: Any) -> Tensor:
         dtype = getattr(torch, noted.decode("ascii", "replace"), None)
     elif dtype is torch.int16:
         raise DamagedFileError(
-            f"an earlier version wrote {name!r}, int16 or bfloat16: save it anew with that one"
+            f"an earlier version wrote {name!r}, int16 or bfloat16: save it again with that one"
         )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
-        raise DamagedFileError(f"{name!r} is of no known dtype")
+        raise DamagedFileError(f"{name!r} has an unknown dtype")
     return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
 
 

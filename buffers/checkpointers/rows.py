@@ -149,18 +149,18 @@ class StorageCheckpointerBase(ABC):
 
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
         """Return the rows in ``slots`` as hooks take them."""
-        raise TypeError(f"{type(self).__name__} takes no hooks")
+        raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
         """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
 
         ``structure`` is what kind of rows the storage keeps.
         """
-        raise TypeError(f"{type(self).__name__} takes no hooks")
+        raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         """Return the rows of which :meth:`dump_given` made ``tensors``, as the load hooks take them."""
-        raise TypeError(f"{type(self).__name__} takes no hooks")
+        raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
         """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
@@ -641,7 +641,9 @@ def hooked(storage: Storage) -> StorageCheckpointerBase:
     change."""
     checkpointer = checkpointer_of(storage)
     if isinstance(checkpointer, DiskStorageCheckpointer):
-        raise TypeError("DiskStorageCheckpointer takes no hooks: it writes no rows that they could change")
+        raise TypeError(
+            "DiskStorageCheckpointer does not accept hooks: it writes no rows that they could change"
+        )
     return checkpointer
 
 

@@ -116,7 +116,7 @@ class Fragments(NamedTuple):
             present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
             error = missing_marker(keys.is_init, present)
             raise KeyError(
-                f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} would do"
+                f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
             )
         rows = marker.shape[0]
         mask = _read_marker(batch, MASK, True)

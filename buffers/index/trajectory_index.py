@@ -372,7 +372,7 @@ class TrajectoryIndex(Ring):
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
         self.check_not_empty()
         return RuntimeError(
-            f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
+            f"no stored trajectory has {length} consecutive rows, the longest has {self.longest}: "
             "use shorter slices, strict_length=False, or collect longer trajectories"
         )
 

@@ -255,7 +255,7 @@ class Sampler(Facts, ABC):
 
     def _lagging(self) -> Freshness:
         if self.freshness is None:
-            raise TypeError(f"{type(self).__name__} looks at no policy versions: give it max_policy_lag=")
+            raise TypeError(f"{type(self).__name__} does not use policy versions: pass max_policy_lag=")
         return self.freshness
 
     def check(self, batch_size: int | None) -> int:

@@ -273,7 +273,7 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
         return ring
     ring.check_not_empty()
     raise TypeError(
-        f"{type(sampler).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}: give the sampler to "
+        f"{type(sampler).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}: pass the sampler to "
         "ReplayBuffer(sampler=...)"
     )
 

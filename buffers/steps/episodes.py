@@ -158,21 +158,21 @@ class Episodes:
         if ended.any():
             self._warn(
                 "ended",
-                f"env {ended.T.nonzero()[1][0]} goes on, after its episode ended, from the very observation that was "
+                f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the very observation that was "
                 "the last one's next. Either that was the reset's observation, where the episode's final one belongs "
-                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is no transition and should "
-                "not be written. If all episodes of this env begin where they end, all is well",
+                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is not a transition and "
+                "must not be written. If all episodes of this env begin where they end, ignore this",
             )
         if left.any() and IS_INIT not in self._given:
             self._warn(
                 "left",
-                f"env {left.T.nonzero()[1][0]} does not go on from the next observation of its last row, which was "
-                "neither terminated nor truncated: a new trajectory begins there. If the env was reset, say so with "
-                f"{IS_INIT!r}; else see that observations are given as the env returned them",
+                f"env {left.T.nonzero()[1][0]} does not continue from the next observation of its last row, which was "
+                "neither terminated nor truncated: a new trajectory begins there. If the env was reset, pass "
+                f"{IS_INIT!r}; otherwise pass observations as the env returned them",
             )
 
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
             # to the caller of write; between are (_store), _mark, mark, _starts and _warn_of
-            warnings.warn(f"{text}. (Said once for each writer)", stacklevel=8 if what == "ended" else 7)
+            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)

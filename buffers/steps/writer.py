@@ -393,7 +393,7 @@ class StepWriter:
         if not torch.equal(rows.pop(TRAJ_IDS), ids):
             raise ValueError(
                 f"an env came back to a {TRAJ_IDS!r} that it had left, so that its goals cannot be found by step: say "
-                f"so with {IS_INIT!r} in the step in which it does, or give each episode an id of its own"
+                f"so with {IS_INIT!r} in the step in which it does, or give each episode its own id"
             )
         return rows
 

@@ -586,7 +586,7 @@ class ColumnStorage(Storage):
             if isinstance(column, TensorColumn) and bool(column.data.is_shared()):  # type: ignore[no-untyped-call]
                 raise RuntimeError(
                     "the storage's tensors are shared with the process that made the buffer, which does not see "
-                    "what is written here: hand over buffer.handle(), or use LazyMemmapStorage with shared=True"
+                    "what is written here: pass buffer.handle(), or use LazyMemmapStorage with shared=True"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

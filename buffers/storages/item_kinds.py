@@ -79,8 +79,8 @@ def structure_from_plain(plain: Any) -> Structure | None:
             return Trees(pytree.tree_structure(tree))
     if isinstance(plain, Structure):
         raise ValueError(
-            "the state was pickled by an older flatroll, with objects in it: load it there, buffer.dumps(folder), and "
-            "buffer.loads(folder) here"
+            "the state was pickled by an older flatroll, with objects in it: load it with that "
+            "version, buffer.dumps(folder), and buffer.loads(folder) here"
         )
     raise damaged(f"its rows are of no known kind, {str(plain)[:40]}")
 
@@ -88,7 +88,7 @@ def structure_from_plain(plain: Any) -> Structure | None:
 def not_flat(batch: TensorDictBase) -> ValueError:
     """Return the error for a batch of several dimensions given to a storage of single rows."""
     return ValueError(
-        f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) lays [envs, time] end to end, and "
+        f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) flattens [envs, time], and "
         '("collector", "traj_ids") tells the trajectories apart; a storage with ndim=2 takes it as it is'
     )
 
@@ -193,7 +193,7 @@ def check_kinds(columns: Columns, own: Spans) -> None:
             raise TypeError(f"{shown(key)} is a meta tensor, which has no values to store")
         if column.layout is not torch.strided:
             raise TypeError(
-                f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: give x.to_dense()"
+                f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: pass x.to_dense()"
             )
         columns[key] = column.detach().clone() if own.hold(column.data_ptr()) else column.detach()
 
@@ -346,7 +346,7 @@ def shown(key: NestedKey) -> str:
 
 
 def collate(samples: Any) -> Any:
-    """Make one batch of what a dataset gives, for ``DataLoader(collate_fn=collate)``; torch's own knows no tensordicts.
+    """Make one batch of the items of a data set, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
 
     Args:
         samples: with ``DataLoader(batch_size=None)`` a sample, returned as it is; else a list: batches (tensordicts

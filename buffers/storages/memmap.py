@@ -173,7 +173,7 @@ class LazyMemmapStorage(ColumnStorage):
         old = [file for file in files if file.exists()]
         if old and not self.existsok:
             raise FileExistsError(
-                f"{old[0]} is there already: give another scratch_dir, or existsok=True to put new files in their place"
+                f"{old[0]} already exists: pass another scratch_dir, or existsok=True to overwrite them"
             )
         return old
 
@@ -203,7 +203,7 @@ class LazyMemmapStorage(ColumnStorage):
     @override
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if first and self._has_buffer:
-            raise ValueError("the storage belongs to another buffer already: make one for each buffer")
+            raise ValueError("the storage already belongs to another buffer: make one for each buffer")
         self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
         # The ring's counters move to the file, where other processes see which rows are stored.
         if self._unshareable is None and self._counters is not None:
@@ -219,11 +219,11 @@ class LazyMemmapStorage(ColumnStorage):
         if not self.columns:
             raise RuntimeError(
                 "the storage has no files yet, so other processes would make their own: extend the buffer once "
-                "before handing it over, or make it in the process that uses it"
+                "before passing it on, or make it in the process that uses it"
             )
         if self._unshareable is not None:
             raise RuntimeError(
-                f"the buffer has {self._unshareable}, which other processes cannot see: hand over state_dict(), or "
+                f"the buffer has {self._unshareable}, which other processes cannot see: pass state_dict(), or "
                 "share a buffer with RandomSampler, RoundRobinWriter and compact_obs=False"
             )
 
@@ -453,7 +453,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} is gone: the process that made the buffer has dropped it or ended. Keep it there, or give "
+            f"{path} is gone: the process that made the buffer has dropped it or ended. Keep it there, or pass "
             "LazyMemmapStorage a scratch_dir, whose files stay"
         ) from None
 

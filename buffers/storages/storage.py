@@ -345,7 +345,7 @@ class Storage(Facts, ABC):
         owner = self._owner
         if first and (self._alone or (owner is not None and owner.started)):
             raise ValueError(
-                f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
+                f"the storage already belongs to another buffer, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
             )
 
@@ -380,7 +380,7 @@ class Storage(Facts, ABC):
             self._warned_left_out = True
             warnings.warn(
                 f"the batch has {rows + self.capacity} rows, the storage holds {self.capacity}: the first {rows} are "
-                f"not stored. Use max_size={rows + self.capacity}, or shorter batches (this is said once)",
+                f"not stored. Use max_size={rows + self.capacity}, or shorter batches (shown once)",
                 stacklevel=5,  # of buffer.extend()
             )
 

@@ -181,7 +181,7 @@ class LazyTensorStorage(ColumnStorage):
 
 
 class TensorStorage(ColumnStorage):
-    """Uses tensors that exist already, such as a dataset: a tensordict, a tensor or a tree of tensors.
+    """Uses existing tensors, such as a data set: a tensordict, a tensor or a tree of tensors.
 
     Nothing is copied, but for tensors whose rows share memory (``expand``): the buffer reads and writes the caller's
     tensors. All rows count as stored from the start, so

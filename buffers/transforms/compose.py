@@ -48,7 +48,7 @@ class Compose(Transform):
     ) -> None:
         super().__init__()
         if members and transforms is not None:
-            raise TypeError("give the transforms one by one or as transforms=[...], not both")
+            raise TypeError("pass the transforms one by one or as transforms=[...], not both")
         if transforms is None and len(members) == 1 and isinstance(members[0], list):
             self._hold(members[0])
         else:

@@ -45,7 +45,9 @@ class RenameTransform(Transform):
             ("_inv", self.in_keys_inv, self.out_keys_inv),
         ):
             if len(olds) != len(news):
-                raise ValueError(f"in_keys{suffix}={olds} and out_keys{suffix}={news} must be equally many")
+                raise ValueError(
+                    f"in_keys{suffix}={olds} and out_keys{suffix}={news} must be of equal length"
+                )
             if len(set(olds)) != len(olds) or len(set(news)) != len(news):
                 raise ValueError(f"a key comes twice in in_keys{suffix}={olds} or out_keys{suffix}={news}")
             if not suffix and set(olds) & set(news):

@@ -207,7 +207,7 @@ class HindsightTransform(Transform):
             return td
         if ends is not None:
             raise ValueError(
-                "HindsightTransform draws goals when a ReplayBuffer draws rows, and this sample was not: give it to "
+                "HindsightTransform draws goals when a ReplayBuffer draws rows, and this sample was not: pass it to "
                 "ReplayBuffer(transform=...), in an ensemble to each member"
             )
         if td.batch_dims != 1:

@@ -42,7 +42,7 @@ class _ImageTransform(Transform):
 
 
 class ToTensorImage(_ImageTransform):
-    """Turns images ``[..., H, W, C]`` of bytes into ``[..., C, H, W]`` of floats in [0, 1], as torch's networks want.
+    """Turns byte images ``[..., H, W, C]`` into float images ``[..., C, H, W]`` in [0, 1], as torch's networks expect.
 
     The result has the values in the order in which they were (channels last in memory), so nothing is copied but by
     the cast.
@@ -81,7 +81,7 @@ class ToTensorImage(_ImageTransform):
         self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
-            raise ValueError(f"dtype must be floating, got {self.dtype}: or give from_int=False")
+            raise ValueError(f"dtype must be floating, got {self.dtype}: or pass from_int=False")
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         """Return images ``[..., H, W, C]`` as ``[..., C, H, W]``.
@@ -92,7 +92,7 @@ class ToTensorImage(_ImageTransform):
         scale = not value.is_floating_point() if self.from_int is None else self.from_int
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
-                f"ToTensorImage takes [..., H, W, C], and images {list(value.shape)} look like [..., C, H, W]: give "
+                f"ToTensorImage takes [..., H, W, C], and images {list(value.shape)} look like [..., C, H, W]: pass "
                 "shape_tolerant=True, which leaves such images in shape"
             )
         if not self.shape_tolerant or value.shape[-1] == 3:

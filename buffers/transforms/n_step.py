@@ -186,7 +186,7 @@ class NStep(Transform):
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
-                raise TypeError(f"batch[{key!r}] is no tensor and cannot be moved: use .exclude")
+                raise TypeError(f"batch[{key!r}] is not a tensor and cannot be moved: use .exclude")
         rows = len(td)
         if final is not None:
             final_rows = read_final(final)

@@ -73,7 +73,7 @@ class NextStateReconstructor(Transform):
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
-                raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: give fill_value=0")
+                raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: pass fill_value=0")
             # Row i gets the entry of row i + 1, the last row that of row 0, which a run end overwrites.
             following = torch.roll(column, -1, 0)
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)

@@ -78,7 +78,7 @@ class RandomCropTensorDict(Transform):
                 "with batches [B, T], or draw from flat rows with SliceSampler(slice_len=...)"
             )
         if not -len(shape) <= self.sample_dim < len(shape):
-            raise ValueError(f"sample_dim={self.sample_dim} is no dimension of a batch {shape}")
+            raise ValueError(f"sample_dim={self.sample_dim} is not a dimension of a batch {shape}")
         dim = self.sample_dim % len(shape)
         starts = self._possible_starts(td, dim)
         uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator).to(starts.device)
@@ -96,7 +96,7 @@ class RandomCropTensorDict(Transform):
         crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if crop.get(key, None) is None:
-                raise TypeError(f"batch[{key!r}] is no tensor and cannot be cropped: use .exclude")
+                raise TypeError(f"batch[{key!r}] is not a tensor and cannot be cropped: use .exclude")
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
         return crop

@@ -206,7 +206,7 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
         marks = ends()
         if isinstance(td, TensorDictBase) and td.batch_size[: marks.ndim] != marks.shape:
             raise ValueError(
-                f"{name_of(transform)} must know which rows follow one another, and a transform before it changed "
+                f"{name_of(transform)} must know which rows are consecutive, and a transform before it changed "
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)

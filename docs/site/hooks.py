@@ -26,13 +26,15 @@ FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\
 documented: set[str] = set()  # names that the pages of this build have anchors for
 
 #: Page of the site -> file of the repository it shows.
-SHOWN = {
-    f"{name.lower()}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "RELEASING", "SECURITY")
-} | {
-    f"{'notebooks' if is_notebook(path) else 'programs'}/{path.stem}.md": str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "examples").rglob("*.py"))
-    if path.stem not in ("__init__", "common", "last_action", "report")
-}
+SHOWN = (
+    {"quickstart.md": "README.md"}
+    | {f"{name.lower()}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "RELEASING", "SECURITY")}
+    | {
+        f"{'notebooks' if is_notebook(path) else 'programs'}/{path.stem}.md": str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "examples").rglob("*.py"))
+        if path.stem not in ("__init__", "common", "last_action", "report")
+    }
+)
 PAGES = {source: uri for uri, source in SHOWN.items()}
 
 

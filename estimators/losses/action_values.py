@@ -202,7 +202,7 @@ class OffPolicyLoss(LossModule):
         lost = int(unknown.sum()) if on_host(unknown) else 0
         if 2 * lost > unknown.numel():  # more than half of the rows
             self._warn_once(
-                f"of most rows of the batch ({lost} of {unknown.numel()}) the next observation is not "
+                f"for most rows of the batch ({lost} of {unknown.numel()}) the next observation is not "
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )
@@ -431,8 +431,8 @@ def critic_ensemble(
                 reset()
             elif next(layer.parameters(recurse=False), None) is not None:
                 raise ValueError(
-                    f"qvalue_network has a {type(layer).__name__}, whose parameters cannot be initialised anew (it "
-                    "has no reset_parameters): give a list of networks instead of one"
+                    f"qvalue_network has a {type(layer).__name__}, whose parameters cannot be re-initialised (it "
+                    "has no reset_parameters): pass a list of networks instead of one"
                 )
         critics.append(copy)
     return nn.ModuleList(critics)
@@ -450,7 +450,7 @@ def action_space_of(space: object) -> ActionSpace | None:
     name = str(_SPACES.get(type(space).__name__, space)).replace("_", "-")
     if name not in ("categorical", "one-hot"):
         raise ValueError(
-            f"action_space must be 'categorical' or 'one-hot', got {space!r}: give a name, or a space or spec of such "
+            f"action_space must be 'categorical' or 'one-hot', got {space!r}: pass a name, or a space or spec of such "
             "actions; values of several choices at once are not made here"
         )
     return cast(ActionSpace, name)

@@ -579,7 +579,7 @@ class SoftUpdate(TargetNetUpdater):
     ) -> None:
         super().__init__(loss_module)
         if (eps is None) == (tau is None):
-            raise ValueError(f"give one of eps (share of the old) and tau (1 - eps), got {eps} and {tau}")
+            raise ValueError(f"pass one of eps (share of the old) and tau (1 - eps), got {eps} and {tau}")
         name, number = ("eps", cast(float, eps)) if tau is None else ("tau", tau)
         checks.number(name, number, least=0, most=1)
         self.eps = number if tau is None else 1.0 - number

@@ -131,7 +131,7 @@ def check_networks(
         ("critic_network", critic_network, "critic", critic),
     ):
         if by_name is not None and by_short is not None:
-            raise TypeError(f"give {name}= or {short}=, not both: they are two names of one argument")
+            raise TypeError(f"pass {name}= or {short}=, not both: they are two names of one argument")
     actor_network = actor if actor_network is None else actor_network
     critic_network = critic if critic_network is None else critic_network
     if actor_network is None:
@@ -148,7 +148,7 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
         ValueError: it is True, or not above 0.
     """
     if clip_value is True:
-        raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
+        raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: pass a number here")
     if clip_value is None or clip_value is False:
         return None
     is_number = isinstance(clip_value, (int, float)) or (

@@ -378,7 +378,7 @@ class SACLoss(SoftActorCritic):
             if not part.has_rsample:
                 raise TypeError(
                     f"SACLoss needs actions that gradients flow through, and {type(part).__name__} has no rsample: "
-                    "for discrete actions take DiscreteSACLoss"
+                    "for discrete actions use DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
             place = actions[0] if key is None else part_key(key, actions, self.actor_network)

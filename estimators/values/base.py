@@ -137,7 +137,7 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
     shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
     if budget is not None and whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
-            f"shifted_budget={budget} says how long the one call of shifted=True is: give that, too"
+            f"shifted_budget={budget} says how long the one call of shifted=True is: pass that, too"
         )
     return shifted, budget
 
@@ -580,5 +580,5 @@ def check_finite(
         of_input = f"{bad[0]!r} is not finite there" if bad else "what it reads there is finite"
         raise ValueError(
             f"the value of the {words} of row {named} is {shown}, and {of_input}: "
-            + ("mend the data" if bad else "value_network has diverged, or divides by zero")
+            + ("fix the data" if bad else "value_network has diverged, or divides by zero")
         )

@@ -72,7 +72,7 @@ class Chunks:
     def __post_init__(self) -> None:
         if self.size is not None and self.number is not None:
             raise ValueError(
-                "give value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
+                "pass value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
                 f"got {self.size} and {self.number}"
             )
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
@@ -487,7 +487,7 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
         lost = "no final= came with it" if inputs.final is None else "final= holds none"
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run "
-            f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
+            f"that is not terminated the value of the row's own {key!r} is used for the next one's. Pass "
             "collector.final as final=, keep next observations, or, if a module wrote it, let the value network "
             "begin with that module, to be exact"
         )

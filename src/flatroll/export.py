@@ -189,7 +189,7 @@ def _together(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = No
             size += part.bytes()
             if max_bytes is not None and size > max_bytes:
                 raise ValueError(
-                    f"the rows take more than max_bytes={max_bytes}: give more, or read it in pieces"
+                    f"the rows take more than max_bytes={max_bytes}: pass more, or read it in pieces"
                 )
     except (OSError, ValueError, TypeError, KeyError) as error:
         error.add_note(f"while {path} was read")

@@ -167,7 +167,7 @@ def test_slices_are_laid_end_to_end(world: Any) -> None:
         assert run_ends(sample).nonzero().flatten().tolist() == [2, 5, 9, 13]
         assert info["buffer_ids"].shape == info["index"].shape == (14,)
     with pytest.raises(
-        ValueError, match=r"member 0 gives 6 rows, member 1 8 rows, .* stack=False lays them end"
+        ValueError, match=r"member 0 gives 6 rows, member 1 8 rows, .* stack=False concatenates them"
     ):
         ReplayBufferEnsemble(*members, sample_from_all=True).sample(16)
 
@@ -381,7 +381,7 @@ def test_arguments_that_do_not_fit() -> None:
         ReplayBufferEnsemble(one, two).sample()
     with pytest.raises(TypeError, match="members must be ReplayBuffers, got LazyTensorStorage"):
         ReplayBufferEnsemble(one, one.storage)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="give the members, or storages, samplers and writers, not both"):
+    with pytest.raises(TypeError, match="pass the members, or storages, samplers and writers, not both"):
         ReplayBufferEnsemble(one, storages=StorageEnsemble(one.storage))
     with pytest.raises(TypeError, match="needs its members, or storages"):
         ReplayBufferEnsemble()

@@ -456,7 +456,7 @@ def test_indices_and_states_that_are_none_are_told_so() -> None:
         buffer[7]
     with pytest.raises(TypeError, match=r"rows are indexed by integers, slices and masks, got 1\.5"):
         buffer[1.5]
-    with pytest.raises(ValueError, match=r"state is none of a ReplayBuffer: it lacks \['generator'"):
+    with pytest.raises(ValueError, match=r"state is not that of a ReplayBuffer: it lacks \['generator'"):
         buffer.load_state_dict({"a": 1})
 
 

@@ -282,7 +282,7 @@ def test_what_only_one_process_knows_stays_there(sampler: Any, compact: bool, re
         storage=LazyMemmapStorage(20, compact_obs=compact), sampler=copy.deepcopy(sampler), batch_size=4
     )
     buffer.extend(trajectories())
-    text = f"the buffer has {reason}, which other processes cannot see: hand over state_dict"
+    text = f"the buffer has {reason}, which other processes cannot see: pass state_dict"
     with pytest.raises(RuntimeError, match=text):
         pickle.dumps(buffer)
     process = mp.get_context("spawn").Process(target=len, args=(buffer,))

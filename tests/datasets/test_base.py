@@ -316,7 +316,7 @@ def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         first = [] if "tensors" in text else [episode(1)]
         with pytest.raises((ValueError, TypeError), match=text):
             convert([*first, batch], tmp_path / "set")
-    with pytest.raises(ValueError, match="there are no rows"):
+    with pytest.raises(ValueError, match="no rows to convert"):
         convert([], tmp_path / "set")
     assert not (tmp_path / "set").exists()
 
@@ -336,9 +336,9 @@ def test_wrong_folders(tmp_path: Path, folder: Path) -> None:
 
 
 def test_where_sets_come_from(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="give fetch="):
+    with pytest.raises(FileNotFoundError, match="pass fetch="):
         D4RLExperienceReplay("maze2d-umaze-v1", root=tmp_path)
-    with pytest.raises(FileNotFoundError, match="give download=True"):
+    with pytest.raises(FileNotFoundError, match="pass download=True"):
         D4RLExperienceReplay("maze", root=tmp_path, download=False)
     with pytest.raises(ValueError, match="name below root"):
         D4RLExperienceReplay("../maze", root=tmp_path / "a")
@@ -415,5 +415,5 @@ def test_the_folder_of_a_saved_buffer_is_no_set(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     buffer.extend(episode(0))
     buffer.dumps(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"what buffer\.dumps or Checkpoint saved, they load"):
+    with pytest.raises(ValueError, match=r"load a save with buffer\.loads or Checkpoint"):
         BaseDatasetExperienceReplay(tmp_path / "saved")

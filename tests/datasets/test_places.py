@@ -70,7 +70,9 @@ def test_a_set_that_was_made_with_other_options_is_not_taken(tmp_path: Path) -> 
 def test_a_set_of_another_kind_is_not_taken(tmp_path: Path) -> None:
     pytest.importorskip("h5py")
     D4RLExperienceReplay("maze", root=tmp_path, fetch=d4rl)
-    with pytest.raises(ValueError, match="was made with kind data set d4rl, asked for is data set roboset"):
+    with pytest.raises(
+        ValueError, match="was made with kind data set d4rl, this call asks for data set roboset"
+    ):
         RobosetExperienceReplay("maze", root=tmp_path)
     made = RobosetExperienceReplay("open", root=tmp_path, fetch=lambda _, place: write_trials(place / "0.h5"))
     changed = made.preprocess(lambda rows: rows.set("y", rows["seed"]))
@@ -83,7 +85,7 @@ def test_only_folders_of_rows_are_replaced(folder: Path, tmp_path: Path) -> None
     (tmp_path / "home/work/thesis").write_text("years")
     (tmp_path / "file").write_text("mine")
     for name in ("home", "file"):
-        with pytest.raises(FileExistsError, match="no folder of rows, so it is not replaced"):
+        with pytest.raises(FileExistsError, match="not a folder of rows, so it is not replaced"):
             convert([steps()], tmp_path / name, overwrite=True)
     assert (tmp_path / "home/work/thesis").read_text() == "years" and (
         tmp_path / "file"

@@ -50,12 +50,12 @@ def test_a_set_by_name_from_a_mirror(tmp_path: Path) -> None:
     assert len(RobosetExperienceReplay(name, root=root, download_url=urls)) > 0
     with pytest.raises(ValueError, match="has no set 'hoper-random-v2': did you mean 'hopper-random-v2'"):
         D4RLExperienceReplay("hoper-random-v2", root=root, download_url=url)
-    with pytest.raises(ValueError, match="give fetch or download_url, not both"):
+    with pytest.raises(ValueError, match="pass fetch or download_url, not both"):
         D4RLExperienceReplay("hopper-random-v2", root=root, download_url=url, fetch=lambda *_: mirror)
     with pytest.raises(OSError, match="hopper-random-v1"):
         D4RLExperienceReplay("hopper-random-v1", root=root, download_url=url)
     call = r"D4RLExperienceReplay\('hopper-random-v1', download_url='https://HOST/{dataset_id}.SUFFIX'\)"
-    with pytest.raises(FileNotFoundError, match=rf"{call} takes them from a mirror; or give fetch="):
+    with pytest.raises(FileNotFoundError, match=rf"{call} takes them from a mirror; or pass fetch="):
         D4RLExperienceReplay("hopper-random-v1", root=root)
     assert not [path for path in root.iterdir() if path.name.startswith(".fetched-")]
 
@@ -159,7 +159,7 @@ def test_unknown_names_say_what_is_like_them(kind: Any, name: str, near: str, tm
 def test_known_names_need_a_fetch(kind: Any, tmp_path: Path) -> None:
     names = kind.available_datasets
     assert len(set(names)) == len(names) == {D4RLExperienceReplay: 179, RobosetExperienceReplay: 20}[kind]
-    with pytest.raises(FileNotFoundError, match="give fetch="):
+    with pytest.raises(FileNotFoundError, match="pass fetch="):
         kind(names[-1], 4, root=tmp_path)
 
 
@@ -369,7 +369,7 @@ def test_rewards_of_steps_belong_to_their_actions() -> None:
     (rows,) = read_rlds([steps(0, 0, None)])
     assert rows["next", "reward"].tolist() == [[0], [0]]
     for lost in (steps(0, 0, 1), steps(None, None, 1)):
-        with pytest.warns(UserWarning, match="give the steps their rewards one earlier"):
+        with pytest.warns(UserWarning, match="shift the rewards one step earlier"):
             list(read_rlds([lost]))
 
 

@@ -153,7 +153,7 @@ def test_transforms_collate_info_and_what_a_buffer_has() -> None:
     assert len(data.sample(5)) == 5 and "stream" in repr(data)
     with pytest.raises(TypeError, match="no length"):
         len(data)
-    with pytest.raises(ValueError, match="no folder: give streaming=False"):
+    with pytest.raises(ValueError, match="no folder: pass streaming=False"):
         data.preprocess(double)
     with pytest.raises(RuntimeError, match="immutable"):
         data.extend(batch)
@@ -179,12 +179,12 @@ def test_arguments_that_a_stream_cannot_take(options: dict[str, Any], text: str)
 
 def test_sizes_that_do_not_fit_and_no_episodes() -> None:
     for options, text in [({"num_slices": 3}, "num_slices=3"), ({"slice_len": 3}, "slice_len=3")]:
-        with pytest.raises(ValueError, match=f"batch_size=4 cannot be divided by {text}"):
+        with pytest.raises(ValueError, match=f"batch_size=4 is not divisible by {text}"):
             open_set(batch_size=4, **options).sample()
     with pytest.raises(ValueError, match="has no episodes"):
         open_set((), batch_size=4).sample()
     assert list(open_set((), batch_size=4)) == []
-    with pytest.raises(FileNotFoundError, match="give fetch="):
+    with pytest.raises(FileNotFoundError, match="pass fetch="):
         OpenXExperienceReplay("reach", streaming=True)
     data = open_set((2, 3), slice_len=3, shuffle=False)
     for _ in range(2):  # an error does not end the stream

@@ -93,13 +93,13 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         _with(other, policy=wide).load()
     with pytest.raises(ValueError, match=r"has the parts .*, this Checkpoint \['policy'\]"):
         Checkpoint(tmp_path, buffer=other.buffer, policy=other.policy).load()
-    with pytest.raises(ValueError, match="has a buffer: give Checkpoint"):
+    with pytest.raises(ValueError, match="has a buffer: pass Checkpoint"):
         Checkpoint(tmp_path, policy=other.policy).load()
     assert len(other.buffer) == rows and torch.equal(other.policy[0].weight, weights)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(TypeError, match="scheduler has no state_dict"):
         Checkpoint(tmp_path, scheduler=3)
-    with pytest.raises(TypeError, match="replay is a buffer: give it as buffer="):
+    with pytest.raises(TypeError, match="replay is a buffer: pass it as buffer="):
         Checkpoint(tmp_path, replay=run.buffer)
     with pytest.raises(TypeError, match="buffer must be a ReplayBuffer"):
         Checkpoint(tmp_path, buffer=[])

@@ -133,7 +133,7 @@ def test_any_stretch_of_rows_is_read(tmp_path: Path) -> None:
         for first in range(0, 21, 3):
             for end in range(first, 21, 4):
                 check_rows(folder.read_rows(first, end), first, end)
-        with pytest.raises(IndexError, match=re.escape("rows [3, 21) asked for, there are [0, 20)")):
+        with pytest.raises(IndexError, match=re.escape("rows [3, 21) requested, available are [0, 20)")):
             folder.read_rows(3, 21)
 
 
@@ -435,7 +435,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "own" / "notes.txt").read_text() == "stays"
     with pytest.raises(ValueError, match="open for reading"):
         Folder(tmp_path / "own").append(rows(0, 2))
-    with pytest.raises(TypeError, match="open the path anew"):
+    with pytest.raises(TypeError, match="open the path again"):
         pickle.dumps(save_again)
     save_again.close()
 

@@ -299,7 +299,7 @@ def test_lengths_of_ragged_columns_are_checked(path: Path) -> None:
     pieces["words#lengths"] = [torch.arange(6, dtype=torch.int32) % 3]
     file.unlink()
     file.write_bytes(b"".join(map(bytes, tensor_file.encode(pieces, segment.header.metadata)[1])))
-    with pytest.raises(DamagedFileError, match="no int64 per row"):
+    with pytest.raises(DamagedFileError, match="not int64 per row"):
         Segment.open(path, segment.name, mapped=True)
 
 

@@ -241,9 +241,9 @@ def test_a_manifest_names_files_of_its_folder_and_line_only(
     fields = json.loads(file.read_text())
     file.write_bytes(sealed({**fields, **change(fields)}))
     again = in_memory()
-    with pytest.raises(DamagedFileError, match="it says nothing sensible"):
+    with pytest.raises(DamagedFileError, match="it cannot be understood"):
         again.loads(path)
-    with pytest.raises(DamagedFileError, match="it says nothing sensible"):
+    with pytest.raises(DamagedFileError, match="it cannot be understood"):
         Folder(path).load()
     again.extend(batch(0, 3))
     again.dumps(path, overwrite=True)

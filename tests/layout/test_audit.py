@@ -188,7 +188,7 @@ def test_rewards_of_any_floating_dtype_are_fine(batch):
 def test_what_is_no_flat_batch(batch):
     assert audit(batch.reshape(2, 7)) == [
         Finding(
-            -1, "batch_size", "the batch must have batch size [N], got [2, 7]: join() lays rows end to end"
+            -1, "batch_size", "the batch must have batch size [N], got [2, 7]: join() concatenates the rows"
         )
     ]
     (finding,) = audit(batch.select("observation", "step_count"))

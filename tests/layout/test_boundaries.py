@@ -102,7 +102,9 @@ def test_no_marker_is_an_error_that_names_a_wrapper():
     with pytest.raises(KeyError) as error:
         run_ends(batch)
     assert "InitTracker" in error.value.args[0]
-    assert "Any one of 'is_init', ('next', 'done'), ('collector', 'traj_ids') would do" in error.value.args[0]
+    assert (
+        "Any one of 'is_init', ('next', 'done'), ('collector', 'traj_ids') is enough" in error.value.args[0]
+    )
 
 
 def test_a_batch_without_a_batch_dimension():

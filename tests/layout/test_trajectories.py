@@ -234,7 +234,7 @@ def test_bad_input(batch):
         TypeError, match=r"as_nested must be True, False, torch.jagged or torch.strided, got 'x'"
     ):
         split_trajectories(batch, as_nested="x")
-    with pytest.raises(ValueError, match="give prefix or trajectory_key, not both"):
+    with pytest.raises(ValueError, match="pass prefix or trajectory_key, not both"):
         split_trajectories(batch, prefix="collector", trajectory_key="episode")
     with pytest.raises(KeyError, match="batch has no entry 'episode'"):
         split_trajectories(batch, trajectory_key="episode")
@@ -243,7 +243,7 @@ def test_bad_input(batch):
     with pytest.raises(KeyError, match="InitTracker"):
         split_trajectories(batch.select("observation"))
     batch["names"] = NonTensorStack(*"abcdefghijklmn")
-    with pytest.raises(TypeError, match=r"batch\['names'\] is no tensor .*\.exclude\('names'\)"):
+    with pytest.raises(TypeError, match=r"batch\['names'\] is not a tensor .*\.exclude\('names'\)"):
         split_trajectories(batch)
 
 

@@ -381,7 +381,7 @@ class Writes:
 COLLISIONS = {
     "marker and observation": (
         lambda: Collector(InitTracker(with_entry("first"), init_key="first"), frames_per_batch=6),
-        "two parts write one column: the observation writes 'first', InitTracker writes 'first'",
+        "two parts write the same column: the observation writes 'first', InitTracker writes 'first'",
     ),
     "return and observation": (
         lambda: Collector(RewardSum(with_entry("episode_reward")), frames_per_batch=6),
@@ -389,37 +389,37 @@ COLLISIONS = {
     ),
     "counter and observation": (
         lambda: Collector(StepCounter(with_entry("time"), step_count_key=("time", "n")), frames_per_batch=6),
-        "two parts write one column: the observation writes 'time', StepCounter writes ('time', 'n')",
+        "two parts write the same column: the observation writes 'time', StepCounter writes ('time', 'n')",
     ),
     "two markers": (
         lambda: Collector(
             InitTracker(StepCounter(make(), step_count_key="x"), init_key="x"), frames_per_batch=6
         ),
-        "two parts write one column: InitTracker writes 'x', StepCounter writes 'x'",
+        "two parts write the same column: InitTracker writes 'x', StepCounter writes 'x'",
     ),
     "info and observation": (
         lambda: Collector(make(), frames_per_batch=6, info_keys=["observation"]),
-        "two parts write one column: the observation writes 'observation', info_keys writes 'observation'",
+        "two parts write the same column: the observation writes 'observation', info_keys writes 'observation'",
     ),
     "info and reward": (
         lambda: Collector(make(), frames_per_batch=6, info_keys=["reward"]),
-        "two parts write one column: the collector writes ('next', 'reward'), info_keys writes ('next', 'reward')",
+        "two parts write the same column: the collector writes ('next', 'reward'), info_keys writes ('next', 'reward')",
     ),
     "info and marker": (
         lambda: Collector(make(), frames_per_batch=6, info_keys=["is_init"]),
-        "two parts write one column: InitTracker writes 'is_init', info_keys writes 'is_init'",
+        "two parts write the same column: InitTracker writes 'is_init', info_keys writes 'is_init'",
     ),
     "policy and observation": (
         lambda: Collector(make(), Writes("observation"), frames_per_batch=6),
-        "two parts write one column: the observation writes 'observation', the policy writes 'observation'",
+        "two parts write the same column: the observation writes 'observation', the policy writes 'observation'",
     ),
     "policy and flag": (
         lambda: Collector(make(), Writes(("next", "done")), frames_per_batch=6),
-        "two parts write one column: the collector writes ('next', 'done'), the policy writes ('next', 'done')",
+        "two parts write the same column: the collector writes ('next', 'done'), the policy writes ('next', 'done')",
     ),
     "policy and info": (
         lambda: Collector(make(), Writes("t"), frames_per_batch=6, info_keys=["t"]),
-        "two parts write one column: info_keys writes 't', the policy writes 't'",
+        "two parts write the same column: info_keys writes 't', the policy writes 't'",
     ),
     "delta": (
         lambda: Collector(NextObservationDelta(make()), Writes(("next", "delta", "x")), frames_per_batch=6),
@@ -432,7 +432,7 @@ COLLISIONS = {
 def test_two_writers_of_one_column(build, text):
     with raises(ValueError, text) as told:
         build()
-    assert "two parts write one column" in str(told.value)
+    assert "two parts write the same column" in str(told.value)
     assert "the marker wrappers take a key argument, policies out_keys" in str(told.value)
 
 

@@ -49,7 +49,7 @@ def test_the_number_is_in_the_state():
 
 def test_a_number_that_would_not_come_into_the_ids_is_refused():
     with pytest.raises(
-        ValueError, match="writer=1 and a TrajId with writer=0 in the env's stack: give the TrajId"
+        ValueError, match="writer=1 and a TrajId with writer=0 in the env's stack: pass the TrajId"
     ):
         Collector(TrajId(scripted()), frames_per_batch=4, writer=1)
     with pytest.raises(ValueError, match="writer=1 needs track_traj_ids=True"):
@@ -108,7 +108,7 @@ def test_a_policy_that_drops_its_state_is_refused():
     def policy(*keys):
         return TensorDictSequential(gru, act).select_out_keys(*keys)
 
-    with pytest.raises(ValueError, match="forget at every step") as error:
+    with pytest.raises(ValueError, match="lose its state at every step") as error:
         Collector(scripted(), policy("action"), frames_per_batch=4)
     assert "('next', 'recurrent_state')" in str(error.value)
     batch = rollout(scripted(), policy("action", ("next", "recurrent_state")), num_steps=6)

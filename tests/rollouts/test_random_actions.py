@@ -89,7 +89,7 @@ def test_a_random_policy_of_its_own():
     first, second = (policy(TensorDict({}, [4]))["action", "move"] for _ in range(2))
     assert not torch.equal(first, second)
     assert RandomPolicy(spaces.Discrete(2), "go")(TensorDict({}, [4]))["go"].shape == (4,)
-    with pytest.raises(ValueError, match="give it the action space"):
+    with pytest.raises(ValueError, match="pass the action space"):
         RandomPolicy()(TensorDict({}, [4]))
     with pytest.raises(TypeError, match="action_spec must be a gymnasium space, got int"):
         RandomPolicy(3)

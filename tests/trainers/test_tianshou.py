@@ -71,7 +71,7 @@ def test_a_compact_batch_with_final_is_the_full_one(obs: Any) -> None:
     for name in ("obs", "obs_next"):
         np.testing.assert_array_equal(observed(rows, obs, name), observed(true, obs, name))
     if obs == "float32":
-        with pytest.raises(KeyError, match=r"give final=collector\.final"):
+        with pytest.raises(KeyError, match=r"pass final=collector\.final"):
             to_batch(batch)
         with pytest.raises(ValueError, match="of the last row of each run, and of no other"):
             to_batch(batch, final=compact.final[1:])

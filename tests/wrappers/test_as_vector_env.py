@@ -665,7 +665,7 @@ def test_envpool_spaces_are_batched_and_actions_checked(pool: Any) -> None:
 @quiet
 def test_envpool_seed_and_options(pool: Any) -> None:
     env = as_vector_env(pool.make_gymnasium("CartPole-v1", num_envs=3, seed=1))
-    with pytest.warns(UserWarning, match="envpool takes its seed when it is made"):
+    with pytest.warns(UserWarning, match="envpool takes its seed when it is created"):
         env.reset(seed=0)
     with pytest.raises(ValueError, match=r"no reset options but reset_mask, got \['gravity'\]"):
         env.reset(options={"gravity": 1})

@@ -191,7 +191,7 @@ def test_the_limit_holds_wherever_the_counter_stands() -> None:
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_second_wrapper_of_a_kind_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=f"{kind.__name__} is in this stack already"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} is already in this stack"):
         kind(
             InitTracker(kind(make_scripted(SCRIPT)))
             if kind is not InitTracker
@@ -216,7 +216,7 @@ def test_third_party_vector_wrappers_between_ours() -> None:
         assert as_list(info["is_init"]) == (shown[:, 2] == 0).tolist()
         if k == 1:
             assert as_list(info["episode_reward"]) == [2.0, 2.0]  # of rewards 1 and 2, clipped at 1
-    with pytest.raises(ValueError, match="InitTracker is in this stack already"):
+    with pytest.raises(ValueError, match="InitTracker is already in this stack"):
         InitTracker(env)
 
 

@@ -174,7 +174,7 @@ def test_bad_input() -> None:
     assert all(before[name].equal(value) for name, value in env.state_dict().items())
     with pytest.raises(ValueError, match="NextObservationDelta is inside of NormalizeObservation"):
         NormalizeObservation(NextObservationDelta(make_scripted(SCRIPT)))
-    with pytest.raises(ValueError, match="is in this stack already"):
+    with pytest.raises(ValueError, match="is already in this stack"):
         NormalizeObservation(NormalizeObservation(make_scripted(SCRIPT)))
     for wrong in ({"clip": 0.0}, {"epsilon": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         """Read what a folder notes; ValueError if it is no folder of a `DiskStorage`."""
         if not isinstance(noted, dict):
             raise ValueError(
-                "the folder is none of a DiskStorage or a data set; what buffer.dumps or Checkpoint saved, they load"
+                "the folder is not that of a DiskStorage or a data set; load a save with buffer.loads or Checkpoint"
             )
         try:
             if noted["kind"] != _KIND:
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
             for form in forms.values():
                 form.check_shape()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"the folder is none of a DiskStorage ({str(error)[:200]})") from None
+            raise ValueError(f"the folder is not that of a DiskStorage ({str(error)[:200]})") from None
         return cls(forms, pairs, seams)
 
     def row_bytes(self) -> int:

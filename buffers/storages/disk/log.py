@@ -338,7 +338,7 @@ class RowLog:
             self._refresh()
 
     def _is_closed(self) -> ValueError:
-        return ValueError(f"the storage of {self.folder.path} is closed: open the folder anew")
+        return ValueError(f"the storage of {self.folder.path} is closed: open the folder again")
 
     # -- on the thread ---------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class LinkedRows(NamedTuple):
 
 
 class DiskStorage(ColumnStorage):
-    """Rows in a folder of files that are written once: they may take more than the memory, and outlive the process.
+    """Rows in files that are written once: more rows than fit in memory, and they survive the process.
 
     New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once there are
     enough for one, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the
@@ -146,7 +146,7 @@ class DiskStorage(ColumnStorage):
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
                     f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
-                    "the first write removes the others from the folder. Give a larger max_size to keep them",
+                    "the first write removes the others from the folder. Pass a larger max_size to keep them",
                     stacklevel=2,
                 )
             layout = self._noted(folder)
@@ -263,7 +263,7 @@ class DiskStorage(ColumnStorage):
                 if folder.versions():
                     folder.load()  # none is whole: the error says why
                 raise ValueError(
-                    f"{folder.path} is none of a DiskStorage: it has rows, and does not say of what kind"
+                    f"{folder.path} is not that of a DiskStorage: it has rows, and does not say of what kind"
                 )
             return None
         noted = folder.load().json

@@ -62,7 +62,7 @@ class DatasetOptions(TypedDict, total=False):
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
-    """A data set as a replay buffer: its rows stay on disk, and cannot be changed.
+    """A data set as a replay buffer: its rows stay on disk and are read-only.
 
     The class itself opens a folder that `flatroll.datasets.convert` or `preprocess` made; its subclasses know the files
     of published sets. They fetch them once, convert them once into ``<root>/<dataset_id>``, and open that folder from
@@ -128,7 +128,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
-                raise ValueError("give fetch or download_url, not both")
+                raise ValueError("pass fetch or download_url, not both")
             fetch = partial(self._download, [urls] if isinstance(urls, str) else urls)
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
@@ -145,7 +145,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             self._check_facts()
         else:
             if not self.kind or not download:
-                instead = "give download=True" if self.kind else "convert() makes one"
+                instead = "pass download=True" if self.kind else "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
             self._make(fetch, overwrite=download == "force", **encoded)
         self._options, self._rows_asked = options, batch_size
@@ -190,7 +190,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         raise FileNotFoundError(
             f"{self.data_path} does not exist, and no host of its files is named here: "
             f"{type(self).__name__}({self.dataset_id!r}, download_url='https://HOST/{{dataset_id}}.SUFFIX') takes them "
-            "from a mirror; or give fetch=, a function (dataset_id, folder) that puts them there or returns their path"
+            "from a mirror; or pass fetch=, a function (dataset_id, folder) that puts them there or returns their path"
         )
 
     def _download(self, urls: Sequence[str], dataset_id: str, folder: Path) -> None:
@@ -221,8 +221,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         for name in ("kind", "options"):
             if name in made and made[name] != asked.get(name):
                 raise ValueError(
-                    f"{self.data_path} was made with {name} {made[name]}, asked for is {asked.get(name)}: give "
-                    "download='force' to make it anew, or another root"
+                    f"{self.data_path} was made with {name} {made[name]}, this call asks for {asked.get(name)}: pass "
+                    "download='force' to make it again, or another root"
                 )
 
     def _make(self, fetch: Fetch | None, *, overwrite: bool, **encoded: Any) -> None:
@@ -369,7 +369,7 @@ def slices(
     if num_slices is None and slice_len is None:
         return
     if options.get("sampler") is not None:
-        raise ValueError("give num_slices and slice_len, or sampler, not both")
+        raise ValueError("pass num_slices and slice_len, or sampler, not both")
     kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
     options["sampler"] = kind(
         num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad

@@ -9,7 +9,7 @@ from flatroll.datasets.progress import progress_bar
 def fetch_url(
     url: str, path: str | Path, *, max_bytes: int, timeout: float = 60.0, progress: bool | None = None
 ) -> Path:
-    """Write what is at an address to a file, and return its path; for functions that are given as ``fetch``.
+    """Download a URL to a file and return its path, for use in ``fetch`` functions.
 
     Args:
         url: the address, ``http``, ``https`` or ``file``.

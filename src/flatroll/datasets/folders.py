@@ -257,7 +257,7 @@ def write_folder(
             layout = layout or _layout_of(piece, kinds or {})
             folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)
         if layout is None or not folder.segments:
-            raise ValueError(f"there are no rows to convert into {target}")
+            raise ValueError(f"no rows to convert into {target}")
         _check_place(target, overwrite)  # another process may have made it meanwhile
         publish(folder, layout, target, facts)
     return Written(folder.end, layout)
@@ -269,9 +269,9 @@ def _check_place(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} exists: give overwrite=True, or choose another path")
+        raise FileExistsError(f"{target} exists: pass overwrite=True, or choose another path")
     if not target.is_dir() or Listing.of(target).is_empty:
-        raise FileExistsError(f"{target} is no folder of rows, so it is not replaced: choose another path")
+        raise FileExistsError(f"{target} is not a folder of rows, so it is not replaced: choose another path")
 
 
 def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, Any] | None) -> None:
@@ -423,7 +423,7 @@ def convert(
     # Their iterators yield rows, and samples without end.
     if isinstance(batches, TensorDictBase | ReplayBuffer):
         raise TypeError(
-            f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: give [batch], or "
+            f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: pass [batch], or "
             "[buffer.oldest_first()] for the rows of a buffer"
         )
     options = Encodings(frame_stack, codec)

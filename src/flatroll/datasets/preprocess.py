@@ -74,7 +74,7 @@ def preprocess(
                         bar.update(rows)
                 except BrokenProcessPool:
                     raise RuntimeError(
-                        "a process of preprocess died; what is done stays: call it again to go on"
+                        "a process of preprocess died; finished pieces are kept: call it again to continue"
                     ) from None
                 finally:
                     pool.shutdown(cancel_futures=True)

@@ -124,7 +124,7 @@ class Checkpoint:
         for name, part in self._parts.items():
             if isinstance(part, Saves):
                 raise TypeError(
-                    f"{name} is a buffer: give it as buffer=, several as one ReplayBufferEnsemble"
+                    f"{name} is a buffer: pass it as buffer=, several as one ReplayBufferEnsemble"
                 )
             if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
@@ -183,7 +183,7 @@ class Checkpoint:
             tree = folder.load_with(lambda loaded: read_tree(loaded, 0), version, strict=strict)
             if tree["buffer"] is not None:
                 raise ValueError(
-                    f"the version in {self.path} has a buffer: give Checkpoint(buffer=) one like it"
+                    f"the version in {self.path} has a buffer: pass one like it as Checkpoint(buffer=...)"
                 )
             others, self._folder = tree["others"], folder
         try:
@@ -232,7 +232,7 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
     """The tree of a version of a buffer of at most ``rows`` rows; ValueError if there is none."""
     if isinstance(version.json, dict) and "kind" in version.json:
         raise ValueError(
-            f"the folder holds no run or buffer, but a {str(version.json['kind'])[:40]}: open it as that"
+            f"the folder holds no run or buffer, but a {str(version.json['kind'])[:40]}: open it as such"
         )
     tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
     if (
@@ -261,7 +261,7 @@ def _check_generators(states: Any) -> None:
         np.random.RandomState().set_state(states["numpy"])
         random.Random().setstate(states["python"])
         if not all(isinstance(state, Tensor) for state in states["cuda"]):
-            raise TypeError("a CUDA generator's is no tensor")
+            raise TypeError("a CUDA generator's is not a tensor")
     except DamagedState:
         raise
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:

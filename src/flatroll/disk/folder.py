@@ -113,7 +113,7 @@ class LoadedVersion(NamedTuple):
 
 
 class Folder:
-    """Rows and versions of a state in a folder: each save is there whole or not at all, by whatever it is interrupted.
+    """Rows and versions of a state in a folder, with atomic saves.
 
     Rows are a log: row r is the r-th that was ever written. `append` publishes rows as one immutable file, a
     *segment*; `publish` writes a version, which names the segments, and holds a state: JSON and tensors. A writer has
@@ -224,10 +224,10 @@ class Folder:
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Folder stays in its process: open the path anew in the other one")
+        raise TypeError("a Folder stays in its process: open the path again in the other one")
 
     def close(self) -> None:
-        """Give the lock back; what was published stays."""
+        """Release the lock; what was published stays."""
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
             try:
@@ -379,7 +379,7 @@ class Folder:
         """
         first, end = self.head if first is None else first, self.end if end is None else end
         if not self.head <= first <= end <= self.end:
-            raise IndexError(f"rows [{first}, {end}) asked for, there are [{self.head}, {self.end})")
+            raise IndexError(f"rows [{first}, {end}) requested, available are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
 
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
@@ -485,7 +485,7 @@ class Folder:
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
-        """Write rows anew that were edited; they count once a version is published.
+        """Rewrite edited rows; they count once a version is published.
 
         Args:
             columns: as for `append`.
@@ -548,7 +548,7 @@ class Folder:
                 self._remove_unused()
 
     def forget_rows(self) -> None:
-        """Begin anew: the next version has the rows that are appended from now on. Older versions stay as usual."""
+        """Start again: the next version has the rows that are appended from now on. Older versions stay as usual."""
         self._segments, self._columns = [], {}
         self.head = self.end = 0
         self._line = secrets.token_hex(4)
@@ -581,7 +581,7 @@ class Folder:
                 there = f"version {listing.versions[0]}" if listing.versions else "rows"
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
-                    "to another folder, or begin anew with overwrite=True"
+                    "to another folder, or start again with overwrite=True"
                 )
             if unknown:
                 self._line = secrets.token_hex(4)
@@ -676,7 +676,7 @@ class Folder:
         try:
             self._take(newest, self._open_rows(newest))
         except DamagedFileError as error:
-            warnings.warn(f"{self.path}: {error}; all rows are written anew", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{self.path}: {error}; all rows are rewritten", RuntimeWarning, stacklevel=5)
             self._take(newest, [])
             self.forget_rows()
 

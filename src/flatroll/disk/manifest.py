@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """Which version of a folder: its number, and the line of runs that wrote it."""
+    """The number of a folder's version, and the line of runs that wrote it."""
 
     number: int
     line: str
@@ -138,7 +138,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
         except LaterFormatError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedFileError(f"it says nothing sensible: {str(error)[:200]}") from None
+            raise DamagedFileError(f"it cannot be understood: {str(error)[:200]}") from None
         if manifest.version.number != number:
             raise DamagedFileError(f"it is of version {manifest.version.number}")
         return manifest
@@ -189,7 +189,7 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
 
 def _count(value: Json, below: int = MOST_ROWS) -> int:
     if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{value!r} is no number from 0 to {below - 1}")
+        raise ValueError(f"{value!r} is not a number from 0 to {below - 1}")
     return value
 
 

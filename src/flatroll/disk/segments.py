@@ -195,7 +195,7 @@ def difference(expected: Schema, got: Schema) -> str:
 
 
 class Segment:
-    """A file of rows: what its header says is checked, and its rows are read or mapped.
+    """A file of rows: its header is checked, and its rows are read or memory-mapped.
 
     Args:
         folder: where it is.
@@ -236,7 +236,7 @@ class Segment:
         if {*self.schema, *lengths} != set(entries) or not ragged <= set(self.schema):
             raise DamagedFileError("ragged columns and their lengths do not fit")
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
-            raise DamagedFileError("lengths of ragged columns are no int64 per row")
+            raise DamagedFileError("lengths of ragged columns are not int64 per row")
         self.needs = header.needs | ({"ragged"} if ragged else set())
 
     @classmethod

@@ -121,7 +121,7 @@ def from_text(text: str | bytes) -> Any:
     """Return the JSON value of a text from elsewhere; ValueError if it is none, nests too deep, or holds floats."""
 
     def refuse(number: str) -> Any:
-        raise ValueError(f"a number {number[:20]!r} that is no integer")
+        raise ValueError(f"a number {number[:20]!r} that is not an integer")
 
     try:
         return json.loads(text, parse_constant=refuse, parse_float=refuse)
@@ -205,7 +205,7 @@ class Packer:
             return ["bytes", base64.b64encode(value).decode()]
         if isinstance(value, (np.ndarray, np.generic)) and kind is not np.void:
             if value.dtype.hasobject:
-                raise TypeError(f"{path} is an array of Python objects, which is no data")
+                raise TypeError(f"{path} is an array of Python objects, which cannot be saved")
             descr = np.lib.format.dtype_to_descr(value.dtype)
             if isinstance(value, np.generic):
                 return ["number", descr, value.tobytes().hex()]
@@ -400,8 +400,8 @@ def _is_key(key: Any) -> bool:
 
 def _no_data(value: Any, path: str) -> TypeError:
     return TypeError(
-        f"{path} is a {type(value).__name__}, which is no data: a state holds numbers, strings, tensors, arrays, and "
-        "dicts, lists and tuples of them"
+        f"{path} is a {type(value).__name__}, which cannot be saved: a state holds numbers, strings, tensors, arrays, "
+        "and dicts, lists and tuples of them"
     )
 
 

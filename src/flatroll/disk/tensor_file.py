@@ -68,7 +68,7 @@ _NO_CHECKSUM = "00000000"
 
 
 class DamagedFileError(ValueError):
-    """A file does not hold what was once written into it."""
+    """A file does not contain what was written to it."""
 
 
 class MissingFileError(DamagedFileError):

@@ -66,7 +66,7 @@ def run_ends(
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
         error = missing_marker(is_init_key, batch.keys(True, True))
-        raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} would do")
+        raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
     if done is None:
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:

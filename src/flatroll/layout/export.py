@@ -63,7 +63,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     need_rows(batch)
     if batch.batch_dims != 1:
         raise ValueError(
-            f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+            f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
     return dict(_columns(batch, separator))
 
@@ -72,10 +72,10 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
     for key in batch.keys(True, True, is_leaf=is_entry):
         names, column = (key,) if isinstance(key, str) else key, batch.get(key)
         if any(separator in name for name in names):
-            raise ValueError(f"entry {key!r} has {separator!r} in its name: give another separator=")
+            raise ValueError(f"entry {key!r} has {separator!r} in its name: pass another separator=")
         if not isinstance(column, torch.Tensor) or column.is_nested:
             raise TypeError(
-                f"entry {key!r} holds {type(column).__name__}, which is no tensor [N, ...]: leave it out, "
+                f"entry {key!r} holds {type(column).__name__}, which is not a tensor [N, ...]: leave it out, "
                 f"batch.exclude({key!r})"
             )
         try:

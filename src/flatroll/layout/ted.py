@@ -240,7 +240,7 @@ class TED2Flat(Conversion):
         for key in data.keys(True, True, is_leaf=is_entry):
             column = data.get(key)
             if not isinstance(column, Tensor) or column.is_nested:
-                raise TypeError(f"data[{key!r}] is no dense tensor: leave it out with .exclude({key!r})")
+                raise TypeError(f"data[{key!r}] is not a dense tensor: leave it out with .exclude({key!r})")
         slots, shift = data.batch_size[0], self.shift
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")

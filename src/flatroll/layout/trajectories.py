@@ -90,7 +90,7 @@ def split_trajectories(
     for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
         if key not in tensors:
             raise TypeError(
-                f"batch[{key!r}] is no tensor and cannot be split: leave it out with .exclude({key!r})"
+                f"batch[{key!r}] is not a tensor and cannot be split: leave it out with .exclude({key!r})"
             )
     # run r is the rows offsets[r] ... offsets[r + 1] - 1
     first = starts.nonzero().squeeze(-1)
@@ -182,7 +182,7 @@ def mark_cuts(
 def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[NestedKey, NestedKey]:
     """The keys of the trajectory ids and of the mask."""
     if prefix is not None and trajectory_key is not None:
-        raise ValueError(f"give prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
+        raise ValueError(f"pass prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
         parents = as_tuple(trajectory_key)[:-1]
         return trajectory_key, (*parents, MASK[-1]) if parents else MASK

@@ -80,7 +80,7 @@ class BurnIn:
         self.out_keys = list(self._primed()) if out_keys is None else [without_next(key) for key in out_keys]
         if not self.out_keys:
             raise ValueError(
-                "the modules have no recurrent state: no part of them has make_tensordict_primer(). Give a GRUModule "
+                "the modules have no recurrent state: no part of them has make_tensordict_primer(). Pass a GRUModule "
                 "or LSTMModule, or name the states with out_keys"
             )
         self.init_key = init_key

@@ -280,7 +280,7 @@ def q_network(
 
 
 class ActionMask(TensorDictModuleBase):
-    """Gives illegal actions the lowest number: as logits they have the probability 0, as values they are never best.
+    """Sets illegal actions to the lowest number: logits get probability 0, values are never the best.
 
     Args:
         key: logits or values, ``[*B, sum(counts)]``, which are replaced.
@@ -621,7 +621,9 @@ class Encoder(nn.Module):
 
     @override
     def forward(self, *entries: Tensor) -> Tensor:
-        weight = next(self.parameters(), None)
+        weight = getattr(self.layers[0], "weight", None) if len(self.layers) else None
+        if not isinstance(weight, Tensor):  # many times slower
+            weight = next(self.parameters(), None)
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         seen = [entry(column, dtype) for entry, column in zip(self.entries, entries, strict=True)]
         features: Tensor = self.layers(seen[0] if len(seen) == 1 else torch.cat(seen, -1))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 class JointCategorical(Distribution):
-    """Independent choices, as a MultiDiscrete space has them, or one that does not count from 0.
+    """Independent categorical choices, as in a MultiDiscrete space, or a Discrete one that does not start at 0.
 
     Args:
         logits: of all choices, one after the other, ``[*B, sum(nvec)]``.
@@ -94,7 +94,7 @@ def _kl_of_choices(p: JointCategorical, q: JointCategorical) -> Tensor:
 
 
 class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it takes none
-    """Independent flags, as a MultiBinary space has them.
+    """Independent flags, as in a MultiBinary space.
 
     Args:
         logits: ``[*B, n]``.
@@ -174,7 +174,7 @@ class _IntoBounds(AffineTransform):
 
 
 class SquashedGaussian(TransformedDistribution):
-    """Independent normal numbers, squashed by tanh into the bounds of an action.
+    """Independent normal distributions, squashed by tanh to the bounds of an action.
 
     In float32 an action close to a bound does not tell which normal number it was made of. A collector keeps that
     number in the batch (``("base_sample", "action")``), from which flatroll's losses take the log-probability; without

@@ -139,7 +139,7 @@ class MinGRUModule(LinearRecurrence):
 
 
 class LinearRecurrentModule(LinearRecurrence):
-    """A linear recurrent unit: each feature of the state decays at a learnt rate of its own.
+    """A linear recurrent unit: each feature of the state decays at its own learned rate.
 
     .. code-block:: text
 

@@ -53,7 +53,7 @@ class TensorDictPrimer:
         )
         if set(numbers) != set(shaped):
             raise ValueError(
-                f"default_value must have a number for each of {shaped}, the primers that are no tensors, "
+                f"default_value must have a number for each of {shaped}, the primers that are not tensors, "
                 f"got {list(numbers)}"
             )
         self.defaults: dict[NestedKey, Tensor] = {

@@ -27,7 +27,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.moments import Moments
-from flatroll.layout.tensordict_seam import set_entry
+from flatroll.layout.tensordict_seam import get_entry, set_entry
 
 
 class RunningNorm(TensorDictModuleBase):
@@ -103,7 +103,8 @@ class RunningNorm(TensorDictModuleBase):
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
         """Write the normalised entry into the batch ``[*B]``; return it."""
-        x = require(tensordict, self.in_key)
+        x = get_entry(tensordict, self.in_key)
+        x = require(tensordict, self.in_key) if x is None else x
         self._check_shape(self.in_key, x)
         if x.is_floating_point():
             moments = self.statistics
@@ -207,7 +208,7 @@ class RunningNorm(TensorDictModuleBase):
             delta: Tensor | None = batch.get((*DELTA, *as_tuple(key)), None)
             if delta is None:
                 raise ValueError(
-                    f"batch has no entry {next_key(key)!r}, so the last observations of its runs are missing: give "
+                    f"batch has no entry {next_key(key)!r}, so the last observations of its runs are missing: pass "
                     "update(batch, final=collector.final), which came with a compact batch"
                 )
             column = decode_delta(batch.get(key), delta)

@@ -49,7 +49,7 @@ def _key_list(
     if (key is None) == (keys is None):
         raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
     if isinstance(keys, str):
-        raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: give {name}={keys!r}")
+        raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: pass {name}={keys!r}")
     chosen = [plain_key(k) for k in ((keys or ()) if key is None else (key, *states))]
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"{name}s must be different keys, got {chosen}: one entry cannot hold two things")

@@ -39,7 +39,7 @@ def check_counts(**counts: int | None) -> None:
     if total > 0 and total % frames:
         whole = -(-total // frames) * frames  # rounded up to whole batches
         warnings.warn(
-            f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be collected",
+            f"total_frames={total} is not a multiple of frames_per_batch={frames}: {whole} frames will be collected",
             stacklevel=3,
         )
 
@@ -212,7 +212,7 @@ def make_envs(
         whole, made = make_env(create_env_fn, None, None, None, undo)
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
-                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
+                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: pass "
                 f"a list of {splits} envs, the parts of a pool, or of functions that make them"
             )
         if splits > whole.num_envs:

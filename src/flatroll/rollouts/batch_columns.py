@@ -116,14 +116,14 @@ class ColumnKeys:
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
-                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
+                        f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
                         f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
 
 
 def batch_spec(env: EnvLike) -> Composite:
-    """Return the spec of the batches that an env, as it is wrapped, gives a collector with random actions.
+    """Return the spec of the batches that a collector with random actions yields from an env.
 
     Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's
     outputs and those of markers of your own, may have any values.

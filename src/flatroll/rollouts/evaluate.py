@@ -45,7 +45,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The episodes of an `evaluate`, sub-env after sub-env, each sub-env's in the order in which it played them.
+    """The episodes of an `evaluate` call, sub-env after sub-env, each in the order of play.
 
     Attributes:
         returns: undiscounted sums of the rewards, float64 ``[episodes]``.

@@ -80,9 +80,8 @@ class GroupCollector:
                         runner.step()
                     for runner in runners:
                         runner.settle()
-        except (
-            BaseException
-        ):  # some groups are a step ahead of the others: the next batch begins with a reset
+        except BaseException:
+            # Some groups are a step ahead of the others: the next batch begins with a reset.
             for runner in runners:
                 runner.forget()
             raise

@@ -15,7 +15,13 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
-from flatroll.layout.tensordict_seam import base_keys_of, call_policy, exchange_interaction_type, nest
+from flatroll.layout.tensordict_seam import (
+    base_keys_of,
+    call_policy,
+    exchange_interaction_type,
+    get_entry,
+    nest,
+)
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
@@ -149,7 +155,7 @@ class ModulePolicy:
             if next_key(key) not in map(as_tuple, self.writes):
                 raise ValueError(
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
-                    f"{list(policy.out_keys)}: it would forget at every step. Keep it with select_out_keys(...)"
+                    f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
                 )
         self.prime(primed if recurrent and primed else {})
         self._written: list[NestedKey] | None = None  # those of `writes` that it does write
@@ -175,7 +181,7 @@ class ModulePolicy:
             raise
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
-        action = out.get(ACTION, None)
+        action = get_entry(out, ACTION)
         if action is None:
             raise _no_action(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
         if self._written is None:
@@ -199,7 +205,9 @@ def copy_weights(policy: object, weights: Weights) -> None:
         TypeError: the policy is no ``nn.Module``.
     """
     if not isinstance(policy, nn.Module):
-        raise TypeError(f"the policy, {type(policy).__name__}, is no nn.Module: it has no weights to update")
+        raise TypeError(
+            f"the policy, {type(policy).__name__}, is not an nn.Module: it has no weights to update"
+        )
     if isinstance(weights, TensorDictBase):
         own: Any = TensorDict.from_module(policy)
         own.data.update_(weights.data)
@@ -237,8 +245,8 @@ def refuse_hidden_weights(policy: object) -> None:
     for name, part in held.items():
         if isinstance(part, nn.Module) and part.state_dict():
             raise TypeError(
-                f"the policy uses the module {name!r} ({type(part).__name__}) but is no nn.Module, so an update would "
-                "not reach the workers' copies: make the policy an nn.Module that has it as a part"
+                f"the policy uses the module {name!r} ({type(part).__name__}) but is not an nn.Module, so an update "
+                "would not reach the workers' copies: make the policy an nn.Module that has it as a part"
             )
 
 
@@ -266,7 +274,7 @@ def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
         leaf.dtype is torch.float64 for leaf in observations
     ):
         error.add_note(
-            "the env gives float64 observations, as MuJoCo's do: have them cast with obs_dtype=torch.float32 of "
+            "the env gives float64 observations, as MuJoCo's do: cast them with obs_dtype=torch.float32 of "
             "Collector and rollout, or with as_vector_env(env, dtype=torch.float32) inside a stack of wrappers"
         )
 

@@ -36,7 +36,7 @@ class RandomPolicy:
     def __init__(self, action_spec: spaces.Space[Any] | None = None, action_key: NestedKey = ACTION) -> None:
         if action_spec is not None and not isinstance(action_spec, spaces.Space):
             raise TypeError(
-                f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: give it env.action_space"
+                f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: pass env.action_space"
             )
         self.action_spec, self.action_key = action_spec, action_key
         self._draws: RandomActions | None = None
@@ -50,9 +50,7 @@ class RandomPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write one action for each element of a tensordict ``[*B]``, and return the tensordict."""
         if self.action_spec is None:
-            raise ValueError(
-                "RandomPolicy() knows no actions outside of a collector: give it the action space"
-            )
+            raise ValueError("RandomPolicy() knows no actions outside of a collector: pass the action space")
         rows = tensordict.batch_size.numel()
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
@@ -95,6 +93,8 @@ class RandomActions:
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
         self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
         self._spec = as_spec(space, device=self.generator.device)
+        #: Whether the actions are NumPy arrays.
+        self.as_numpy = False
         self._chunk: Any = None
         self._steps: list[Any] = []
         self._used = _CHUNK
@@ -108,7 +108,7 @@ class RandomActions:
         """The actions of the next vector step, a tree as the space is."""
         if self._used == _CHUNK:
             self._chunk, self._used = self._draw(self._spec), 0
-            self._steps = _unbind(self._chunk)
+            self._steps = _unbind(self._chunk, self.as_numpy)
         self._used += 1
         return self._steps[self._used - 1]
 
@@ -153,6 +153,7 @@ class RandomActions:
             return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             return drawn
+        drawn = to_torch(drawn)
         counts = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1).tolist()
         allowed = to_torch(mask, self.generator.device)
         if tuple(allowed.shape) != (len(drawn), sum(counts)):
@@ -173,14 +174,14 @@ class RandomActions:
         """Restore a `state_dict`, so that the same actions follow."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
-        self._steps = [] if self._chunk is None else _unbind(self._chunk)
+        self._steps = [] if self._chunk is None else _unbind(self._chunk, self.as_numpy)
 
 
-def _unbind(chunk: Tree) -> list[Tree]:
+def _unbind(chunk: Tree, as_numpy: bool) -> list[Tree]:
     """The actions of each step of a chunk, as trees."""
     if isinstance(chunk, dict):
-        parts = {key: _unbind(child) for key, child in chunk.items()}
+        parts = {key: _unbind(child, as_numpy) for key, child in chunk.items()}
         return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]
     if isinstance(chunk, tuple):
-        return list(zip(*map(_unbind, chunk), strict=True))
-    return list(chunk.unbind())
+        return list(zip(*(_unbind(child, as_numpy) for child in chunk), strict=True))
+    return list(chunk.numpy() if as_numpy else chunk.unbind())

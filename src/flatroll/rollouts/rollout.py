@@ -80,7 +80,7 @@ def rollout(
 
 
 def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> None:
-    """Step an env with random actions and raise an error that lists what it does not keep.
+    """Step an env with random actions and raise an error that lists what violates its specs.
 
     Checked are what `flatroll.wrappers.testing.check_vector_env` checks (spaces, shapes, dtypes, ownership, final
     observations, resets, entries of ``info`` that change), then each row of a collected batch against `batch_spec`

@@ -1,5 +1,6 @@
 """The loop that steps an env with a policy and records transitions, shared by `rollout` and `Collector`."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
+from flatroll.layout.spaces import part_of
 from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
@@ -62,6 +64,9 @@ from flatroll.wrappers.markers import (
 )
 from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
+
+#: Up to so many bytes of observations a step all next ones are written, and not only those of ended rows.
+_FEW_BYTES = 1 << 17
 
 #: Markers that keep nothing of what a step returns.
 _KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
@@ -112,8 +117,14 @@ class Runner:
         self._lends = all(type(layer) in (VectorStream, *_KEEP_NOTHING) for layer in layers(env))
         #: Looks at the actions of each batch; None where they are random, or where a wrapper may change them.
         self.action_range: ActionRange | None = None
-        # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
-        self._dense_finals = stream.same_step and not self._on_host
+        # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart. Finding the
+        # ended rows takes as long as writing all of few, and on a device it would wait.
+        self._whole_finals = self._lends and stream.whole_finals
+        leaves: Any = [part_of(env.observation_space, path) for path in keys.obs_paths]
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        self._dense_finals = stream.same_step and (
+            not self._on_host or (self._whole_finals and size <= _FEW_BYTES)
+        )
         self.window: Window
         #: Whether the env has been reset.
         self.started = False
@@ -157,7 +168,9 @@ class Runner:
         drawn_from = space
         if isinstance(policy, RandomPolicy):
             drawn_from, policy = policy.space_in(self.env), None
+        self._drawn = policy is None and drawn_from is space and self._check_actions is None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
+        self.random.as_numpy = self._on_host
         #: Gives the random actions of a step.
         self.draw: Callable[[], Any] = self.random
         if policy is not None and self._check_actions is None:  # else a wrapper decides what the env is given
@@ -192,6 +205,7 @@ class Runner:
             device=self.device,
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
+            framework=self.stream.capabilities.framework,
             agents=self.stream.source.agents,
         )
 
@@ -336,11 +350,11 @@ class Runner:
     def finish(self, action: Tree) -> None:
         """Step the env, or await the step that was begun with these actions; record the results."""
         window, stream, keys = self.window, self.stream, self.keys
-        stream.lends, stream.lends_markers = self._lends, self._lends_markers
+        stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
-            stream.lends = stream.lends_markers = False
+            stream.lends = stream.lends_markers = stream.drawn = False
         given = stream.actions if self._check_actions is None else action  # what the env was given
         results = [reward, terminated, truncated, given]
         if not self._one_action:
@@ -354,7 +368,10 @@ class Runner:
         if self._dense_finals:
             leaves, final = leaves_at(obs, keys.obs_paths), final_of(info, stream)
             finals = leaves if final is None else leaves_at(final, keys.obs_paths)
-            window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
+            if self._whole_finals:
+                window.put((*self._result_keys, *self._next_keys), (*results, *finals))
+            else:
+                window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
         else:
             if stream.same_step and stream.any_ended:
                 self._record_finals(info)
@@ -430,9 +447,8 @@ class Runner:
         """Keep the true next observations of ended rows."""
         final = final_of(info, self.stream)
         if final is not None:
-            envs = np.flatnonzero(
-                self.stream.ended
-            )  # indexing with them copies: the env may reuse its arrays
+            # Indexing with these copies: the env may reuse its arrays.
+            envs = np.flatnonzero(self.stream.ended)
             for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
                 self.window.put_final(key, envs, leaf[envs], self.window.steps)
 

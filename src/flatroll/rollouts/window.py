@@ -61,6 +61,7 @@ class Window:
         device: torch.device,
         same_step: bool,  # every cell is a transition; else the column DEAD says which are not
         dense_finals: bool,
+        framework: str = "numpy",  # of what the env returns
         agents: tuple[Array, Array] | None = None,  # the agent and the game of each env, int64 [E]
     ) -> None:
         # With dense_finals the true next observations have columns of their own (on a device, where picking the
@@ -78,7 +79,8 @@ class Window:
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
-        #: With dense finals: a column's values of each step, views ``[E, ...]``.
+        #: Whether one call writes the values of a step; then a column's values of each step, views ``[E, ...]``.
+        self._at_once = dense_finals and framework == "torch"
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
         self._given: set[NestedKey] = set()  # the columns whose memory is the last batch's
         self._loose: set[NestedKey] = set()
@@ -97,7 +99,9 @@ class Window:
     def put(self, keys: Sequence[NestedKey], values: Sequence[Array]) -> None:
         """Record values ``[E, ...]`` of the current step, one for each key."""
         step = self.steps
-        if not self._dense_finals:
+        if step == self._room:  # only with dense finals, see advance
+            self._grow()
+        if not self._at_once:
             columns = self.columns
             for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
                 try:
@@ -107,8 +111,6 @@ class Window:
             return
         if not keys:
             return
-        if step == self._room:
-            self._grow()
         rows = self._by_step
         try:
             # One call writes all, in a third of the time that the columns would take one by one.
@@ -395,7 +397,7 @@ class Window:
     def _set(self, key: NestedKey, column: Array) -> Array:
         """Take an array ``[room, E, ...]`` for a column."""
         self.columns[key] = column
-        if self._dense_finals:
+        if self._at_once:
             self._by_step[key] = column.unbind(0) if isinstance(column, Tensor) else list(column)
         return column
 

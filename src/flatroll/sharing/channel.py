@@ -305,7 +305,7 @@ class Door:
         # Elsewhere DupFd would open a named socket that listens until somebody fetches the descriptor.
         if get_spawning_popen() is None:
             raise TypeError(
-                "a handle has no name that a pickle could hold: give it to a process as an argument of "
+                "a handle has no name that a pickle could hold: pass it to a process as an argument of "
                 "multiprocessing.Process(args=...), or send it through a Channel"
             )
         return _arrived, (DupFd(self.fileno()),)

@@ -52,7 +52,7 @@ class NumberSpec(TensorSpec):
 
 
 class Bounded(NumberSpec, Ranged):
-    """Numbers between two bounds, both included.
+    """Numbers between two bounds, inclusive.
 
     The class of the result is `BoundedContinuous` or `BoundedDiscrete`, as ``domain`` says, or else the dtype.
 
@@ -96,7 +96,7 @@ class Bounded(NumberSpec, Ranged):
             if not any(bound.ndim for bound in bounds.values()):
                 raise ValueError(
                     f"the shape must be given, or follow from low or high, which have no dims: got low={low!r}, "
-                    f"high={high!r}. Give shape=() for one number"
+                    f"high={high!r}. Pass shape=() for one number"
                 )
             shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
         self._set_up(shape, device, dtype, domain)
@@ -220,7 +220,7 @@ class BoundedDiscrete(Bounded):
 
 
 class Unbounded(NumberSpec):
-    """Any numbers that the dtype holds; NaN is none.
+    """All numbers of the dtype, except NaN.
 
     The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
 

@@ -20,7 +20,7 @@ _ABSENT: Any = object()
 
 
 class Composite(TensorSpec):
-    """Specs by key, each of which begins with the dims of the whole; nested where keys are tuples.
+    """A dict of specs that share leading batch dims; tuple keys are nested.
 
     A mutable mapping until `lock_`. An entry of None is kept, and skipped by everything that reads values.
 
@@ -56,7 +56,7 @@ class Composite(TensorSpec):
         **specs: "SpecLike",
     ) -> None:
         if shape is not None and batch_size is not None:
-            raise TypeError("shape and batch_size are two names of one argument: give one of them")
+            raise TypeError("shape and batch_size are two names of one argument: pass one of them")
         given = batch_size if shape is None else shape
         super().__init__(() if given is None else given, None, device, None, "")
         self.data_cls, self.step_mdp_static = data_cls, step_mdp_static

@@ -14,7 +14,7 @@ from flatroll.specs.tensor_spec import Device, TensorSpec
 
 
 class NonTensor(TensorSpec):
-    """Anything that is no tensor: text, graphs, sequences of any length.
+    """Values that are not tensors: text, graphs, sequences of any length.
 
     Args:
         shape: batch dims, default ``(1,)``.
@@ -48,7 +48,7 @@ class NonTensor(TensorSpec):
         super().__init__(shape, space, device, dtype, "")
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
-            raise ValueError("batched and feature_dims say the same thing: give one of them")
+            raise ValueError("batched and feature_dims say the same thing: pass one of them")
         self.batched, self._feature_dims = bool(batched), feature_dims
 
     @property

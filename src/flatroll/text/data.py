@@ -96,7 +96,7 @@ class PromptData(TensorClass):
 
 
 class RewardData(TensorClass):
-    """Sequences for the training of reward models, right-padded.
+    """Sequences for training reward models, right-padded.
 
     Args:
         input_ids: int64 ``[B, L]``.

@@ -164,7 +164,7 @@ def tokenizer_state(tokenizer: Any) -> Any:
 
 
 def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
-    """Go through an iterable again and again.
+    """Iterate over an iterable endlessly.
 
     Args:
         iterator: what can be gone through more than once (a list, a replay buffer, a DataLoader), or an
@@ -203,7 +203,7 @@ def get_dataloader(
     *,
     tokenizer: Any = None,
 ) -> Any:
-    """Load a data set, and return what iterates over batches of it: each row once per pass, in random order.
+    """Load a data set and return an iterable of its batches: each row once per pass, in random order.
 
     Args:
         batch_size: rows of a batch; the rest of a pass that does not fill one is left out.

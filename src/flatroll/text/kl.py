@@ -61,7 +61,7 @@ class HasCoefficient(Protocol):
 
 
 class KLControllerBase(ABC):
-    """Holds the coefficient of the KL penalty, and changes it by the KL that rollouts had.
+    """Holds the coefficient of the KL penalty and adapts it to the KL of the rollouts.
 
     Args:
         coef: the first coefficient.

@@ -26,7 +26,7 @@ _ID_BITS = 40  # a trajectory id is writer * 2**40 + number, as TrajId has it
 
 
 class RolloutFromModel:
-    """Lets a language model continue prompts, and returns what it did with rewards.
+    """Generates continuations of prompts with a language model and returns them with rewards.
 
     A step is a token. The reward is ``-kl_coef * KL`` at each token (see `kl_estimate`), plus, at the last one, the
     score of the text minus that of the data's own text, clipped. A text is terminated by an end-of-sequence token, or

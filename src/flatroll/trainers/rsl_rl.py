@@ -56,7 +56,7 @@ class FlatVecEnv(VecEnv):
         limit = max_episode_length or getattr(adapted.spec, "max_episode_steps", None)
         if limit is None:
             raise ValueError(
-                "max_episode_length is needed: the env names no limit in its spec. Give FlatVecEnv(env, "
+                "max_episode_length is needed: the env names no limit in its spec. Use FlatVecEnv(env, "
                 "max_episode_length=...), which truncates episodes there"
             )
         # The counter also applies the limit, if one was given.

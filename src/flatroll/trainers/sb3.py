@@ -62,7 +62,7 @@ class FlatVecEnv(VecEnv):
     def __init__(self, env: Any, *, dtype: torch.dtype | None = None, **options: Any) -> None:
         if isinstance(env, VecEnv):
             raise TypeError(
-                f"env is Stable-Baselines3's {type(env).__name__} already: give it to the algorithm itself"
+                f"env is Stable-Baselines3's {type(env).__name__} already: pass it to the algorithm itself"
             )
         self.env = as_vector_env(env, autoreset="same_step", dtype=dtype, **options)
         stream = find_stream(self.env)

@@ -189,7 +189,7 @@ class FlatReplayBuffer(ReplayBuffer):
         if steps < whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
-                f"make it {window * n_envs} or more, or give a smaller window"
+                f"make it {window * n_envs} or more, or pass a smaller window"
             )
         dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._action = Entry(

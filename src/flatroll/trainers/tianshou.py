@@ -73,7 +73,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     one_of("cuts", cuts, ("mark", "refuse"))
     if batch.batch_dims != 1:
         raise ValueError(
-            f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+            f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
     if batch.get(MASK, None) is not None:
         batch = batch[marker(batch, MASK)]
@@ -233,7 +233,7 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
     missing = [key for key in keys if batch.get(next_key(key), None) is None]
     if not keys or (missing and final is None):
         raise KeyError(
-            f"batch has no next observations of {missing}: give final=collector.final with a compact batch, or restore "
+            f"batch has no next observations of {missing}: pass final=collector.final with a compact batch, or restore "
             "differences first, NextObservationDelta()(batch)"
         )
     known = batch.get(NEXT_KNOWN, None)

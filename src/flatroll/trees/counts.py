@@ -16,7 +16,7 @@ from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 
 
 class StateCounter:
-    """Counts how often each state was seen, over all batches it is given.
+    """Counts how often each state was seen, over all batches passed to it.
 
     Args:
         keys: entries that make a state. Default ``"observation"``. Round or crop them beforehand to count cells.
@@ -110,7 +110,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
 
 
 class CountSampler(RandomSampler):
-    """Draws rows with a probability that falls with the count of their state: rare states are drawn more often.
+    """Draws rows with a probability that decreases with the count of their state: rare states come up more often.
 
     A row's weight is ``count ** -power``, where the count is that of the stored rows with its state. With ``power`` 1
     each state is drawn equally often, however many rows it has; with 0 each row is. After a write, the next draw takes

@@ -52,7 +52,7 @@ class Edges(NamedTuple):
 
 
 class MCTSForest:
-    """Collects transitions (observation, action) -> next observation, and cuts trees out of them.
+    """Collects transitions (observation, action) -> next observation, and extracts trees from them.
 
     Equal observations are one *state*, so trajectories that meet share what follows: a forest is a graph, with
     transpositions, and with cycles where an env has them. A transition seen again is counted; an action with two
@@ -461,7 +461,7 @@ class NodeMap:
             )
         if bool((states < 0).any()):
             raise KeyError(
-                f"{int((states < 0).sum())} of {states.numel()} observations are no states of the forest: "
+                f"{int((states < 0).sum())} of {states.numel()} observations are not states of the forest: "
                 "ask contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]

@@ -123,7 +123,7 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
 
 
 class Tree:
-    """A vertex of a tree, with all that follows: what `MCTSForest.get_tree` returns.
+    """A vertex of a tree with its descendants, as returned by `MCTSForest.get_tree`.
 
     A vertex is a transition and, in a compact tree, those after it up to the next branch; :attr:`rollout` has them,
     and :attr:`node_data` the observation at their end. The root's rollout goes from the root's observation to the

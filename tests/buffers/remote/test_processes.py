@@ -439,7 +439,7 @@ def test_a_copy_goes_on_where_the_owner_has_ended() -> None:
 
 
 def test_a_handle_cannot_be_kept_in_a_file() -> None:
-    with pytest.raises(TypeError, match=r"give it to a process as an argument of multiprocessing.Process"):
+    with pytest.raises(TypeError, match=r"pass it to a process as an argument of multiprocessing.Process"):
         pickle.dumps(buffer_of().handle())
 
 

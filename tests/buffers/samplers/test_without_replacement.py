@@ -219,7 +219,7 @@ def check_places(
     usable = [chain for chain in chains if len(chain) >= (length if strict else 1)]
     options: Any = {"by": by, "strict": strict, "shuffle": shuffle, "generator": generator}
     if not usable:
-        with pytest.raises(RuntimeError, match=f"no stored trajectory has {length} rows in a row"):
+        with pytest.raises(RuntimeError, match=f"no stored trajectory has {length} consecutive rows"):
             index.slice_partition(length, **options)
         return
     starts, lengths = index.slice_partition(length, **options)
@@ -415,7 +415,7 @@ def test_errors_name_the_class_and_the_way_out(world: Any) -> None:
     with pytest.raises(ValueError, match="batch_size=10 is not divisible by slice_len=4"):
         sliced(world, [9], 10, slice_len=4)
     with pytest.raises(
-        RuntimeError, match=r"no stored trajectory has 10 rows in a row, the longest has 9: .*strict"
+        RuntimeError, match=r"no stored trajectory has 10 consecutive rows, the longest has 9: .*strict"
     ):
         sliced(world, [9, 4], 10, slice_len=10, strict_length=True).sample()
     empty = ReplayBuffer(

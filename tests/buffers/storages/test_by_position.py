@@ -230,7 +230,7 @@ def test_two_buffers_cannot_write_to_one_storage(kind: Any) -> None:
     first, second = ReplayBuffer(storage), ReplayBuffer(storage)
     items = [rows(5), rows(5, 100)] if kind is not ListStorage else [range(5), range(100, 105)]
     first.extend(items[0])
-    with pytest.raises(ValueError, match="belongs to another buffer already"):
+    with pytest.raises(ValueError, match="already belongs to another buffer"):
         second.extend(items[1])
     stored = first[:]["x"].tolist() if kind is not ListStorage else first[:]
     given = storage[:]["x"].tolist() if kind is not ListStorage else storage[:]

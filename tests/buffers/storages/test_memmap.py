@@ -239,10 +239,10 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path: Path) -> Non
     first = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path))
     late = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path))
     first.extend(numbers(0, 3))
-    with pytest.raises(FileExistsError, match=r"ring.counters is there already: .*existsok=True"):
+    with pytest.raises(FileExistsError, match=r"ring.counters already exists: .*existsok=True"):
         LazyMemmapStorage(4, scratch_dir=tmp_path)
     with pytest.raises(
-        FileExistsError, match=r"n.memmap is there already: give another scratch_dir, or existsok"
+        FileExistsError, match=r"n.memmap already exists: pass another scratch_dir, or existsok"
     ):
         late.extend(numbers(7, 3))
     assert len(late) == 0 and not late.storage.allocated
@@ -428,7 +428,7 @@ def test_deep_copies_have_files_of_their_own(world: Any, compact: bool, tmp_path
 def test_one_storage_is_for_one_buffer() -> None:
     storage = LazyMemmapStorage(20)
     ReplayBuffer(storage=storage).extend(numbers(0, 3))
-    with pytest.raises(ValueError, match=r"belongs to another buffer already: make one .* buffer"):
+    with pytest.raises(ValueError, match=r"already belongs to another buffer: make one .* buffer"):
         ReplayBuffer(storage=storage).extend(numbers(0, 3))
 
 

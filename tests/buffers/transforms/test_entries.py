@@ -70,8 +70,8 @@ def test_inv_renames_what_is_stored_and_leaves_the_batch_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((["a"], ["b", "c"]), r"in_keys=\['a'\] and out_keys=\['b', 'c'\] must be equally many"),
-        ((["a"], ["b"], ["c"], []), r"in_keys_inv=.* and out_keys_inv=.* must be equally many"),
+        ((["a"], ["b", "c"]), r"in_keys=\['a'\] and out_keys=\['b', 'c'\] must be of equal length"),
+        ((["a"], ["b"], ["c"], []), r"in_keys_inv=.* and out_keys_inv=.* must be of equal length"),
         ((["a", "b"], ["c", "c"]), "a key comes twice"),
         ((["a", "a"], ["c", "d"]), "a key comes twice"),
         ((["a", "b"], ["b", "a"]), "is an old and a new name, and the order is unclear: use two transforms"),

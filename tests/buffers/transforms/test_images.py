@@ -44,13 +44,13 @@ def test_options_of_to_tensor_image() -> None:
     assert torch.equal(same, raw.permute(2, 0, 1)) and same.dtype is torch.uint8
     scaled = ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"]
     assert torch.equal(scaled.max(), raw.max() / 255)
-    with pytest.raises(ValueError, match=r"dtype must be floating.*got torch.uint8: or give from_int=False"):
+    with pytest.raises(ValueError, match=r"dtype must be floating.*got torch.uint8: or pass from_int=False"):
         ToTensorImage(dtype=torch.uint8)
 
 
 def test_images_with_channels_in_front_are_refused_or_left_in_shape() -> None:
     td = TensorDict({"pixels": images(2, 3, 8, 9)}, [2])
-    with pytest.raises(ValueError, match=r"look like \[..., C, H, W\]: give shape_tolerant=True"):
+    with pytest.raises(ValueError, match=r"look like \[..., C, H, W\]: pass shape_tolerant=True"):
         ToTensorImage()(td)
     assert td["pixels"].dtype is torch.uint8
     tolerant = ToTensorImage(shape_tolerant=True)

@@ -357,7 +357,7 @@ def test_errors_name_what_is_wrong(world: Any) -> None:
         MultiStepTransform(3, 0.9)(batch.clone().set(("next", "done"), batch["next", "done"].long()))
     with pytest.raises(ValueError, match="n-step transitions already"):
         MultiStep(0.9, 3)(MultiStep(0.9, 3)(batch))
-    with pytest.raises(TypeError, match=r"'note'\)\] is no tensor"):
+    with pytest.raises(TypeError, match=r"'note'\)\] is not a tensor"):
         MultiStep(0.9, 3)(batch.clone().set(("next", "note"), NonTensorStack(*map(str, range(31)))))
 
 

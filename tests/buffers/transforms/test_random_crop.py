@@ -144,7 +144,7 @@ def test_errors_name_the_lengths() -> None:
         with pytest.raises(ValueError, match="sub_seq_len must be an integer of at least 1, got"):
             RandomCropTensorDict(wrong)  # type: ignore[arg-type]
     notes = NonTensorStack(*(NonTensorStack(*map(str, range(7))) for _ in range(3)))
-    with pytest.raises(TypeError, match=r"batch\['note'\] is no tensor"):
+    with pytest.raises(TypeError, match=r"batch\['note'\] is not a tensor"):
         RandomCropTensorDict(4)(trajectories(3, 7).set("note", notes))
     buffer = ReplayBuffer(storage=LazyTensorStorage(30), transform=RandomCropTensorDict(2), batch_size=4)
     buffer.extend(trajectories(3, 7).exclude("collector").reshape(-1))

@@ -529,8 +529,8 @@ def test_rlinf_files_that_are_made_up(tmp_path: Path) -> None:
     for i, (value, text) in enumerate(
         [
             (torch.zeros(1).expand(T, B, 10**9), "claim"),
-            (torch.zeros(T, B, device="meta"), "no dense tensor"),
-            (torch.zeros(T, B).to_sparse(), "no dense tensor"),
+            (torch.zeros(T, B, device="meta"), "not a dense tensor"),
+            (torch.zeros(T, B).to_sparse(), "not a dense tensor"),
             (["text"], "must be a dense tensor"),
         ]
     ):
@@ -553,13 +553,13 @@ def test_rlinf_files_that_are_made_up(tmp_path: Path) -> None:
     for key, value in (("num_samples", 10**30), ("num_samples", -1), ("num_samples", float("inf"))):
         index["trajectory_index"]["0"][key] = value
         (path / "trajectory_index.json").write_text(json.dumps(index))
-        refused(path, "numbers that are none")
+        refused(path, "numbers that belong to no")
 
 
 def test_rlinf_leaves_out_what_is_no_tensor(tmp_path: Path) -> None:
     path = rlinf(tmp_path / "rlinf", curr_obs={"x": torch.ones(T, B), "task_descriptions": ["a", "b"]})
     buffer = made()
-    with pytest.warns(RuntimeWarning, match="curr_obs/task_descriptions are no tensors"):
+    with pytest.warns(RuntimeWarning, match="curr_obs/task_descriptions are not tensors"):
         buffer.load_checkpoint(path)
     assert set(buffer.sample(2)["curr_obs"]) == {"x"}
     buffer.close()

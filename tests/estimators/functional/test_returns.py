@@ -508,12 +508,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no flag": (
         lambda: td0_return_estimate(0.9, ONE, ONE),
         ValueError,
-        "give terminated= (the rows that are not bootstrapped), or done=",
+        "pass terminated= (the rows that are not bootstrapped), or done=",
     ),
     "rolling_gamma": (
         lambda: td1_return_estimate(0.9, ONE, ONE, NO, rolling_gamma=False),
         ValueError,
-        "rolling_gamma=False (one row's gamma for all the rewards behind it) is no recursion",
+        "rolling_gamma=False (one row's gamma for all the rewards behind it) is not a recursion",
     ),
     "threshold": (
         lambda: vtrace_advantage_estimate(0.9, ONE, ONE, ONE, ONE, ONE, NO, rho_thresh=-1.0),

@@ -202,7 +202,7 @@ def test_a_single_network_is_copied_and_initialised_anew(discrete: bool) -> None
             return self.scale * x.sum(-1, keepdim=True)
 
     odd = TensorDictModule(Odd(), ["observation"], ["action_value"])
-    with pytest.raises(ValueError, match=r"Odd, whose parameters cannot be initialised anew .*give a list"):
+    with pytest.raises(ValueError, match=r"Odd, whose parameters cannot be re-initialised .*pass a list"):
         DiscreteSACLoss(discrete_actor(), odd)
     DiscreteSACLoss(discrete_actor(), [odd, odd])
     DiscreteSACLoss(discrete_actor(), odd, num_qvalue_nets=1)
@@ -285,7 +285,7 @@ def test_wrong_networks() -> None:
     with pytest.raises(TypeError, match="qvalue_network must be a tensordict module or a list of them"):
         SACLoss(continuous_actor(), nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match="Categorical has no rsample: for discrete actions take DiscreteSACLoss"
+        TypeError, match="Categorical has no rsample: for discrete actions use DiscreteSACLoss"
     ):
         SACLoss(discrete_actor(), discrete_critic())(transitions(True))
     with pytest.raises(TypeError, match=r"needs a distribution with logits, e.g. Categorical, got Gaussian"):

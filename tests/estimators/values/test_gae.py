@@ -258,7 +258,7 @@ def test_bad_batch(name: str, mixed: TensorDict, critic: TensorDictModule) -> No
         (
             {"value_chunk_size": 2, "num_chunks": 2},
             ValueError,
-            "give value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: got 2 and 2",
+            "pass value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: got 2 and 2",
         ),
         ({"num_chunks": 0}, ValueError, "num_chunks must be an integer of at least 1, got 0"),
         (

@@ -287,7 +287,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
         save(rows.select("speed"))
     with pytest.raises(ValueError, match="'shift'"):
         save(rows.copy().set("shift", torch.zeros(4)))
-    with pytest.raises(TypeError, match="no dense tensor"):
+    with pytest.raises(TypeError, match="not a dense tensor"):
         save(rows.copy().set("name", "an episode"))
     with pytest.raises(ValueError, match=r"batch size \[N\]"):
         save(rows[0])

@@ -43,7 +43,7 @@ WRONG = [
     ({"writer": 2**23}, ValueError, r"writer must be in \[0, 2\*\*23\), got 8388608"),
     ({"compact_observations": True}, TypeError, "compact_observations"),
     ({"split_trajs": True}, ValueError, "split_trajs=True pads batches, which actors deliver flat"),
-    ({"policy_factory": lambda: None}, ValueError, "give a policy or a policy_factory, not both"),
+    ({"policy_factory": lambda: None}, ValueError, "pass a policy or a policy_factory, not both"),
     (
         {"on_failure": "drop", "workers_per_actor": 2},
         ValueError,
@@ -108,7 +108,7 @@ def test_a_function_as_policy_has_no_weights():
     with RayCollector(make_env, always_four, frames_per_batch=6, calls=FakeRay()) as actors:
         actors.update_policy_weights_()
         assert actors.policy_version == 1
-        with pytest.raises(TypeError, match=r"is no nn\.Module: it has no weights to update"):
+        with pytest.raises(TypeError, match=r"is not an nn\.Module: it has no weights to update"):
             actors.update_policy_weights_({})
     randomly = RayCollector(make_env, frames_per_batch=6, calls=FakeRay())
     with pytest.raises(TypeError, match="NoneType"):
@@ -120,7 +120,7 @@ def test_weights_that_an_update_would_not_reach():
     with RayCollector(
         make_env, lambda observation: net(observation), frames_per_batch=6, calls=FakeRay()
     ) as actors:
-        with pytest.raises(TypeError, match=r"uses the module 'net' \(Linear\) but is no nn\.Module"):
+        with pytest.raises(TypeError, match=r"uses the module 'net' \(Linear\) but is not an nn\.Module"):
             actors.update_policy_weights_()
         assert actors.policy_version == 0
 

@@ -207,7 +207,7 @@ def test_a_policy_made_in_the_actors_takes_weights_too():
         FakeRay(), policy=None, policy_factory=learned, sync=True, frames_per_batch=6, total_frames=12
     ) as actors:
         assert next(actors)["action"].flatten().tolist() == [0] * 6
-        with pytest.raises(TypeError, match="give the weights: the policy is made in the actors"):
+        with pytest.raises(TypeError, match="pass the weights: the policy is created in the actors"):
             actors.update_policy_weights_()
         policy = learned()
         policy.module.weight += 3

@@ -86,7 +86,7 @@ def test_resets_in_between() -> None:
     for again in (False, True):
         if again:
             assert made.set_seed(3) == 8
-            with pytest.warns(UserWarning, match="envpool takes its seed when it is made"):
+            with pytest.warns(UserWarning, match="envpool takes its seed when it is created"):
                 batch = next(made)
         else:
             made.reset()

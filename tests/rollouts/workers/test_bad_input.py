@@ -64,7 +64,7 @@ LOCK = threading.Lock()
         (Seeded, {"state_stride": 2}, ValueError, "state_stride=2 needs a recurrent policy"),
         (Seeded, {"postproc": lambda batch: None}, TypeError, "postproc returned None"),
         (Seeded, {"postproc": lambda batch: batch.sum()}, TypeError, "a tensordict with a first dimension"),
-        (Seeded, {"postproc": lambda batch: batch.set("text", ["a"] * 10)}, TypeError, "column 'text' is no tensor"),
+        (Seeded, {"postproc": lambda batch: batch.set("text", ["a"] * 10)}, TypeError, "column 'text' is not a tensor"),
         ([Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)], {}, ValueError,
          r"the same columns: of 'observation', worker 0 gives torch.float32 \[3\] and worker 1 torch.float64 \[3\]"),
     ],
@@ -94,7 +94,7 @@ def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
     with MultiSyncCollector(
         Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery
     ) as collector:
-        with pytest.raises(TypeError, match=r"the policy, NoneType, is no nn\.Module: it has no weights"):
+        with pytest.raises(TypeError, match=r"the policy, NoneType, is not an nn\.Module: it has no weights"):
             collector.update_policy_weights_({"weight": torch.zeros(1)})
         collector.update_policy_weights_()  # counts
         assert (next(collector)["collector", "policy_version"] == 1).all()
@@ -128,7 +128,7 @@ def test_weights_that_an_update_would_not_reach(nursery: Nursery) -> None:
     for policy in policies[:3]:
         with MultiSyncCollector(Seeded, policy, frames_per_batch=4, nursery=nursery) as collector:
             assert len(next(collector)) == 4  # a policy that stays as it is
-            with pytest.raises(TypeError, match=r"uses the module .*ItsWeight\) but is no nn\.Module"):
+            with pytest.raises(TypeError, match=r"uses the module .*ItsWeight\) but is not an nn\.Module"):
                 collector.update_policy_weights_()
             assert collector.policy_version == 0
     for policy in (None, len, act_with, Agent):

@@ -85,7 +85,7 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
 
 
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of D4RL, or any HDF5 file of that form (`read_d4rl`).
+    """A D4RL data set, or any HDF5 file in its format (`read_d4rl`).
 
     Where the file has no ``next_observations``, that of an episode's last step is in no file: its row has its own
     observation there, and ``("collector", "next_known")`` is False.
@@ -126,7 +126,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if direct_download is False and not from_env:
             raise ValueError(
                 "direct_download=False would take d4rl.qlearning_dataset, whose rows do not say where episodes were "
-                "cut: give from_env=True, or leave it out"
+                "cut: pass from_env=True, or leave it out"
             )
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
@@ -150,7 +150,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         except ImportError as error:
             raise ImportError(
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
-                f"({error}): leave it out and give the HDF5 file by fetch=, or give the env by fetch="
+                f"({error}): leave it out and pass the HDF5 file by fetch=, or pass the env by fetch="
             ) from error
         return gym.make(self.dataset_id)
 

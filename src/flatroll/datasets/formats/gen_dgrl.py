@@ -152,7 +152,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         value = _ArraysOnly(stream, max_bytes).load()
         value = value.item() if isinstance(value, _Array) and value.shape == () else value
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
-        raise pickle.UnpicklingError(f"{name} is no pickle of arrays ({error})") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}
     for key, array in value.items() if isinstance(value, dict) else [("", None)]:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
@@ -177,7 +177,7 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
         far = isinstance(argument, int) and "PUT" in step.name and argument > _MOST_STEPS
         if number == _MOST_STEPS or far or _STEPS.fullmatch(step.name) is None:
             raise pickle.UnpicklingError(
-                f"{name}: {step.name} at step {number} is no part of a dict of arrays: nothing was run"
+                f"{name}: {step.name} at step {number} is not part of a dict of arrays: nothing was run"
             )
     stream.seek(begin)
 
@@ -237,7 +237,7 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
             return _Function(_encode)
         raise pickle.UnpicklingError(
-            f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run"
+            f"{module}.{name} is asked for, which is not part of NumPy arrays: it was not run"
         )
 
 
@@ -261,7 +261,7 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Gen-DGRL: games of Procgen, an archive of pickled arrays (`read_gen_dgrl`); no code in it is run.
+    """A Gen-DGRL data set: Procgen games in an archive of pickled arrays (`read_gen_dgrl`); none of its code runs.
 
     Args:
         dataset_id: game and category, such as ``"bigfish-1M_E"``.

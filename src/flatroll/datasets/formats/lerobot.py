@@ -428,10 +428,10 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
             and (field["image"] is None or len(field["shape"]) == 3)
             and isinstance(field.get("next"), bool)
         ):
-            raise ValueError(f"{path} is none that export() writes: {str(field)[:200]}")
+            raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
     roots = {field["key"] for field in fields if not field["next"]}
     if alone := [field["key"] for field in fields if field["next"] and _root_of(field) not in roots]:
-        raise ValueError(f"{path} is none that export() writes: {alone[0]!r} has no root entry")
+        raise ValueError(f"{path} was not written by export(): {alone[0]!r} has no root entry")
     return list(fields)
 
 
@@ -573,7 +573,7 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
 
 
 class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
-    """A folder of LeRobot, version 3 (`read_lerobot`), without videos.
+    """A LeRobot v3 folder without videos (`read_lerobot`).
 
     Args:
         dataset_id: its name, such as ``"lerobot/pusht_image"``.

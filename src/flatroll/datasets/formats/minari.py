@@ -251,13 +251,13 @@ def _columns_of(episode: "EpisodeData", infos: bool, rename: Mapping[str, str]) 
     seen = _observation_leaves(episode)
     roots = {name.partition(".")[0]: name for name in seen}
     if unknown := sorted(rename.keys() - roots.keys()):
-        raise ValueError(f"rename names {unknown[0]!r}, which is none of the observations {sorted(roots)}")
+        raise ValueError(f"rename names {unknown[0]!r}, which is not one of the observations {sorted(roots)}")
     taken = RESERVED | ({"info"} if infos else set())
     new = [rename.get(root, root) for root in roots]
     for root, name in zip(roots, new, strict=True):
         if name.partition(".")[0] in taken or new.count(name) > 1:
             raise ValueError(
-                f"the observation's entry {root!r} cannot be the column {name!r}, which is another's name: give "
+                f"the observation's entry {root!r} cannot be the column {name!r}, which is another's name: pass "
                 f"rename={{{root!r}: 'observed_{root}'}}"
             )
     leaves = {}
@@ -283,7 +283,7 @@ def _observation_leaves(episode: "EpisodeData") -> dict[str, Array]:
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Minari, in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
+    """A Minari data set in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
 
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
     by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of

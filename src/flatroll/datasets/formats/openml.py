@@ -68,7 +68,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
 
 
 class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
-    """A table of OpenML as a contextual bandit's data: ``"X"`` float64 ``[N, D]`` and the label ``"y"`` int64 ``[N]``.
+    """An OpenML table as data for a contextual bandit: ``"X"`` float64 ``[N, D]`` and the label ``"y"`` int64 ``[N]``.
 
     Rows are independent: there are no trajectories, and no samplers of slices.
 

@@ -90,7 +90,7 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
             "an episode has a reward at its last step alone, which RLDS gives to no action, so that it is left out: "
-            "give the steps their rewards one earlier",
+            "shift the rewards one step earlier",
             UserWarning,
             stacklevel=3,
         )
@@ -116,7 +116,7 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
 
 
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of Open X-Embodiment, or any episodes of steps as RLDS has them (`read_rlds`).
+    """An Open X-Embodiment data set, or any episodes of RLDS steps (`read_rlds`).
 
     With ``streaming=True`` nothing is converted and nothing stored: episodes are read one after the other, and samples
     are made of the next ones (`EpisodeStream`). A loop over the set ends after one pass; `sample` goes on without end.
@@ -221,7 +221,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         fetch = options.get("fetch")
         if fetch is None:
             raise FileNotFoundError(
-                f"{type(self).__name__} does not know where the episodes of {dataset_id!r} are: give fetch=, a "
+                f"{type(self).__name__} does not know where the episodes of {dataset_id!r} are: pass fetch=, a "
                 "function (dataset_id, folder) that returns them, or puts the files of LeRobot into folder"
             )
         self.dataset_id, self.split_trajs = str(dataset_id), False
@@ -266,7 +266,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     def data_path(self) -> Path:
         """The converted folder; ValueError if there is none."""
         if self.stream is not None:
-            raise ValueError("a stream has no folder: give streaming=False, which converts the set once")
+            raise ValueError("a stream has no folder: pass streaming=False, which converts the set once")
         return self._data_path
 
     @data_path.setter
@@ -280,7 +280,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     @override
     def __len__(self) -> int:
         if self.stream is not None:
-            raise TypeError("a stream has no length: give streaming=False, which converts the set once")
+            raise TypeError("a stream has no length: pass streaming=False, which converts the set once")
         return super().__len__()
 
     @override
@@ -335,7 +335,7 @@ class EpisodeStream:
         generator: torch.Generator | None = None,
     ) -> None:
         if num_slices is not None and slice_len is not None:
-            raise ValueError("give num_slices or slice_len, not both: batch_size says the other")
+            raise ValueError("pass num_slices or slice_len, not both: batch_size says the other")
         self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices)
         self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len)
         self.shuffle, self.strict_length = shuffle, strict_length
@@ -396,7 +396,7 @@ class EpisodeStream:
         name = "slice_len" if self.num_slices is None else "num_slices"
         divisor = self.slice_len or self.num_slices or 1
         if batch_size % divisor:
-            raise ValueError(f"batch_size={batch_size} cannot be divided by {name}={divisor}")
+            raise ValueError(f"batch_size={batch_size} is not divisible by {name}={divisor}")
         return (divisor, batch_size // divisor) if self.slice_len else (batch_size // divisor, divisor)
 
     def _passes(self) -> Iterator[TensorDictBase]:
@@ -432,7 +432,7 @@ class EpisodeStream:
         rows = len(episode)
         if rows < length and self.strict_length and self.pad is None:
             raise ValueError(
-                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, slices have {length}: give a shorter one, "
+                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, slices have {length}: pass a shorter one, "
                 "strict_length=False, which gives what is there, or pad=, which fills it up"
             )
         first = self._draw(rows - length + 1) if rows > length else 0

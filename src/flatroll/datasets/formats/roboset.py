@@ -78,7 +78,7 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
 
 
 class RobosetExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of RoboSet: HDF5 files of trials (`read_roboset`).
+    """A RoboSet data set: HDF5 files of trials (`read_roboset`).
 
     Args:
         dataset_id: its name, such as ``"FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"``, one of `available_datasets`; with

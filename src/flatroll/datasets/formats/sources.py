@@ -74,7 +74,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         if source.batch_dims != 1:
             raise ValueError(
                 f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
-                "join() lays rows end to end"
+                "join() concatenates the rows"
             )
         rows, lanes, slots = len(source), torch.Size([]), None
     elif isinstance(source, ReplayBuffer):
@@ -200,7 +200,7 @@ def write_beside(path: str | Path) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists: remove it first, or choose another path")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is no folder: make it first")
+        raise FileNotFoundError(f"{target.parent} is not a folder: make it first")
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield beside / target.name

@@ -126,7 +126,7 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
-    """A set of V-D4RL: episodes of pixels, in ``.npz`` or HDF5 files (`read_vd4rl`).
+    """A V-D4RL data set: episodes of pixels in ``.npz`` or HDF5 files (`read_vd4rl`).
 
     Args:
         dataset_id: its name, such as ``"main/walker_walk/random/64px"``.

@@ -76,7 +76,7 @@ class TrajectoryCache:
             self._trajectories.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all."""
         self._trajectories.clear()
 
 
@@ -432,7 +432,7 @@ class TrajectoryReplayBuffer:
         world_size: int = 1,
         barrier: Callable[[], Any] | None = None,
     ) -> None:
-        """Save trajectories and generator to a folder: all, or what was saved there before stays.
+        """Save trajectories and generator to a folder, atomically.
 
         No row is written a second time: the files get another name in the folder. ``auto_save_path`` will do, too.
         Other programs find the trajectories in ``trajectory_index.json`` and ``metadata.json``, of RLinf's form.

@@ -51,7 +51,7 @@ class RlinfFolder:
         numbers = [*self.numbers, *self.rows, counter]
         if not all(type(one) is int and 0 <= one < MOST_NUMBERS for one in numbers):
             raise DamagedFileError(
-                f"{path}: the index of trajectories has numbers that are none of trajectories"
+                f"{path}: the index of trajectories has numbers that belong to no trajectory"
             )
         if len(set(self.numbers)) < len(self.numbers) or min(self.rows, default=1) < 1:
             raise DamagedFileError(f"{path}: the index of trajectories names one twice, or one without rows")
@@ -102,7 +102,7 @@ class RlinfFolder:
                 raise DamagedFileError(f"{file}: no trajectory can be read from it ({error})") from None
             if left_out:
                 warnings.warn(
-                    f"{file}: {', '.join(left_out)} are no tensors [T, B, ...] and are left out, as RLinf does",
+                    f"{file}: {', '.join(left_out)} are not tensors [T, B, ...] and are left out, as RLinf does",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -145,7 +145,7 @@ def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[
             kept[name], inside = _tensors(value, seen)
             left_out += [f"{name}/{one}" for one in inside]
         elif isinstance(value, Tensor) and (value.device.type != "cpu" or not is_dense(value)):
-            raise ValueError(f"{name!r} is no dense tensor in memory")
+            raise ValueError(f"{name!r} is not a dense tensor in memory")
         elif above is None or (isinstance(value, Tensor) and value.ndim >= 2):
             kept[name] = value
         elif value is not None:

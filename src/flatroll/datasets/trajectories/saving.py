@@ -92,7 +92,7 @@ class RankSave:
         folder = Folder(self.path)
         version = folder.load().version if folder.versions() else None
         if version is None or version == self.known:
-            raise RuntimeError(f"not all ranks have saved to {self.path}. The checkpoint before stands")
+            raise RuntimeError(f"not all ranks have saved to {self.path}. The previous checkpoint is kept")
         return version
 
     def _remove_unfinished(self) -> None:
@@ -115,7 +115,7 @@ class RankSave:
             if number <= self._number(rank):
                 raise RuntimeError(
                     f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "
-                    "with its own local_rank. The checkpoint before stands"
+                    "with its own local_rank. The previous checkpoint is kept"
                 )
             versions.append(Folder(path).load(number).version)
         with Folder(self.path, write=True) as folder:

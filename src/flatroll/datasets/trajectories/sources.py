@@ -362,7 +362,7 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     if len(rows) < ranks:
         most = f"use a world_size of at most {len(rows)}" if rows else "there is nothing to load"
         raise ValueError(
-            f"{len(rows)} trajectories cannot be shared out among {ranks} ranks, one at least for each: {most}"
+            f"{len(rows)} trajectories cannot be divided among {ranks} ranks, one at least for each: {most}"
         )
     ends = [0, *accumulate(rows)]  # ends[i] rows stand before trajectory i
     bounds = [0]

@@ -261,7 +261,7 @@ class SumTree:
         # Draws go down the tree by its sums: a weight below 0 or NaN would lead them anywhere.
         if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
             raise ValueError(
-                f"the pickle is damaged: {leaves.shape} leaves are no weights of {capacity} slots"
+                f"the pickle is damaged: {leaves.shape} leaves are not weights of {capacity} slots"
             )
         SumTree.__init__(self, capacity)
         self.leaves[:] = leaves

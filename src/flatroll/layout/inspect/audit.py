@@ -87,7 +87,7 @@ def audit(
     need_rows(batch)
     if batch.batch_dims != 1:
         text = (
-            f"the batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+            f"the batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
         return [Finding(WHOLE_BATCH, "batch_size", text)]
     if batch.shape[0] == 0:

@@ -53,7 +53,7 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     need_rows(batch)
     if batch.batch_dims != 1:
         raise ValueError(
-            f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+            f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
     n = batch.shape[0]
     if not -n <= i < n:

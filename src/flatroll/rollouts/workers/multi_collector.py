@@ -335,7 +335,7 @@ class MultiCollector(Facts):
             refuse_hidden_weights(self.policy)
         if policy_or_weights is not None and not isinstance(self.policy, nn.Module):
             raise TypeError(
-                f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
+                f"the policy, {type(self.policy).__name__}, is not an nn.Module: it has no weights to update"
             )
         self._publish(self.policy if policy_or_weights is None else policy_or_weights)
 
@@ -359,7 +359,7 @@ class MultiCollector(Facts):
         supply = self._open()
         if self._buffer is None:
             raise RuntimeError(
-                f"start() collects into a replay buffer: give {type(self).__name__}(replay_buffer=...)"
+                f"start() collects into a replay buffer: create {type(self).__name__}(replay_buffer=...)"
             )
         supply.start()
 

@@ -126,7 +126,7 @@ class RayCollector(MultiCollector):
                     f"{name}={parts} is less than the {count * workers} workers: with sync=True each gives its part"
                 )
         if policy is not None and policy_factory is not None:
-            raise ValueError("give a policy or a policy_factory, not both")
+            raise ValueError("pass a policy or a policy_factory, not both")
         if arguments.get("split_trajs"):
             raise ValueError(
                 "split_trajs=True pads batches, which actors deliver flat: "
@@ -204,7 +204,7 @@ class RayCollector(MultiCollector):
         self._check_open()
         if self._made_there:
             if policy_or_weights is None:
-                raise TypeError("give the weights: the policy is made in the actors, by policy_factory")
+                raise TypeError("pass the weights: the policy is created in the actors, by policy_factory")
             self._publish(state_of(policy_or_weights))
             return
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
@@ -272,7 +272,7 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
     given = [configs or {}] * count if configs is None or isinstance(configs, Mapping) else list(configs)
     if len(given) != count:
         raise ValueError(
-            f"remote_configs has {len(given)} entries for {count} collectors: give one, or one for each"
+            f"remote_configs has {len(given)} entries for {count} collectors: pass one, or one for each"
         )
     for options in given:
         if options.get("max_restarts") or options.get("max_task_retries"):

@@ -218,7 +218,7 @@ def columns_of(table: Any) -> Mapping[Any, Tensor]:
     for key, column in columns.items():
         if not isinstance(column, Tensor):
             raise TypeError(
-                f"column {key!r} is no tensor but of type {type(column).__name__}: it cannot be shared between "
+                f"column {key!r} is not a tensor but of type {type(column).__name__}: it cannot be shared between "
                 "processes"
             )
     return columns

@@ -239,12 +239,12 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         other.append({"x": torch.zeros(3)})
         with pytest.raises(BlockingIOError):
             DiskStorage(10, tmp_path / "other")
-    with pytest.raises(ValueError, match="none of a DiskStorage"):
+    with pytest.raises(ValueError, match="not that of a DiskStorage"):
         DiskStorage(10, tmp_path / "other")
     with Folder(tmp_path / "other", write=True) as other:
         other.recover()
         other.publish({"kind": "buffer"})
-    with pytest.raises(ValueError, match="none of a DiskStorage"):
+    with pytest.raises(ValueError, match="not that of a DiskStorage"):
         DiskStorage(10, tmp_path / "other")
 
 

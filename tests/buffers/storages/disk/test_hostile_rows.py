@@ -83,7 +83,9 @@ def test_shapes(lie: Any, form: str, shape: list[int], text: str) -> None:
     ],
 )
 def test_notes(lie: Any, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"none of a DiskStorage|it has the columns|no next observations"):
+    with pytest.raises(
+        ValueError, match=r"not that of a DiskStorage|it has the columns|no next observations"
+    ):
         lie("plain", lambda notes: notes.update({key: value}), noted=True)
 
 

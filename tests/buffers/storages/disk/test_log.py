@@ -249,7 +249,7 @@ def test_nothing_is_taken_by_a_log_that_closes(tmp_path: Path, monkeypatch: pyte
     buffer = make(tmp_path)
     buffer.extend(rows_of(0, 5))
     monkeypatch.setattr(RowLog, "check", lambda log: log.close())
-    with pytest.raises(ValueError, match="is closed: open the folder anew"):
+    with pytest.raises(ValueError, match="is closed: open the folder again"):
         buffer.extend(rows_of(5, 5))
     check(buffer, range(5))
     check(make(tmp_path), range(5))
