@@ -102,7 +102,7 @@ class TensorDicts(Structure):
     @override
     def columns(self, batch: object) -> Columns:
         if not isinstance(batch, TensorDictBase):
-            raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__}")
+            raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__} as data")
         if batch.batch_size[1:] != self.inner:
             if not self.inner:
                 raise not_flat(batch)
