@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import expect, number, one_of, whole_number
 
 
 class ParameterScheduler(ABC):
@@ -31,6 +31,9 @@ class ParameterScheduler(ABC):
     def __init__(
         self, obj: Any, param_name: str, min_value: float | None = None, max_value: float | None = None
     ) -> None:
+        for name, bound in (("min_value", min_value), ("max_value", max_value)):
+            if bound is not None:
+                number(name, bound)
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         self.param_name = param_name
         self.min_value = -math.inf if min_value is None else min_value
@@ -175,6 +178,8 @@ class SchedulerList:
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
         self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
+        for scheduler in self.schedulers:
+            expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 
     def append(self, scheduler: ParameterScheduler) -> None:
         """Add a scheduler."""

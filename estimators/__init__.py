@@ -45,6 +45,7 @@ from flatroll.estimators.values.estimators import (
     ValueEstimators,
     VTrace,
 )
+from flatroll.layout.explained import explain_errors
 
 __all__ = [
     "GAE",
@@ -88,3 +89,5 @@ __all__ = [
     "vec_td_lambda_return_estimate",
     "vtrace_advantage_estimate",
 ]
+
+explain_errors(__all__, globals())

@@ -175,7 +175,7 @@ def test_data_package_storing_trajectories_several_envs() -> None:
     assert (sample["step_count"][1:] - sample["step_count"][:-1] == 1)[inside].all()
 
 
-@pytest.mark.filterwarnings("ignore:total_frames=200 is no multiple:UserWarning")
+@pytest.mark.filterwarnings("ignore:total_frames=200 is not a multiple:UserWarning")
 def test_data_package_checkpointing_with_h5(tmp_path: Path) -> None:
     pytest.importorskip("h5py")
     env = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3)
@@ -391,7 +391,7 @@ def sample(compact_data: TensorDict) -> TensorDict:
     return sample_of(compact_data)
 
 
-@pytest.mark.filterwarnings("ignore:.*stands in:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is used:UserWarning")
 def test_memory_knob_5_shifted_value_network(sample: TensorDict) -> None:
     gae_shifted = GAE(gamma=0.99, lmbda=0.95, value_network=value_network(), shifted=True)
     shifted_out = gae_shifted(sample.reshape(-1, 20).clone())
@@ -399,7 +399,7 @@ def test_memory_knob_5_shifted_value_network(sample: TensorDict) -> None:
     assert "shifted_valid" in shifted_out
 
 
-@pytest.mark.filterwarnings("ignore:.*stands in:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is used:UserWarning")
 def test_memory_knob_6_chunks(sample: TensorDict) -> None:
     value_net = value_network()
     gae_full = GAE(gamma=0.99, lmbda=0.95, value_network=value_net, shifted=False)
@@ -423,7 +423,9 @@ def test_memory_knob_7_memory_mapped_storage(compact_data: TensorDict) -> None:
 
 
 #: 1,000,000 frames in batches of 1,024.
-numbers_of_the_document = pytest.mark.filterwarnings("ignore:total_frames=1000000 is no multiple:UserWarning")
+numbers_of_the_document = pytest.mark.filterwarnings(
+    "ignore:total_frames=1000000 is not a multiple:UserWarning"
+)
 
 
 def actor_and_critic() -> tuple[Any, Any]:
@@ -472,7 +474,7 @@ def test_memory_knob_9_sequences_without_padding() -> None:
 
 
 @numbers_of_the_document
-@pytest.mark.filterwarnings("ignore:.*stands in:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is used:UserWarning")
 def test_memory_recipe_a() -> None:
     policy, critic = actor_and_critic()
     actor = policy

@@ -85,7 +85,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         actions: what the env was given at the last step, after the checks and casts.
         lends: reward, flags and final observations may be the env's own arrays, which its next step writes into
             again. False but for the steps of a collector, which copies them.
-        lends_markers: markers may show their own arrays in ``info``, which nobody writes into. As `lends`.
+        lends_markers: markers may show their own arrays in ``info``, and `first` may be `ended`, since nobody writes
+            into them. As `lends`.
         drawn: the actions of the next step were drawn from the action space: their range is not looked at. As `lends`.
         capabilities: see `Capabilities`.
         moves: the count of steps and resets of the env, which every adapted env around the same one raises.
@@ -307,8 +308,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         # Asking whether any row ended is cheap in NumPy (count_nonzero more so than any); a device would wait.
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
         if self.same_step:
-            # Two arrays: both are given away, and neither may change with the other.
-            self.first, self.ended = copy_of(ended), ended
+            # Two arrays where both are given away: neither may change with the other.
+            self.first, self.ended = (ended if self.lends_markers else copy_of(ended)), ended
             self.any_first = self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
         else:  # NEXT_STEP: the rows that ended one step ago have only reset, and show a first observation

@@ -64,7 +64,7 @@ def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: 
     """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
     if (saved is None) != (generator is None):
         raise ValueError(
-            f"the state was saved with a generator and this {whose} has none, or the other way round: pass "
+            f"the state was saved with a generator and this {whose} has none, or the other way round: use "
             f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
             "sides to draw the same rows"
         )

@@ -158,7 +158,7 @@ class PrioritizedSampler(RandomSampler):
         """Give the rows written since the last time their priority, and take those dropped out of the tree."""
         if ring.capacity > self.max_capacity:
             raise ValueError(
-                f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: pass "
+                f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
                 f"{type(self).__name__} at least max_capacity={ring.capacity}"
             )
         head, written = ring.head, ring.written
@@ -231,7 +231,7 @@ class PrioritizedSampler(RandomSampler):
             self._fresh = fresh
         if not tree.total > 0:
             raise RuntimeError(
-                "no row can be drawn: all priorities are 0 and so is eps; update the priorities or pass "
+                "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
                 f"{type(self).__name__} eps=1e-8"
             )
         # A uniform number times the sum of all weights falls into the weight of one slot; the tree finds which.

@@ -142,7 +142,7 @@ class SliceSampler(Sampler):
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
-        self.strict_length = strict_length
+        self.strict_length = bool(strict_length)
         self.pad_output = pad_output
         self.init_key = init_key
         self.by: By = by

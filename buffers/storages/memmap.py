@@ -453,7 +453,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} is gone: the process that made the buffer has dropped it or ended. Keep it there, or pass "
+            f"{path} is gone: the process that made the buffer has dropped it or ended. Keep it there, or give "
             "LazyMemmapStorage a scratch_dir, whose files stay"
         ) from None
 

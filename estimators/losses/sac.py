@@ -39,6 +39,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
+from flatroll.layout.checks import number
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
 from flatroll.layout.sampling import components, draw
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
@@ -468,7 +469,7 @@ class DiscreteSACLoss(SoftActorCritic):
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
         self.action_space: ActionSpace | None = action_space_of(action_space)
-        self.target_entropy_weight = target_entropy_weight
+        self.target_entropy_weight = number("target_entropy_weight", target_entropy_weight)
 
     @override
     def _next_value(

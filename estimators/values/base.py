@@ -34,6 +34,7 @@ from flatroll.estimators.values.order import check_observations, check_runs, che
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.explained import explained
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -225,7 +226,7 @@ class ValueEstimator(TensorDictModuleBase):
         require_critic("value_network", value_network)
         self.value_network = value_network
         self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
-        self.differentiable = options.get("differentiable", False)
+        self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
         self.check_finite = options.get("check_finite", False)
         self.bootstrap_missing = one_of(
@@ -260,6 +261,7 @@ class ValueEstimator(TensorDictModuleBase):
             unit_interval(name, bound)
         self.register_buffer(name, x.to(device))
 
+    @explained
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
 

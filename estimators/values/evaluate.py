@@ -537,7 +537,7 @@ def _warn_of_nan(
     if bool(rows.any()):
         warn(
             f"batch[{next_key(key)!r}] is NaN in {int(rows.sum())} rows that are not terminated: the "
-            f"number of the row's own {key!r} stands in. A storage with compact_obs=True keeps the "
+            f"number of the row's own {key!r} is used instead. A storage with compact_obs=True keeps the "
             "true ones, and so does final= with a compact batch"
         )
 

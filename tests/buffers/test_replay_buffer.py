@@ -473,7 +473,7 @@ def test_what_remembers_rows_belongs_to_one_buffer() -> None:
     first = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
     second = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
     first.extend(torch.arange(5))
-    with pytest.raises(ValueError, match="PrioritizedSampler remembers rows of another buffer"):
+    with pytest.raises(ValueError, match="PrioritizedSampler already belongs to another buffer"):
         second.extend(torch.arange(5))
     assert len(second) == 0 and set(first.sample(100).tolist()) <= set(range(5))
     del first

@@ -535,7 +535,7 @@ def test_an_env_that_is_reset_begins_a_trajectory() -> None:
                     writer.write({**(step if is_init else envs.next()), **init})
             assert writer.read([0, 1], 1)["collector", "traj_ids"].tolist() == [1, 3]
             continue
-        with pytest.warns(UserWarning, match="env 1 does not go on from the next observation"):
+        with pytest.warns(UserWarning, match="env 1 does not continue from the next observation"):
             writer.write(step)
         play(writer, envs, 3)
         rows: Any = writer.read(torch.arange(10), 1)

@@ -554,7 +554,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ValueError, match="'parquet', 'arrow', 'pandas', 'minari', 'lerobot' or 'h5', got 'csv'"
     ):
         export(batch, path, "csv")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         export(batch, tmp_path / "no" / "rows")
     with pytest.raises(ValueError, match=r"batch size \[N\], got \[2, 5\]"):
         export(batch.reshape(2, 5), path)

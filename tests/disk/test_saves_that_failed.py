@@ -196,7 +196,7 @@ def test_a_file_that_somebody_removed_is_written_anew(tmp_path: Path) -> None:
     buffer.dumps(tmp_path)
     for file in tmp_path.glob("*.rows"):
         file.unlink()
-    with pytest.warns(RuntimeWarning, match="is missing; all rows are written anew"):
+    with pytest.warns(RuntimeWarning, match="is missing; all rows are rewritten"):
         buffer.dumps(tmp_path)
     again = in_memory()
     again.loads(tmp_path)

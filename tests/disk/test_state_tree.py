@@ -150,7 +150,7 @@ class Number(int):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (object(), r"state\['a'\]\[1\] is a object, which is no data"),
+        (object(), r"state\['a'\]\[1\] is a object, which cannot be saved"),
         ({1, 2}, "is a set"),
         (Number(3), "is a Number"),
         (print, "is a builtin_function_or_method"),

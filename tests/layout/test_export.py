@@ -186,7 +186,7 @@ def test_what_cannot_be_exported_is_refused_by_name(change: Callable[..., Any], 
     with pytest.raises(TypeError, match=r"entry 'task' holds .*batch.exclude\('task'\)"):
         change(TensorDict({"task": ["x", "y"]}, [2]))
     dotted = TensorDict({"a": torch.zeros(2), "next": {"a.b": torch.zeros(2)}}, [2])
-    with pytest.raises(ValueError, match=r"'a.b'\) has '.' in its name: give another separator"):
+    with pytest.raises(ValueError, match=r"'a.b'\) has '.' in its name: pass another separator"):
         change(dotted)
     assert to_numpy(dotted, separator="/")["next/a.b"].shape == (2,)
     check_same(dotted, from_numpy(to_numpy(dotted, separator="/"), separator="/"))

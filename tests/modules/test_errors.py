@@ -56,7 +56,7 @@ BUILDS = {
     "a string of in_keys": (
         {"in_keys": "observation", "out_key": "b"},
         TypeError,
-        r"in_keys must be a list of keys, got the string 'observation': give in_key='observation'",
+        r"in_keys must be a list of keys, got the string 'observation': pass in_key='observation'",
     ),
     "one key read twice": (
         {"in_keys": ["a", "a"], "out_key": "b"},

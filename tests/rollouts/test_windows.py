@@ -49,7 +49,7 @@ def test_one_env_and_many():
 
 def test_a_total_that_is_no_multiple_is_rounded_up_with_a_warning():
     with pytest.warns(
-        UserWarning, match="total_frames=25 is no multiple of frames_per_batch=10: 30 frames will"
+        UserWarning, match="total_frames=25 is not a multiple of frames_per_batch=10: 30 frames will"
     ):
         collector = Collector(make("SameStep"), frames_per_batch=10, total_frames=25)
     assert len(list(collector)) == 3

@@ -352,7 +352,7 @@ def test_the_maps_of_a_forest_are_asked_as_the_references_ask_them() -> None:
     assert data in forest.node_map and unknown not in forest.data_map
     two = forest.node_map[TensorDict({"observation": torch.tensor([1, 0])}, [2])]
     assert [len(part["_index"]) for part in two.unbind(0)] == [1, 3]
-    with pytest.raises(KeyError, match="1 of 2 observations are no states of the forest"):
+    with pytest.raises(KeyError, match="1 of 2 observations are not states of the forest"):
         forest.node_map[unknown]
     with pytest.raises(KeyError, match="1 of 2 pairs of observation and action are not in the forest"):
         forest.data_map[unknown]

@@ -1,5 +1,6 @@
 """An environment adapter as somebody else would write it: a VectorSource of two methods."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from tensordict import assert_close
+from torch import Tensor
 
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import Capabilities, InitTracker, VectorSource, VectorStream, as_vector_env
@@ -49,6 +52,61 @@ def test_an_adapter_of_two_methods_keeps_the_contract(torch_env: bool) -> None:
     assert batch["observation"].squeeze(-1).tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 0, 1, 2, 3]
     assert batch["next", "observation"].squeeze(-1).tolist() == [1, 2, 1, 2, 1, 2, 3, 1, 1, 2, 3, 4]
     assert batch["is_init"].squeeze(-1).tolist() == [x == 0 for x in batch["observation"].squeeze(-1)]
+
+
+class Resetting(Countdown):
+    """Resets ended rows in the same step, and shows the observations before; reports what it is given."""
+
+    def __init__(self, torch_env: bool, whole: bool) -> None:
+        super().__init__(3, torch_env)
+        self.capabilities = replace(self.capabilities, whole_finals=whole)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, reward, ended, truncated, info = super().step(actions)
+        self.last = obs
+        if not self.capabilities.whole_finals:  # then nobody may read the other rows
+            self.last = obs * ended[:, None] - 1.0 * ~ended[:, None]
+        self.at *= ~ended[:, None]
+        return self.at + 0, reward, ended, truncated, info
+
+    def final_obs(self, info: Any, obs: Any, ended: Any, given: Any = None) -> Any:
+        return self.last
+
+
+@pytest.mark.parametrize("torch_env", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("frames", [3, 7, 30])  # 7 rows of 3 envs leave some for the next batch
+def test_final_observations_of_all_rows_make_the_same_batches(
+    torch_env: bool, compact: bool, frames: int
+) -> None:
+    batches = []
+    for whole in (False, True):
+        env = VectorStream(Resetting(torch_env, whole), AutoresetMode.SAME_STEP)
+        collector = Collector(env, frames_per_batch=frames, compact_obs=compact, seed=0)
+        batches.append([next(collector) for _ in range(4)])
+        finals = [] if collector.final is None else [collector.final]
+        batches[-1] += finals
+    for one, other in zip(*batches, strict=True):
+        assert assert_close(one, other)
+    if not compact:
+        for batch in batches[1]:
+            assert torch.equal(batch["next", "observation"], batch["observation"] + 1)
+
+
+@pytest.mark.parametrize(("drawn", "kind"), [(None, np.ndarray), (lambda obs: torch.zeros(3).long(), Tensor)])
+def test_random_actions_of_an_env_in_numpy_are_arrays_that_the_check_need_not_look_at(
+    drawn: Any, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = VectorStream(Countdown(3, False), AutoresetMode.DISABLED)
+    check, came = env._check_actions, []
+
+    def look(actions: Any, known: bool) -> Any:
+        came.append((type(actions), known))
+        return check(actions, known)
+
+    monkeypatch.setattr(env, "_check_actions", look)
+    next(Collector(env, drawn, frames_per_batch=6))
+    assert came == [(kind, drawn is None)] * 2
 
 
 def test_a_collector_closes_it_and_an_adapter_without_an_env_can_be_closed() -> None:

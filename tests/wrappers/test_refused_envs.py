@@ -116,7 +116,9 @@ class NumPyDuck:
 
 
 def test_a_vector_env_of_arrays_without_the_base_class_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"NumPyDuck is no gymnasium.vector.VectorEnv.*ndarray.*VectorSource"):
+    with pytest.raises(
+        TypeError, match=r"NumPyDuck is not a gymnasium.vector.VectorEnv.*ndarray.*VectorSource"
+    ):
         rollout(as_vector_env(NumPyDuck(), autoreset_mode="SameStep"), num_steps=2)
 
 

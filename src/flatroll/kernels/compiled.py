@@ -44,7 +44,7 @@ class _Notice(event.Listener):
 
 
 _notice = _Notice()
-event.register("numba:compile", _notice)
+event.register("numba:compile", _notice)  # type: ignore[no-untyped-call]
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:

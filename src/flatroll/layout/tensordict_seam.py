@@ -100,10 +100,14 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     >>> batch["td_error"]
     tensor([0., 0.])
     """
-    plain = USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked
-    if plain and isinstance(value, Tensor):  # and no tensordict, whose rows may be to set
+    if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
         rows, device = batch.batch_size, batch.device
-        if value.shape[: len(rows)] == rows and (device is None or device == value.device):
+        # (A tensordict's own rows may be to set.)
+        if (
+            isinstance(value, Tensor)
+            and value.shape[: len(rows)] == rows
+            and (device is None or device == value.device)
+        ):
             batch._tensordict[key] = value
             return
     batch.set(key, value)

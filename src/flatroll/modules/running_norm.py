@@ -208,7 +208,7 @@ class RunningNorm(TensorDictModuleBase):
             delta: Tensor | None = batch.get((*DELTA, *as_tuple(key)), None)
             if delta is None:
                 raise ValueError(
-                    f"batch has no entry {next_key(key)!r}, so the last observations of its runs are missing: pass "
+                    f"batch has no entry {next_key(key)!r}, so the last observations of its runs are missing: call "
                     "update(batch, final=collector.final), which came with a compact batch"
                 )
             column = decode_delta(batch.get(key), delta)

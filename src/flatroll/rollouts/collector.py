@@ -203,6 +203,9 @@ class Collector(Facts):
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._random_frames, self._reset_each_iter = init_random_frames, reset_at_each_iter
         self._set_truncated, self._split_trajs = set_truncated, split_trajs
+        if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
+            wanted = "have a method extend, as a ReplayBuffer has"
+            raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
         self._postproc, self._buffer, self._interruptor = postproc, replay_buffer, interruptor
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact

@@ -372,7 +372,7 @@ class Evaluator:
         self.policy = expect("policy", policy, nn.Module, "an nn.Module, whose weights are kept", hint=hint)
         self.env, self.options = env, options
         self.episodes, self.every = whole_number("episodes", episodes), whole_number("every", every)
-        self.stop_at = stop_at
+        self.stop_at = None if stop_at is None else number("stop_at", stop_at)
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
         self.best_mean, self.best_frames = -float("inf"), 0

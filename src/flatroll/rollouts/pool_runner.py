@@ -1,22 +1,20 @@
 """An envpool in async mode: each step is one of the envs that are done first, and each env's stream stays its own."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import create_empty_array
 from tensordict import TensorDict
-from tensordict.nn import InteractionType
 from torch import Tensor
 
 from flatroll.layout.keys import NestedKey
-from flatroll.rollouts.arguments import Devices
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import Runner, StartOptions
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import Array, Tree, map_tree, select
@@ -51,24 +49,13 @@ class PoolRunner:
         policy: Policy | None,
         steps: int,
         *,
-        devices: Devices,
-        exploration: InteractionType,
         seed: int | None,
-        recurrent: bool = True,
-        state_stride: int = 1,
+        **options: Unpack[StartOptions],
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` steps of each env; see `Runner.start`."""
         refuse_memory(policy, "with an envpool in async mode", "take a pool in sync mode")
         part = self._part
-        part.start(
-            policy,
-            steps,
-            devices=devices,
-            exploration=exploration,
-            seed=0,
-            recurrent=recurrent,
-            state_stride=state_stride,
-        )
+        part.start(policy, steps, seed=0, **options)
         self.random = RandomActions(part.random.space, self.num_envs, self.device, seed)
         part.draw = self._draw
         self.window = part.window = PoolWindow(self.keys, self._rows, steps)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
@@ -70,6 +70,15 @@ _FEW_BYTES = 1 << 17
 
 #: Markers that keep nothing of what a step returns.
 _KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
+
+
+class StartOptions(TypedDict, total=False):
+    """The options of `Runner.start` but ``seed``, which those who have a runner inside pass on."""
+
+    devices: Required[Devices]
+    exploration: Required[InteractionType]
+    recurrent: bool
+    state_stride: int
 
 
 class Runner:

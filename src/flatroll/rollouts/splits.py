@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType
 from torch import Tensor
 
 from flatroll.layout.keys import require
-from flatroll.rollouts.arguments import Devices
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import Runner, StartOptions
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.arrays import Array, map_tree
 from flatroll.wrappers.markers import TrajId, find_wrapper
@@ -51,24 +49,13 @@ class SplitRunner:
         policy: Policy | None,
         steps: int,
         *,
-        devices: Devices,
-        exploration: InteractionType,
         seed: int | None,
-        recurrent: bool,
-        state_stride: int,
+        **options: Unpack[StartOptions],
     ) -> None:
         """Set the policy, and create windows with room for ``steps`` vector steps; see `Runner.start`."""
         refuse_memory(policy, "with splits=", "leave splits out")
         for part in self._parts:
-            part.start(
-                policy,
-                steps,
-                devices=devices,
-                exploration=exploration,
-                seed=0,
-                recurrent=recurrent,
-                state_stride=state_stride,
-            )
+            part.start(policy, steps, seed=0, **options)
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
         self._drawn: list[list[Any]] = [[] for _ in self._parts]  # random actions that wait for a part's turn
         for i, part in enumerate(self._parts):

@@ -232,7 +232,7 @@ def test_items(tmp_path: Path) -> None:
     other.loads(tmp_path)
     assert same(other[:], buffer[:]) and same(drawn(other, 3), drawn(buffer, 3))
     buffer.add(print)
-    with pytest.raises(TypeError, match=r"item .* is a builtin_function_or_method, which is no data"):
+    with pytest.raises(TypeError, match=r"item .* is a builtin_function_or_method, which cannot be saved"):
         buffer.dumps(tmp_path)
     other.loads(tmp_path)  # what was there stays
     assert len(other) == 7

@@ -232,7 +232,7 @@ def test_folders_of_something_else_say_what_they_are(tmp_path: Path) -> None:
     for name, text in [
         ("ensemble", "an ensemble was saved: load it into a ReplayBufferEnsemble"),
         ("run", "a run without a buffer was saved: load it with a Checkpoint without buffer="),
-        ("disk", r"no run or buffer, but a flatroll.DiskStorage: open it as that"),
+        ("disk", r"no run or buffer, but a flatroll.DiskStorage: open it as such"),
     ]:
         with pytest.raises(ValueError, match=text):
             buffer.loads(tmp_path / name)

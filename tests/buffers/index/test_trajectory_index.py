@@ -190,7 +190,7 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
         index.draw(1, 4)
     index.write(Fragments.read(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)), KEYS))
     with pytest.raises(
-        RuntimeError, match=r"no stored trajectory has 8 rows in a row, the longest has 7: .*strict"
+        RuntimeError, match=r"no stored trajectory has 8 consecutive rows, the longest has 7: .*strict"
     ):
         index.draw(1, 8, strict=True)
     with pytest.raises(ValueError, match="by must be 'trajectory' or 'start', got 'row'"):

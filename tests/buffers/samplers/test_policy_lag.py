@@ -218,7 +218,7 @@ def test_what_cannot_go_together_is_told() -> None:
         ReplayBuffer(storage=ListStorage(10), sampler=RandomSampler(1))
     with pytest.raises(ValueError, match="max_policy_lag must be an integer of at least 0"):
         RandomSampler(max_policy_lag=-1)
-    with pytest.raises(TypeError, match="RandomSampler looks at no policy versions"):
+    with pytest.raises(TypeError, match="RandomSampler does not use policy versions"):
         _ = RandomSampler().policy_version
     with pytest.raises(RuntimeError, match="empty buffer"):
         buffer_of(RandomSampler(1)).sample(2)

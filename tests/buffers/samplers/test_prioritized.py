@@ -472,7 +472,7 @@ def test_a_sample_that_fails_changes_nothing(world: Any) -> None:
     buffer.extend(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)))
     buffer.sample(4)
     before = leaves(buffer)
-    with pytest.raises(RuntimeError, match="no stored trajectory has 9 rows in a row, the longest has 7"):
+    with pytest.raises(RuntimeError, match="no stored trajectory has 9 consecutive rows, the longest has 7"):
         buffer.sample(18)
     with pytest.raises(ValueError, match="divisible"):
         buffer.sample(5)

@@ -201,7 +201,7 @@ def test_bad_arguments_are_refused(world: Any) -> None:
     batch = world.to_batch(world.episode(0, 0, 7))
     with pytest.raises(ValueError, match="batch_size must be given"):
         filled(batch, None, slice_len=3).sample()
-    with pytest.raises(RuntimeError, match=r"no stored trajectory has 8 rows in a row, the longest has 7"):
+    with pytest.raises(RuntimeError, match=r"no stored trajectory has 8 consecutive rows, the longest has 7"):
         filled(batch, 8, slice_len=8, strict_length=True).sample()
     with pytest.raises(KeyError, match=r"batch has no entry 'lane'"):
         filled(batch, 8, slice_len=8, traj_key="lane")

@@ -107,7 +107,7 @@ def test_keys_nest_and_one_string_is_one_key(world: Any) -> None:
 def test_errors_name_what_is_wrong(world: Any) -> None:
     batch = world.to_batch(world.episode(0, 0, 4), "uint8")
     with pytest.raises(
-        TypeError, match=r"'observation'\] is torch.uint8, which has no NaN: give fill_value=0"
+        TypeError, match=r"'observation'\] is torch.uint8, which has no NaN: pass fill_value=0"
     ):
         NextStateReconstructor()(batch)
     with pytest.raises(ValueError, match=r"takes flat batches \[N\], got \[2, 2\]"):

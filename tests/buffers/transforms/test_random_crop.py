@@ -138,7 +138,7 @@ def test_errors_name_the_lengths() -> None:
         RandomCropTensorDict(4, mask_key="mask")(batch)
     with pytest.raises(TypeError, match=r"is_init.*must be bool"):
         RandomCropTensorDict(4)(batch.set("is_init", batch["is_init"].int()))
-    with pytest.raises(ValueError, match=r"sample_dim=2 is no dimension of a batch \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"sample_dim=2 is not a dimension of a batch \[3, 7\]"):
         RandomCropTensorDict(4, sample_dim=2)(batch)
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="sub_seq_len must be an integer of at least 1, got"):

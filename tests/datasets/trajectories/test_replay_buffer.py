@@ -370,7 +370,7 @@ def test_more_ranks_than_trajectories(make: Any, tmp_path: Path) -> None:
     make(4).save_checkpoint(tmp_path / "saved")
     buffer = make(1)
     for rank, ranks, text in (
-        (5, 8, "4 trajectories cannot be shared out among 8 ranks"),
+        (5, 8, "4 trajectories cannot be divided among 8 ranks"),
         (0, 0, "world_size must be an integer of at least 1, got 0"),
         (4, 4, "local_rank must be below world_size=4, got 4"),
         (-1, 4, "local_rank must be an integer of at least 0, got -1"),

@@ -124,9 +124,9 @@ class TestNetworks:
         assert loss.actor_network is actor and loss.critic_network is critic
         name = loss.loss_names[1]
         torch.testing.assert_close(loss(batch)[name], kind(actor, critic)(batch)[name])
-        with pytest.raises(TypeError, match=re.escape("give actor_network= or actor=, not both")):
+        with pytest.raises(TypeError, match=re.escape("pass actor_network= or actor=, not both")):
             kind(actor, actor=actor)
-        with pytest.raises(TypeError, match=re.escape("give critic_network= or critic=, not both")):
+        with pytest.raises(TypeError, match=re.escape("pass critic_network= or critic=, not both")):
             kind(actor, critic, critic=critic)
         with pytest.raises(TypeError, match=f"{kind.__name__} needs an actor_network"):
             kind(critic=critic)

@@ -595,9 +595,7 @@ def test_data_that_are_not_finite_are_named_with_the_row(batch_of: BatchOf) -> N
     assert gae(batch.clone())["advantage"].isfinite().all()
     broken = batch.clone()
     broken["observation"][3, 1] = torch.nan
-    text = (
-        "the value of the observation of row 3 is nan, and 'observation' is not finite there: mend the data"
-    )
+    text = "the value of the observation of row 3 is nan, and 'observation' is not finite there: fix the data"
     with pytest.raises(ValueError, match=re.escape(text)):
         gae(broken)
     broken = batch.clone()

@@ -90,7 +90,7 @@ def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
 
 @BOTH
 def test_a_total_is_rounded_up_to_whole_batches(sync: bool, nursery: Nursery) -> None:
-    with pytest.warns(UserWarning, match="total_frames=9 is no multiple of frames_per_batch=4: 12 frames"):
+    with pytest.warns(UserWarning, match="total_frames=9 is not a multiple of frames_per_batch=4: 12 frames"):
         made = MultiCollector(
             Seeded, num_workers=2, sync=sync, frames_per_batch=4, total_frames=9, nursery=nursery
         )
