@@ -36,6 +36,7 @@ from flatroll.estimators.losses.policy_gradient import (
 )
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
 from flatroll.estimators.reward_scale import RewardScale
+from flatroll.estimators.updates import UpdateStep, update_step
 from flatroll.estimators.values.estimators import (
     GAE,
     TD0Estimator,
@@ -66,6 +67,7 @@ __all__ = [
     "TD0Estimator",
     "TD1Estimator",
     "TDLambdaEstimator",
+    "UpdateStep",
     "VTrace",
     "ValueEstimators",
     "critic_ensemble",
@@ -79,6 +81,7 @@ __all__ = [
     "td1_return_estimate",
     "td_lambda_advantage_estimate",
     "td_lambda_return_estimate",
+    "update_step",
     "vec_generalized_advantage_estimate",
     "vec_td1_advantage_estimate",
     "vec_td1_return_estimate",

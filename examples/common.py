@@ -28,7 +28,7 @@ SHARED: dict[str, tuple[Any, str]] = {
     "film": ("", "save the first episode of the trained policy as this .gif (needs pillow)"),
     "device": ("cpu", "of networks and batches"),
     "bfloat16": (False, "mixed precision in the losses"),
-    "compile": (False, "torch.compile the loss"),
+    "compile": (False, "torch.compile the updates: loss, gradients and optimizer step"),
     "tensorboard": (False, "also write the log for TensorBoard"),
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.estimators import DQNLoss, HardUpdate
+from flatroll.estimators import DQNLoss, HardUpdate, update_step
 from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import q_network
 from flatroll.rollouts import Collector
@@ -48,9 +48,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     loss = DQNLoss(net, loss_function="l2", double_dqn=args.double, diagnostics=False)
     loss.make_value_estimator(gamma=args.gamma)
-    compute: Any = torch.compile(loss) if args.compile else loss
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
     target = HardUpdate(loss, value_network_update_interval=args.target_every // args.train_every)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(loss, optimizer, updater=target, compile=args.compile, autocast=precision)
 
     total = -(-args.frames // args.train_every) * args.train_every
     collector = Collector(
@@ -70,12 +71,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         buffer.extend(batch)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         if frames >= args.start:
-            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                losses = compute(buffer.sample())
-            optimizer.zero_grad()
-            losses["loss"].backward()
-            optimizer.step()
-            target.step()
+            losses = step(buffer.sample())
         epsilon.fill_(
             max(args.last_epsilon, 1 - (1 - args.last_epsilon) * frames / (args.exploration * total))
         )

@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from flatroll.buffers import HindsightTransform, LazyTensorStorage, ReplayBuffer
-from flatroll.estimators import DQNLoss, SoftUpdate
+from flatroll.estimators import DQNLoss, SoftUpdate, update_step
 from flatroll.rollouts import Collector
 
 NUM_ENVS, START, ROWS, EPSILON = 16, 1000, 256, 0.2
@@ -98,7 +98,7 @@ def train(n: int, frames: int, seed: int, hindsight: bool = True) -> dict[str, f
     )
     loss = DQNLoss(value, diagnostics=False).make_value_estimator(gamma=0.98)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
-    updater = SoftUpdate(loss, tau=0.05)
+    step = update_step(loss, optimizer, updater=SoftUpdate(loss, tau=0.05))
     outcomes: list[bool] = []
     start = time.process_time()
     for batch in collector:
@@ -107,10 +107,7 @@ def train(n: int, frames: int, seed: int, hindsight: bool = True) -> dict[str, f
         buffer.extend(batch)
         if collector.frames < START:
             continue
-        optimizer.zero_grad()
-        loss(buffer.sample())["loss"].backward()
-        optimizer.step()
-        updater.step()
+        step(buffer.sample())
     collector.shutdown()
     return {"reached": float(np.mean(outcomes[-200:])), "frames": frames, "s": time.process_time() - start}
 

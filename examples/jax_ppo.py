@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples.ppo import READ
 from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
@@ -37,21 +36,14 @@ def train(
     loss = ClipPPOLoss(
         policy, value, entropy_coeff=0.01, critic_coeff=0.25, loss_critic_type="l2", normalize_advantage=True
     )
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=5e-4, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=5e-4, eps=1e-5, fused=True)
+    step = update_step(loss, optimizer, max_grad_norm=0.5)
     returns: list[float] = []
     curve = []
     for batch in collector:
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         curve.append((collector.frames, float(np.mean(returns[-100:] or [0.0]))))
-        data = gae(batch).select(*READ)
-        for _ in range(4):
-            for some in torch.randperm(rows).chunk(4):
-                losses = loss(data[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
-                optimizer.step()
+        step.epochs(gae(batch).select(*READ), epochs=4, minibatch=-(-rows // 4))
         optimizer.param_groups[0]["lr"] = 5e-4 * (1 - collector.frames / (total + rows))
     return curve
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.estimators import SACLoss, SoftUpdate
+from flatroll.estimators import SACLoss, SoftUpdate, update_step
 from flatroll.modules import actor, q_network
 from flatroll.rollouts import Collector, MultiAsyncCollector, rollout
 from flatroll.wrappers import RewardSum, as_vector_env
@@ -44,20 +44,12 @@ def make_collector(place: str, workers: int, policy: Any, **arguments: Any) -> A
     return RayCollector(pendulums, policy, num_collectors=workers, **arguments)
 
 
-def make_update(buffer: ReplayBuffer, actor: Any, critic: Any) -> Callable[[], None]:
+def make_update(buffer: ReplayBuffer, actor: Any, critic: Any) -> Callable[[], object]:
     """Return a function that draws a sample and takes one step of all three losses."""
     loss = SACLoss(actor, critic, loss_function="l2").make_value_estimator(gamma=0.99)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
-    follow = SoftUpdate(loss, tau=0.005)
-
-    def update() -> None:
-        losses = loss(buffer.sample())
-        optimizer.zero_grad()
-        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-        optimizer.step()
-        follow.step()
-
-    return update
+    step = update_step(loss, optimizer, updater=SoftUpdate(loss, tau=0.005))
+    return lambda: step(buffer.sample())
 
 
 def train(place: str, workers: int, frames: int, seed: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples.common import Run, parse
 from flatroll.layout import agents_of
 from flatroll.modules import actor, critic
@@ -89,11 +89,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
     options: Any = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "normalize_advantage": True}
     loss = ClipPPOLoss(policy, value, diagnostics=False, **options)
-    compute: Any = torch.compile(loss) if args.compile else loss
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=args.lr)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(
+        loss, optimizer, max_grad_norm=args.max_grad_norm, compile=args.compile, autocast=precision
+    )
 
-    kind = torch.device(args.device).type
     rows = args.steps * env.num_envs
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "device": args.device}
@@ -101,19 +102,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     test_env = make_env(args, max(1, args.episodes // agents), args.seed + 1)
     run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer)
 
-    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         data = gae(add_team(batch, agents)).exclude("next")
-        for _ in range(args.epochs):
-            for some in torch.randperm(rows, device=args.device).chunk(max(1, rows // args.minibatch)):
-                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
-                    losses = compute(data[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
-                optimizer.step()
+        losses = step.epochs(data, epochs=args.epochs, minibatch=args.minibatch)[-1]
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:

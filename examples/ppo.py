@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples.common import make_env
 from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
@@ -34,20 +33,13 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     critic_options: Any = {"critic_coeff": 0.25, "loss_critic_type": "l2", "clip_value": 0.2}
     loss = ClipPPOLoss(policy, value, entropy_coeff=0.01, normalize_advantage=True, **critic_options)
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=LR, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=LR, eps=1e-5, fused=True)
+    step = update_step(loss, optimizer, max_grad_norm=0.5)
     returns: list[float] = []
     start = time.perf_counter()
     for batch in tqdm(collector, total=total // ROWS, unit=" batches", disable=None):
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
-        rows = gae(batch).select(*READ)
-        for _ in range(EPOCHS):
-            for some in torch.randperm(ROWS).chunk(MINIBATCHES):
-                losses = loss(rows[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
-                optimizer.step()
+        step.epochs(gae(batch).select(*READ), epochs=EPOCHS, minibatch=ROWS // MINIBATCHES)
         optimizer.param_groups[0]["lr"] = LR * (1 - collector.frames / (total + ROWS))
     collector.shutdown()
     return {

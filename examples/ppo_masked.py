@@ -12,9 +12,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import nn
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
@@ -94,9 +93,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
     options: Any = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "critic_coeff": 0.5}
     loss = ClipPPOLoss(policy, value, normalize_advantage=True, diagnostics=False, **options)
-    compute: Any = torch.compile(loss) if args.compile else loss
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5, fused=True)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(
+        loss, optimizer, max_grad_norm=args.max_grad_norm, compile=args.compile, autocast=precision
+    )
 
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
@@ -105,19 +106,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     test_env = make_env(args.env, args.episodes, args.seed + 1)
     run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer)
 
-    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
         data = gae(batch).exclude("next")
-        for _ in range(args.epochs):
-            for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
-                with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                    losses = compute(data[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
-                optimizer.step()
+        losses = step.epochs(data, epochs=args.epochs, minibatch=-(-rows // args.minibatches))[-1]
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:

@@ -16,7 +16,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from gymnasium.wrappers.vector import TransformReward
 from torch import nn
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
@@ -71,11 +71,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         normalize_advantage=True,
         diagnostics=False,
     )
-    compute: Any = torch.compile(loss) if args.compile else loss
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5, fused=True)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(
+        loss, optimizer, max_grad_norm=args.max_grad_norm, compile=args.compile, autocast=precision
+    )
 
-    kind = torch.device(args.device).type
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
     collector = Collector(
@@ -90,19 +91,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     test_env = make_frames(args.env, args.episodes, args.seed + 1, max_episode_steps=args.max_steps)
     run = Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer)
 
-    losses: Any = {}
     for batch in collector:
         frames = collector.frames
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
         data = gae(batch, final=collector.final).select(*READ)
-        for _ in range(args.epochs):
-            for some in torch.randperm(rows, device=args.device).chunk(args.minibatches):
-                with torch.autocast(kind, torch.bfloat16, args.bfloat16):
-                    losses = compute(data[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(weights, args.max_grad_norm, foreach=True)
-                optimizer.step()
+        losses = step.epochs(data, epochs=args.epochs, minibatch=-(-rows // args.minibatches))[-1]
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:

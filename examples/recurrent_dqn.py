@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.estimators import DQNLoss, SoftUpdate
+from flatroll.estimators import DQNLoss, SoftUpdate, update_step
 from flatroll.examples import common
 from flatroll.examples.last_action import LastAction
 from flatroll.examples.recurrent_ppo import look, make_env
@@ -84,7 +84,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     options: Any = {"loss_function": "smooth_l1", "burn_in": args.burn_in, "diagnostics": False}
     loss = DQNLoss(net, double_dqn=True, **options).make_value_estimator(gamma=args.gamma)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr, fused=True)
-    target = SoftUpdate(loss, tau=args.tau)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(
+        loss, optimizer, max_grad_norm=10.0, updater=SoftUpdate(loss, tau=args.tau), autocast=precision
+    )
     test_env = LastAction(look(args.env, args.episodes, args.seed + 1))
     run = common.Run(args, net, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
 
@@ -94,13 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         buffer.extend(batch)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         for _ in range(args.updates if len(buffer) >= args.start else 0):
-            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                losses = loss(buffer.sample())
-            optimizer.zero_grad()
-            losses["loss"].backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 10.0, foreach=True)
-            optimizer.step()
-            target.step()
+            losses = step(buffer.sample())
         epsilon.fill_(max(0.01, 1 - frames / args.explore))
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
         run.save(frames, len(batch), now=stop or frames == total)

@@ -14,11 +14,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples import common
 from flatroll.layout import run_starts
 from flatroll.modules import actor, critic
@@ -82,6 +81,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     gae = GAE(gamma=args.gamma, lmbda=0.95, value_network=value, shifted=True)
     loss = ClipPPOLoss(policy, value[-1], critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(loss, optimizer, max_grad_norm=0.5, autocast=precision)
     sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
     test_env = look(args.env, args.episodes, args.seed + 1)
@@ -111,12 +112,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(args.minibatches * args.epochs):
                 sample = buffer.sample(args.steps * share)
                 spent("sample slices")
-                with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                    losses = loss(sample)
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
-                optimizer.step()
+                losses = step(sample)
                 spent("update")
             frames = collector.frames
             optimizer.param_groups[0]["lr"] = args.lr * (1 - frames / (1.02 * total))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.layout import run_starts
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector
@@ -104,6 +104,7 @@ def train(
     loss = ClipPPOLoss(actor, head, entropy_coeff=0.01, loss_critic_type="l2", normalize_advantage=True)
     weights = list(dict.fromkeys([*actor.parameters(), *critic.parameters()]))
     optimizer = torch.optim.Adam(weights, lr=2e-3, eps=1e-5)
+    step = update_step(loss, optimizer, max_grad_norm=0.5)
     sampler = SliceSampler(slice_len=steps, fill=False)  # samples of whole runs, long and short
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows), sampler=sampler)
     returns: list[float] = []
@@ -112,11 +113,7 @@ def train(
         buffer.extend(batch)
         quarter = max(1, int(run_starts(batch).sum()) // 4)
         for _ in range(16):  # 4 epochs of 4 minibatches
-            losses = loss(buffer.sample(steps * quarter))
-            optimizer.zero_grad()
-            (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-            nn.utils.clip_grad_norm_(weights, 0.5)
-            optimizer.step()
+            step(buffer.sample(steps * quarter))
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
     collector.shutdown()
     return {

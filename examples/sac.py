@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.estimators import SACLoss, SoftUpdate
+from flatroll.estimators import SACLoss, SoftUpdate, update_step
 from flatroll.examples.common import Run, make_env, parse
 from flatroll.modules import actor, q_network
 from flatroll.rollouts import Collector
@@ -49,13 +49,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         critic[0].statistics = norm.statistics  # one update serves both; rows in the buffer stay raw
     loss = SACLoss(policy, critic, loss_function="l2", diagnostics=False)
     loss.make_value_estimator(gamma=args.gamma)
-    compute: Any = torch.compile(loss) if args.compile else loss
     groups: Any = [
         {"params": [*policy.parameters(), loss.log_alpha], "lr": args.lr},
         {"params": loss.qvalue_network.parameters(), "lr": args.q_lr},
     ]
     optimizer = torch.optim.Adam(groups, fused=True)
-    target = SoftUpdate(loss, tau=args.tau)
+    precision = torch.bfloat16 if args.bfloat16 else None
+    step = update_step(
+        loss, optimizer, updater=SoftUpdate(loss, tau=args.tau), compile=args.compile, autocast=precision
+    )
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
     )
@@ -83,12 +85,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         for group, first in zip(optimizer.param_groups, (args.lr, args.q_lr), strict=True):
             group["lr"] = left * first
         for _ in range(len(batch) if frames >= args.start else 0):
-            with torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bfloat16):
-                losses = compute(buffer.sample())
-            optimizer.zero_grad()
-            (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-            optimizer.step()
-            target.step()
+            losses = step(buffer.sample())
         stop = run.note(batch, frames, lr=left * args.lr, **losses)
         run.save(frames, len(batch), now=stop or frames == total)
         if stop:

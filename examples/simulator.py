@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
-from torch import nn
 
-from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.modules import actor, critic
 from flatroll.rollouts import Collector
 from flatroll.wrappers import as_vector_env
@@ -61,8 +60,8 @@ def train(
     collector = Collector(env, policy, frames_per_batch=STEPS * env.num_envs, total_frames=frames, seed=seed)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     loss = ClipPPOLoss(policy, value, entropy_coeff=0.0, normalize_advantage=True, critic_coeff=0.5)
-    weights = list(loss.parameters())
-    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    step = update_step(loss, optimizer, max_grad_norm=0.5)
     curve = []
     means: deque[float] = deque(maxlen=-(-episode // STEPS))
     for batch in collector:
@@ -70,14 +69,7 @@ def train(
         means.append(batch["next", "reward"].mean().item())
         if len(means) == means.maxlen:
             curve.append((collector.frames, sum(means) / len(means)))
-        rows = gae(batch).select(*READ)
-        for _ in range(EPOCHS):
-            for some in torch.randperm(len(rows)).chunk(MINIBATCHES):
-                losses = loss(rows[some])
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"]).backward()
-                nn.utils.clip_grad_norm_(weights, 0.5)
-                optimizer.step()
+        step.epochs(gae(batch).select(*READ), epochs=EPOCHS, minibatch=-(-len(batch) // MINIBATCHES))
     collector.shutdown()
     return curve
 

@@ -178,7 +178,7 @@ def check_kinds(columns: Columns, own: Spans) -> None:
 
     >>> check_kinds({"x": torch.eye(2).to_sparse()}, Spans())
     Traceback (most recent call last):
-    TypeError: batch['x'] is a tensor of layout torch.sparse_coo, this storage takes dense ones: give x.to_dense()
+    TypeError: batch['x'] is a tensor of layout torch.sparse_coo, this storage takes dense ones: pass x.to_dense()
     """
     low, high, starts, stops = own
     for key, column in columns.items():

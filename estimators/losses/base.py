@@ -45,6 +45,7 @@ from flatroll.layout.keys import (
     under_next,
 )
 from flatroll.layout.moments import Moments
+from flatroll.layout.sampling import base_sample_key
 from flatroll.layout.tensordict_seam import get_entry, shallow_copy
 
 N = TypeVar("N", bound=nn.Module)
@@ -197,8 +198,17 @@ class LossModule(TensorDictModuleBase):
     def in_keys(self, value: Iterable[Any]) -> None:
         self._in_keys: list[Any] = unravel_key_list(list(value))
         known = [key for name in self.tensor_keys for key in self.keys_of(name)]
+        made_of = map(base_sample_key, self.keys_of("action"))
+        legal = [under_next(self.key("action_mask"))] if "action_mask" in self.tensor_keys else []
+        read = (*self._in_keys, *known, *legal, *made_of, *self.optional_keys)
+        self._readable_keys: list[Any] = list(dict.fromkeys(read))
         later = map(under_next, self._in_keys)  # a value estimator may read them
-        self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *later, *self.optional_keys)))
+        self._keyword_keys: list[Any] = list(dict.fromkeys((*self._readable_keys, *later)))
+
+    @property
+    def readable_keys(self) -> list[Any]:
+        """All entries that the loss may read; none where a subclass does not name its :attr:`in_keys`."""
+        return self._readable_keys if self._in_keys else []
 
     def __call__(self, tensordict: Any = None, *args: Any, **entries: Any) -> Any:
         """Compute the losses: see the class for the two ways to call it."""

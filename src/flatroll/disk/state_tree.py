@@ -65,7 +65,7 @@ def pack(tree: Any, *, compress: bool = True, host: bool = True) -> tuple[Any, d
     >>> pack({"a": [object()]})
     Traceback (most recent call last):
     ...
-    TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and \
+    TypeError: state['a'][0] is a object, which cannot be saved: a state holds numbers, strings, tensors, arrays, and \
 dicts, lists and tuples of them
     """
     packer = Packer(compress=compress and host, host=host)

@@ -122,7 +122,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     >>> list(batch["next"].keys()), copy["next", "reward"] is batch["next", "reward"]
     (['reward'], True)
     """
-    if not USES_PRIVATES or type(batch) is not TensorDict or torch.compiler.is_compiling():
+    if not USES_PRIVATES or type(batch) is not TensorDict:
         return batch.copy()
     entries = dict(batch._tensordict)
     for key, value in entries.items():
@@ -143,7 +143,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _acts_alike(own_kind)):
         return None
     # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
-    if not USES_PRIVATES or torch.compiler.is_compiling() or _mode_of(_SKIPS, skip_existing):
+    if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
         return None
     own = network.__dict__
     if (
@@ -154,9 +154,11 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     ):
         return None
     # network.compile() sets _compiled_call_impl
-    if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None or not plain.items() <= own.items():
+    if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None:
         return None
-    return own
+    if torch.compiler.is_compiling():  # which cannot compare views of dicts
+        return own if all(name in own and own[name] == value for name, value in plain.items()) else None
+    return own if plain.items() <= own.items() else None
 
 
 @cache
@@ -338,7 +340,7 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
         value = outputs[out_keys[0]]
         if isinstance(value, Tensor):
             return value  # a plain function writes nothing into the batch, so no copy is needed
-    found: Tensor | None = call_network(network, batch.copy()).get(key, None)
+    found: Tensor | None = get_entry(call_network(network, shallow_copy(batch)), key)
     return found
 
 
