@@ -51,7 +51,8 @@ _WORDS: dict[Any, str] = {
     Path: "a path",
 }
 _KEY = {str, tuple[str, ...]}
-_KEYS = {*_KEY, *(kind[str | tuple[str, ...]] for kind in (Sequence, Iterable, list, Collection))}
+_SOME = str | tuple[str, ...]
+_KEYS = {*_KEY, Sequence[_SOME], Iterable[_SOME], list[_SOME], Collection[_SOME]}
 _LATE: tuple[tuple[set[Any], Callable[[Any], bool]], ...] = (
     ({str, Path, os.PathLike, os.PathLike[str]}, lambda value: not isinstance(value, (str, os.PathLike))),
     (_KEYS, lambda value: _no_key(value)),
@@ -184,7 +185,7 @@ def _explanation(
 
 def _is_bare(error: Exception, function: Any) -> bool:
     """Whether an operation of flatroll, or a library that it called, raised it: no statement, no code of the user."""
-    trace, own = error.__traceback__, False
+    trace, own, code, at = error.__traceback__, False, function.__code__, 0
     while trace is not None:
         code, at = trace.tb_frame.f_code, trace.tb_lasti
         own = code is function.__code__ or os.path.realpath(code.co_filename).startswith(_PACKAGE)
