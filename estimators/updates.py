@@ -120,7 +120,10 @@ class UpdateStep:
                 part = {key: column.index_select(0, some) for key, column in columns.items()}
                 batch = nest(part, len(some), *rows.batch_size[1:], device=device)
                 found.append(self._update(batch, part))
-        numbers: dict[str, Tensor] = {key: torch.stack([x[key] for x in found]) for key in found[0].keys()}  # noqa: SIM118 (a tensordict's iter is over rows)
+        numbers: dict[NestedKey, Tensor] = {
+            key: torch.stack([x[key] for x in found])
+            for key in found[0].keys()  # noqa: SIM118 (a tensordict's iter is over rows)
+        }
         return nest(numbers, len(found))
 
     def _update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
