@@ -45,7 +45,6 @@ from flatroll.estimators.values.estimators import (
     ValueEstimators,
     VTrace,
 )
-from flatroll.layout.explained import explain_errors
 
 __all__ = [
     "GAE",
@@ -89,5 +88,3 @@ __all__ = [
     "vec_td_lambda_return_estimate",
     "vtrace_advantage_estimate",
 ]
-
-explain_errors(__all__, globals())

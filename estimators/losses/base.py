@@ -27,7 +27,6 @@ from flatroll.estimators.masked import (
 from flatroll.layout import checks
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import need_rows
-from flatroll.layout.explained import explained
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -255,7 +254,6 @@ class LossModule(TensorDictModuleBase):
         self._out_keys_apparent = self._out_keys
         return self
 
-    @explained
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the loss reads or writes.
 

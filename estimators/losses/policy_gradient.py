@@ -49,7 +49,6 @@ from flatroll.estimators.masked import (
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
 from flatroll.layout import checks
-from flatroll.layout.explained import explained
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column
 from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest
@@ -386,7 +385,6 @@ class PolicyGradientLoss(LossModule):
             read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
         self.in_keys = read
 
-    @explained
     def make_value_estimator(self, value_type: Kind | None = ValueEstimators.GAE, **hyperparams: Any) -> Self:
         """Choose the value estimator that computes advantages for batches without them.
 

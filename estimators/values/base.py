@@ -34,7 +34,6 @@ from flatroll.estimators.values.order import check_observations, check_runs, che
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import one_of, whole_number
-from flatroll.layout.explained import explained
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -261,7 +260,6 @@ class ValueEstimator(TensorDictModuleBase):
             unit_interval(name, bound)
         self.register_buffer(name, x.to(device))
 
-    @explained
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
 

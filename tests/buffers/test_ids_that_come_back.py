@@ -39,7 +39,7 @@ def test_rows_of_two_writers_are_not_joined(compact: bool, step_count: bool) -> 
     except ValueError as error:
         assert "writer=" in str(error)
         return
-    with pytest.raises(RuntimeError, match="no stored trajectory has 6 rows"):
+    with pytest.raises(RuntimeError, match="no stored trajectory has 6 consecutive rows"):
         buffer.sample(6)
 
 

@@ -94,7 +94,7 @@ def test_an_error_while_drawing_ahead_leaves_nothing_half_done() -> None:
     with pytest.raises(RuntimeError, match="cannot sample from an empty buffer"):
         buffer.sample()
     buffer.extend(rows(0, 3))
-    with pytest.raises(RuntimeError, match="no stored trajectory has 4 rows"):
+    with pytest.raises(RuntimeError, match="no stored trajectory has 4 consecutive rows"):
         buffer.sample()
     buffer.extend(rows(3, 20))
     assert len(buffer.sample()) == 8

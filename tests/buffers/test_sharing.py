@@ -62,7 +62,7 @@ def worker(rb, *others):
         try:
             other.extend(other[:])
         except RuntimeError as error:
-            assert "pass buffer.handle()" in str(error)
+            assert "hand over buffer.handle()" in str(error)
         else:
             raise AssertionError("these rows are lost")
         other = copy.deepcopy(other)

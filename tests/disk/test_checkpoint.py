@@ -93,7 +93,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         _with(other, policy=wide).load()
     with pytest.raises(ValueError, match=r"has the parts .*, this Checkpoint \['policy'\]"):
         Checkpoint(tmp_path, buffer=other.buffer, policy=other.policy).load()
-    with pytest.raises(ValueError, match="has a buffer: pass Checkpoint"):
+    with pytest.raises(ValueError, match="has a buffer: pass one like it as Checkpoint"):
         Checkpoint(tmp_path, policy=other.policy).load()
     assert len(other.buffer) == rows and torch.equal(other.policy[0].weight, weights)
     assert torch.equal(torch.get_rng_state(), state)

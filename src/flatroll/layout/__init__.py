@@ -3,7 +3,6 @@
 from flatroll.layout.agents import agents_of
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import NextObservationDelta, check_delta, decode_delta, encode_delta
-from flatroll.layout.explained import explain_errors
 from flatroll.layout.inspect.audit import Finding, audit
 from flatroll.layout.inspect.describe import describe
 from flatroll.layout.inspect.explain import explain
@@ -96,5 +95,3 @@ __all__ = [
     "timeline",
     "timeline_svg",
 ]
-
-explain_errors(__all__, globals())

@@ -138,7 +138,7 @@ def test_slices_stay_in_an_episode_of_a_lane(make: Any) -> None:
     rewards = buffer.sample_slices(200, 2)["rewards"].view(200, 2)
     assert (rewards.diff() == 100).all()
     assert set((rewards[:, 0] % 10_000 // 100).tolist()) == {0, 2}  # episodes are steps 0-1 and 2-3
-    with pytest.raises(RuntimeError, match="no stored trajectory has 3 rows"):
+    with pytest.raises(RuntimeError, match="no stored trajectory has 3 consecutive rows"):
         buffer.sample_slices(2, 3)
 
 

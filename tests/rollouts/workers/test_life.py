@@ -88,7 +88,7 @@ def test_the_thread_ends_with_the_total(nursery: Nursery) -> None:
         assert len(buffer) == 50
     with (
         MultiAsyncCollector(Seeded, frames_per_batch=5, nursery=nursery) as collector,
-        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: pass \w*Collector"),
+        pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: create \w*Collector"),
     ):
         collector.start()
 
