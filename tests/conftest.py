@@ -57,3 +57,9 @@ def no_power_cut() -> Iterator[None]:
 def quick_collections() -> None:
     """No ``gc.collect()`` looks at what is there before the first test, modules above all: 0.3 s and more each time."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_collections_of_a_parents_garbage() -> None:
+    """A forked child, such as Gymnasium's workers, leaves alone what its parent had: envpool's pools crash there."""
+    os.register_at_fork(after_in_child=gc.freeze)

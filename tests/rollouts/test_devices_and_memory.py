@@ -1,5 +1,8 @@
 """Where batches are, what waits for a device, and whose memory they are."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -185,3 +188,24 @@ def test_batches_own_their_memory():
             kept += [(part, part.clone()) for part in parts]
         assert all((part == copy).all() for part, copy in kept)
         assert torch.equal(kept[0][0]["extra"], kept[0][0]["observation"][:, 1:])
+
+
+@pytest.mark.parametrize("how", ["next", "for", "rollout"])
+def test_a_collector_that_is_dropped_lets_go_of_its_env_at_once(how):
+    """Not when garbage is collected: that may be in a forked child, where a pool of envpool crashes."""
+    env = make("SameStep")
+    collector = Collector(env, always_four, frames_per_batch=6, total_frames=12)
+    gc.collect()
+    gc.disable()
+    try:
+        left = [weakref.ref(one) for one in (collector, env)]
+        if how == "next":
+            next(collector)
+        elif how == "rollout":
+            collector.rollout()
+        else:
+            assert len(list(collector)) == 2
+        del collector, env
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()

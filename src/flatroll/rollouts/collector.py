@@ -130,7 +130,6 @@ class Collector(Facts):
     _frames = 0  # rows collected so far
     _version = 0  # of the policy
     _runner: Runner | SplitRunner | PoolRunner
-    _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
         self,
@@ -232,14 +231,14 @@ class Collector(Facts):
 
     def __next__(self) -> Any:
         """The next batch, without a loop; StopIteration after ``total_frames``."""
+        # No generator is kept: it would refer to the collector, whose env then outlived it until the next collection of
+        # garbage, which may come in a forked child. envpool's pools crash there.
         self._check_open()
-        if self._iterator is None:
-            self._iterator = iter(self)
-        try:
-            return next(self._iterator)
-        except BaseException:
-            self._iterator = None  # a generator that has ended or raised stays ended
-            raise
+        made = self._make_batch(self.total_frames)
+        if made is None:
+            self._bar.close()
+            raise StopIteration
+        return made[0]
 
     def rollout(self) -> TensorDict | None:
         """Collect one more batch, as the iteration does, whether or not ``total_frames`` are reached.
@@ -347,7 +346,7 @@ class Collector(Facts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to pickle or copy a collector that has begun."""
-        if self._iterator is not None or self._runner.started:
+        if self._runner.started:
             raise TypeError(
                 "a collector that has begun cannot be pickled or copied, as its env cannot: pickle "
                 "collector.state_dict(), and load it into a new Collector(make_env, ...)"
