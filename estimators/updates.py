@@ -27,11 +27,55 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
 class UpdateStep:
-    """Updates the networks of a loss, once for each call; :func:`update_step` makes it and documents it.
+    """``step(batch) -> losses``: one call for the body of a training loop; :func:`update_step` is its other name.
+
+    A call adds up the losses (``"loss"``, ``"loss_*"``), computes gradients, scales them down to ``max_grad_norm``,
+    steps the optimizer and moves the target networks. What the loss writes into the batch is there afterwards:
+    ``buffer.update_tensordict_priority(sample)`` follows a ``step(sample)`` where samples are prioritized.
+    ``step.epochs(rows, epochs=4, minibatch=256)`` updates on shuffled minibatches of a batch.
+
+    With ``compile=True``, loss, gradients, clipping and the step of Adam or AdamW run as one graph of
+    ``torch.compile``; any other optimizer, or one with hooks, steps by itself. The graph is made in the first call, for
+    any number of rows (a single row gets a graph of its own), and again for batches of other entries. Gradients are
+    those of the eager update up to rounding; ``parameter.grad`` stays None where the graph applies them. On a GPU it is
+    captured as a CUDA graph. If something cannot be compiled, a warning says so once, and updates run without.
+
+    Args:
+        loss: any loss. It returns scalars: ``reduction`` is ``"mean"`` or ``"sum"``.
+        optimizer: any of torch's, with all parameters that learn, such as ``Adam(loss.parameters(), fused=True)``. Its
+            groups may have learning rates of their own, and schedules may change them.
+        max_grad_norm: largest norm of all gradients together, above 0. Default: None, no limit.
+        compile: whether to compile. It takes some ten seconds, and needs a C++ compiler. Default: False.
+        updater: a :class:`SoftUpdate` or :class:`HardUpdate` of this loss, stepped after each update. Default: None.
+        autocast: ``torch.bfloat16``: the loss runs in mixed precision. Default: None.
 
     Attributes:
-        compiled: whether updates run compiled; False again where compiling failed.
         compile_seconds: what compiling has taken so far, during calls; 0.0 before the first one.
+
+    Raises:
+        TypeError: no loss of flatroll (give the loss itself, not ``torch.compile(loss)``), optimizer or updater.
+        ValueError: the optimizer has no parameters of the loss, the updater moves another loss's targets, or a number
+            is out of range; called: the loss returns no scalars.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from flatroll.estimators import DQNLoss, SoftUpdate
+        >>> loss = DQNLoss(nn.Linear(3, 2))
+        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
+        >>> step = update_step(loss, optimizer, max_grad_norm=1.0, updater=SoftUpdate(loss, tau=0.005))
+        >>> rows = TensorDict({
+        ...     "observation": torch.randn(10, 3), "action": torch.randint(2, (10,)),
+        ...     "next": {"observation": torch.randn(10, 3), "reward": torch.ones(10, 1),
+        ...              "terminated": torch.zeros(10, 1, dtype=torch.bool)},
+        ... }, [10])
+        >>> sorted(step(rows).keys()), rows["td_error"].shape
+        (['loss', 'pred_value', 'target_value'], torch.Size([10]))
+        >>> step.epochs(rows, epochs=3, minibatch=4)["loss"].shape                     # 4, 4 and 2 rows, three times
+        torch.Size([9])
+
+    References:
+        The idea is that of LeanRL (V. Moens, https://github.com/pytorch-labs/LeanRL) and PufferLib (J. Suarez,
+        https://arxiv.org/abs/2406.12905): a small network's update spends its time in Python and launches.
     """
 
     def __init__(
@@ -62,11 +106,16 @@ class UpdateStep:
             )
         self.loss, self.optimizer, self.updater = loss, optimizer, updater
         self.max_grad_norm, self.autocast = max_grad_norm, autocast
-        self.compiled, self.compile_seconds = compile, 0.0
+        self.compile_seconds = 0.0
         self._graph = _Graph(self) if compile else None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether updates run compiled; False again where compiling failed."""
+        return self._graph is not None
+
     def __call__(self, batch: TensorDictBase) -> TensorDict:
-        """Update the networks once on a batch; return the losses and diagnostics, detached."""
+        """Update the networks once on a batch ``[N]`` or ``[B, T]``; return what the loss returns, detached."""
         checks.need_rows(batch)
         return self._update(batch, columns_read_by(self.loss, batch) if self.compiled else {})
 
@@ -135,7 +184,7 @@ class UpdateStep:
                 losses = self._graph.update(batch, columns)
             except RuntimeError as error:  # torch.compile failed, or the loss cannot read this batch
                 losses = self._eager(batch)  # which then raises its own error
-                self._graph, self.compiled = None, False
+                self._graph = None
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
                 reason = next(
                     (line for line in lines if line.startswith("Developer debug context")), lines[0]
@@ -383,66 +432,4 @@ class _Graph:
         return numbers, priorities, []
 
 
-def update_step(
-    loss: LossModule,
-    optimizer: Optimizer,
-    *,
-    max_grad_norm: float | None = None,
-    compile: bool = False,
-    updater: TargetNetUpdater | None = None,
-    autocast: torch.dtype | None = None,
-) -> UpdateStep:
-    """Make ``step(batch) -> losses``: one call for the body of a training loop.
-
-    A call adds up the losses (``"loss"``, ``"loss_*"``), computes gradients, scales them down to ``max_grad_norm``,
-    steps the optimizer and moves the target networks. What the loss writes into the batch is there afterwards:
-    ``buffer.update_tensordict_priority(sample)`` follows a ``step(sample)`` where samples are prioritized.
-    ``step.epochs(rows, epochs=4, minibatch=256)`` updates on shuffled minibatches of a batch.
-
-    With ``compile=True``, loss, gradients, clipping and the step of Adam or AdamW run as one graph of
-    ``torch.compile``; any other optimizer, or one with hooks, steps by itself. The graph is made in the first call, for
-    any number of rows (a single row gets a graph of its own), and again for batches of other entries. Gradients are
-    those of the eager update up to rounding; ``parameter.grad`` stays None where the graph applies them. On a GPU it is
-    captured as a CUDA graph. If something cannot be compiled, a warning says so once, and updates run without.
-
-    Args:
-        loss: any loss. It returns scalars: ``reduction`` is ``"mean"`` or ``"sum"``.
-        optimizer: any of torch's, with all parameters that learn, such as ``Adam(loss.parameters(), fused=True)``. Its
-            groups may have learning rates of their own, and schedules may change them.
-        max_grad_norm: largest norm of all gradients together, above 0. Default: None, no limit.
-        compile: whether to compile. It takes some ten seconds, and needs a C++ compiler. Default: False.
-        updater: a :class:`SoftUpdate` or :class:`HardUpdate` of this loss, stepped after each update. Default: None.
-        autocast: ``torch.bfloat16``: the loss runs in mixed precision. Default: None.
-
-    Returns:
-        the step. Called with a batch ``[N]`` or ``[B, T]``, it returns a tensordict of what the loss returns, detached.
-        Its attribute ``compiled`` says whether it runs compiled, ``compile_seconds`` how long that took to make.
-
-    Raises:
-        TypeError: no loss of flatroll (give the loss itself, not ``torch.compile(loss)``), optimizer or updater.
-        ValueError: the optimizer has no parameters of the loss, the updater moves another loss's targets, or a number
-            is out of range; called: the loss returns no scalars.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> from flatroll.estimators import DQNLoss, SoftUpdate
-        >>> loss = DQNLoss(nn.Linear(3, 2))
-        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-        >>> step = update_step(loss, optimizer, max_grad_norm=1.0, updater=SoftUpdate(loss, tau=0.005))
-        >>> rows = TensorDict({
-        ...     "observation": torch.randn(10, 3), "action": torch.randint(2, (10,)),
-        ...     "next": {"observation": torch.randn(10, 3), "reward": torch.ones(10, 1),
-        ...              "terminated": torch.zeros(10, 1, dtype=torch.bool)},
-        ... }, [10])
-        >>> sorted(step(rows).keys()), rows["td_error"].shape
-        (['loss', 'pred_value', 'target_value'], torch.Size([10]))
-        >>> step.epochs(rows, epochs=3, minibatch=4)["loss"].shape                     # 4, 4 and 2 rows, three times
-        torch.Size([9])
-
-    References:
-        The idea is that of LeanRL (V. Moens, https://github.com/pytorch-labs/LeanRL) and PufferLib (J. Suarez,
-        https://arxiv.org/abs/2406.12905): a small network's update spends its time in Python and launches.
-    """
-    return UpdateStep(
-        loss, optimizer, max_grad_norm=max_grad_norm, compile=compile, updater=updater, autocast=autocast
-    )
+update_step = UpdateStep
