@@ -26,7 +26,6 @@ from flatroll.estimators.masked import (
 )
 from flatroll.layout import checks
 from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import need_rows
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -276,7 +275,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there are no rows at all.
         """
-        need_rows(batch)
+        checks.need_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
         keys, mask = self.tensor_keys, None

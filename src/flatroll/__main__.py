@@ -56,7 +56,7 @@ class CommandError(Exception):
 def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
     """The error for names that there are not: those that there are, and the nearest."""
     known = list(known)
-    near = get_close_matches(names[0], known, 1)
+    near = get_close_matches(names[0], known, 1)  # not `checks.did_you_mean`, with which torch is imported
     meant = f"; did you mean {near[0]}?" if near else ""
     return CommandError(f"no {kind} named {', '.join(names)}; there are: {', '.join(known)}{meant}")
 

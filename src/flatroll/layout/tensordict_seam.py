@@ -102,7 +102,7 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
         rows, device = batch.batch_size, batch.device
-        # (A tensordict's own rows may be to set.)
+        # A value that is a tensordict takes the long way.
         if (
             isinstance(value, Tensor)
             and value.shape[: len(rows)] == rows

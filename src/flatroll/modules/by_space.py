@@ -622,8 +622,8 @@ class Encoder(nn.Module):
     @override
     def forward(self, *entries: Tensor) -> Tensor:
         weight = getattr(self.layers[0], "weight", None) if len(self.layers) else None
-        if not isinstance(weight, Tensor):  # many times slower
-            weight = next(self.parameters(), None)
+        if not isinstance(weight, Tensor):
+            weight = next(self.parameters(), None)  # walks all modules: many times slower
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         seen = [entry(column, dtype) for entry, column in zip(self.entries, entries, strict=True)]
         features: Tensor = self.layers(seen[0] if len(seen) == 1 else torch.cat(seen, -1))
