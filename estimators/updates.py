@@ -433,4 +433,4 @@ class _Graph:
 
 
 update_step = UpdateStep
-"""The name that a training loop reads as a verb: ``step = update_step(loss, optimizer)`` makes an :class:`UpdateStep`."""
+"""The name to call: ``step = update_step(loss, optimizer)`` makes an :class:`UpdateStep`."""
