@@ -1,6 +1,7 @@
 """Distributions of actions: one log-probability ``[*B]`` for all numbers of an action, whatever its shape."""
 
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch.distributions import (
     register_kl,
 )
 from torch.nn import functional as F
+
+from flatroll.layout.checks import dense_tensor, floating_tensor, number, shown, sizes, whole_number
 
 
 class JointCategorical(Distribution):
@@ -46,6 +49,21 @@ class JointCategorical(Distribution):
         shape: tuple[int, ...] = (),
         start: Tensor | int = 0,
     ) -> None:
+        floating_tensor("logits", logits)
+        if type(nvec) is not tuple or set(map(type, nvec)) != {int}:
+            nvec = sizes("nvec", nvec)
+        shape = sizes("shape", shape)
+        if not nvec or logits.shape[-1:] != (sum(nvec),):
+            raise ValueError(
+                f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
+                f"{tuple(logits.shape)}"
+            )
+        if math.prod(shape) != len(nvec):
+            raise ValueError(f"shape must have a place for each choice of nvec={nvec}, got {shape}")
+        if isinstance(start, int):
+            pass
+        elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
+            raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
         most = max(nvec)
         parts = logits.split_with_sizes(nvec, -1)
         # Options that a choice does not have get the lowest logit: their probability is 0.
@@ -66,7 +84,7 @@ class JointCategorical(Distribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw actions ``[*sample_shape, *B, *shape]``."""
         choices: Any = self.choices  # torch has no types for it
-        return self._action(choices.sample(torch.Size(sample_shape)))
+        return self._action(_draw(choices, sample_shape, logits=self.logits))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
@@ -107,7 +125,13 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
     """
 
     def __init__(self, logits: Tensor, *, shape: tuple[int, ...] | None = None) -> None:
-        shape = logits.shape[-1:] if shape is None else shape
+        floating_tensor("logits", logits)
+        shape = logits.shape[-1:] if shape is None else sizes("shape", shape)
+        if logits.shape[-1:] != (math.prod(shape),):
+            raise ValueError(
+                f"logits must have shape [*B, {math.prod(shape)}], a number for each flag of shape={tuple(shape)}, "
+                f"got {tuple(logits.shape)}"
+            )
         flags = Bernoulli(logits=logits.reshape(*logits.shape[:-1], *shape), validate_args=False)
         super().__init__(flags, len(shape), validate_args=False)
 
@@ -122,7 +146,7 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw flags ``[*sample_shape, *B, *shape]``."""
-        return super().sample(torch.Size(sample_shape)).to(torch.int8)
+        return _draw(super(), sample_shape, logits=self.base_dist.logits).to(torch.int8)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities ``[*B]`` of flags ``[*B, *shape]`` of any dtype."""
@@ -144,12 +168,60 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     """
 
     def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
-        super().__init__(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
+        super().__init__(_normal(loc, scale, event_dims), event_dims, validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions ``[*sample_shape, *B, *shape]``."""
+        return _draw(super(), sample_shape, loc=self.base_dist.loc, scale=self.base_dist.scale)
 
     @property
     def deterministic_sample(self) -> Tensor:
         """The mean, which is the mode."""
         return self.mean
+
+
+def _normal(loc: Tensor, scale: Tensor, event_dims: int) -> Normal:
+    """Normal distributions, whose last ``event_dims`` dims are those of an action."""
+    floating_tensor("loc", loc)
+    floating_tensor("scale", scale, loc.device, "loc")
+    if loc.shape != scale.shape:
+        try:
+            torch.broadcast_shapes(loc.shape, scale.shape)  # type: ignore[no-untyped-call]  # torch's own
+        except RuntimeError as error:
+            raise ValueError(
+                f"scale must have the shape of loc, {tuple(loc.shape)}, got {tuple(scale.shape)}"
+            ) from error
+    whole_number("event_dims", event_dims, 0, max(loc.ndim, scale.ndim))
+    return Normal(loc, scale, validate_args=False)
+
+
+def _bound(name: str, end: Tensor | float, loc: Tensor, shape: torch.Size) -> Tensor:
+    """A bound of actions, expanded: the Jacobian has a factor for each dim."""
+    bound = dense_tensor(name, end) if isinstance(end, Tensor) else torch.tensor(float(number(name, end)))
+    try:
+        return bound.to(loc.device, loc.dtype).expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} must be a number or of shape {tuple(shape)}, got {tuple(bound.shape)}"
+        ) from error
+
+
+def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
+    """``dist.sample(sample_shape)``; where torch refuses to draw, the error says which parameter is at fault."""
+    shape = torch.Size(sample_shape)
+    if torch.compiler.is_compiling():
+        return cast(Tensor, dist.sample(shape))
+    try:
+        return cast(Tensor, dist.sample(shape))
+    except RuntimeError as error:
+        for name, column in parameters.items():
+            bad = ~column.isfinite() if name != "scale" else ~(column.isfinite() & (column >= 0))
+            if not column.is_meta and bool(bad.any()):
+                wanted = "finite" if name != "scale" else "finite and at least 0"
+                raise ValueError(
+                    f"{name} must be {wanted}, got {int(bad.sum())} others of {bad.numel()}"
+                ) from error
+        raise
 
 
 class _BoundedTanh(TanhTransform):
@@ -203,12 +275,9 @@ class SquashedGaussian(TransformedDistribution):
         high: Tensor | float = 1.0,
         event_dims: int = 1,
     ) -> None:
-        # One number for all dims is expanded: the Jacobian has a factor for each dim.
-        shape = loc.shape[loc.ndim - event_dims :]
-        low, high = (
-            torch.as_tensor(end, dtype=loc.dtype, device=loc.device).expand(shape) for end in (low, high)
-        )
-        base = Independent(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
+        base = Independent(_normal(loc, scale, event_dims), event_dims, validate_args=False)
+        shape = base.event_shape
+        low, high = _bound("low", low, loc, shape), _bound("high", high, loc, shape)
         super().__init__(base, [_BoundedTanh(), _IntoBounds(low, high, event_dims)], validate_args=False)
 
     @property
