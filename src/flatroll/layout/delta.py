@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import floating_dtype, not_a_string
+from flatroll.layout.checks import floating_dtype, key_names
 from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
@@ -164,9 +164,7 @@ class RestoreNextObservation:
         dtype = None if restore_dtype == "root" else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
-        self.in_keys = (
-            None if in_keys is None else [as_tuple(key) for key in not_a_string("in_keys", in_keys)]
-        )
+        self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
         self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
         self.drop_delta = drop_delta
 
