@@ -1,4 +1,4 @@
-"""Writes the tables of versions in compatibility.md and compatibility/simulators.md, and the pins of the oldest versions allowed.
+"""Writes the tables in compatibility.md and compatibility/simulators.md, and the pins of the oldest versions allowed.
 
 ``python docs/versions.py`` writes the table of packages: what is allowed comes from pyproject.toml, what is tested from
 constraints.txt; a test compares the page with them. ``python docs/versions.py run NAME REPORT`` writes the row of an
