@@ -60,6 +60,7 @@ class Case:
     more: tuple[str, ...] = ()  # arguments that the signature hides behind **options
     long: tuple[str, ...] = ()  # arguments of which a huge value is legal, and takes as long
     free: tuple[str, ...] = ()  # arguments that take anything
+    called: tuple[str, ...] = ()  # arguments that are the user's functions, whose own errors pass unchanged
     names: dict[str, str] = field(default_factory=dict)  # by what else an error may call an argument
 
     def arguments(self) -> list[str]:
@@ -170,6 +171,9 @@ def wrong(case: Case, argument: str, valid: dict[str, Any]) -> dict[str, Any]:
         changed |= {f"{name} of it": one for name, one in wrong_tensors(value).items()}
     if isinstance(value, TensorDictBase):
         changed |= {f"{name} of it": one for name, one in wrong_batches(value).items()}
+    if argument in case.called:
+        for name in ("function", "type", "linear"):
+            del changed[name]
     if argument in case.long:
         for name in ("huge", "inf"):
             del changed[name]
@@ -790,13 +794,16 @@ def _layout() -> Iterator[Case]:
             name, function, lambda first=first: {first: batch()}, names=keys, long=("limit", "max_runs")
         )
     yield Case("explain", layout.explain, lambda: {"batch": batch(), "i": 3})
-    yield Case("join", layout.join, lambda: {"parts": layout.split_trajectories(batch())})
+    yield Case(
+        "join", layout.join, lambda: {"parts": layout.split_trajectories(batch())}, names={"parts": "batch"}
+    )
     yield Case("require", layout.require, lambda: {"batch": batch(), "key": "action"})
     yield Case("marker", layout.marker, lambda: {"batch": batch(), "key": "is_init"})
     yield Case(
         "flat_column",
         layout.flat_column,
         lambda: {"column": torch.zeros(12, 1), "batch": batch(), "key": "x"},
+        names={"column": "batch"},  # errors call it batch['x']
     )
     pair = {"obs": torch.rand(4, 2), "next_obs": torch.rand(4, 2)}
     yield Case("encode_delta", layout.encode_delta, lambda: dict(pair))
@@ -933,10 +940,21 @@ def _trees() -> Iterator[Case]:
     yield Case("ucb", trees.ucb, lambda: dict(edges))
     yield Case("puct", trees.puct, lambda: {**edges, "prior": torch.rand(4)})
     yield Case("best_edges", trees.best_edges, lambda: {"score": torch.rand(4), "parent": edges["parent"]})
-    yield Case("RandomProjectionHash", trees.RandomProjectionHash, dict, lambda made: made(torch.rand(2, 3)))
+    yield Case(
+        "RandomProjectionHash",
+        trees.RandomProjectionHash,
+        dict,
+        lambda made: made(torch.rand(2, 3)),
+        long=("n_components",),
+        called=("init_method",),
+    )
     yield Case("SipHash", trees.SipHash, dict, lambda made: made(torch.rand(2, 3)))
     yield Case(
-        "QueryModule", trees.QueryModule, lambda: {"in_keys": ["observation"]}, lambda made: made(batch())
+        "QueryModule",
+        trees.QueryModule,
+        lambda: {"in_keys": ["observation"]},
+        lambda made: made(batch()),
+        called=("hash_module", "hash_to_int", "aggregator"),
     )
     yield Case("MCTSForest", trees.MCTSForest, dict, lambda made: made.extend(batch()))
 

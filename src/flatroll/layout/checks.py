@@ -62,7 +62,8 @@ def shown(value: object) -> str:
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         place = f" on {value.device}" if isinstance(value, torch.Tensor) and not value.is_cpu else ""
-        return f"a {value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
+        sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
+        return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else type(value).__name__
 
@@ -253,10 +254,8 @@ def flags(**named: object) -> None:
 
 
 def is_key(value: object) -> bool:
-    """Whether a value can name an entry: it is a string, or a tuple of strings with at least one."""
-    return isinstance(value, str) or (
-        isinstance(value, tuple) and len(value) > 0 and all(isinstance(one, str) for one in value)
-    )
+    """Whether a value can name an entry: it is a string, or a tuple of strings (or such tuples) with at least one."""
+    return isinstance(value, str) or (isinstance(value, tuple) and len(value) > 0 and all(map(is_key, value)))
 
 
 def need_keys(*, optional: bool = False, **named: object) -> None:
@@ -479,8 +478,12 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     return generator
 
 
-def need_rows(batch: object) -> None:
+def need_rows(batch: object, *, values: bool = False) -> None:
     """Raise TypeError if a batch is not a tensordict, such as a buffer or another library's sample.
+
+    Args:
+        batch: what came.
+        values: the rows are read, so a batch on the device meta, which has none, is an error, too.
 
     >>> need_rows([1, 2])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -492,6 +495,8 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+    if values and getattr(getattr(batch, "device", None), "type", None) == "meta":
+        raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
 
 #: What Python and torch raise for an entry of a wrong class, dtype, shape or device.
