@@ -90,8 +90,8 @@ class RunningNorm(TensorDictModuleBase):
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
         self.shape = torch.Size(sizes("shape", shape))
-        self.clip = None if clip is None else number("clip", clip, above=0)
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         self.statistics = Moments(self.shape, device)
 
     @property
