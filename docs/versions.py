@@ -1,4 +1,4 @@
-"""Writes the tables of versions in compatibility.md, and the pins of the oldest versions allowed.
+"""Writes the tables in compatibility.md and compatibility/simulators.md, and the pins of the oldest versions allowed.
 
 ``python docs/versions.py`` writes the table of packages: what is allowed comes from pyproject.toml, what is tested from
 constraints.txt; a test compares the page with them. ``python docs/versions.py run NAME REPORT`` writes the row of an
@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
+SIMULATORS = ROOT / "docs" / "compatibility" / "simulators.md"
 TABLE = re.compile(r"\| package \|.*?(?=\n\n)", re.S)
 RUNS = re.compile(r"\| environment \|.*?(?=\n\n)", re.S)
 SIMULATED = re.compile(r"\| simulator \|.*?(?=\n\n)", re.S)
@@ -138,23 +139,23 @@ def put_row(table: str, row: str) -> str:
     return "\n".join([*kept[:2], *sorted([*kept[2:], row])])
 
 
-def write(pattern: re.Pattern[str], change: Callable[[str], str]) -> None:
-    PAGE.write_text(pattern.sub(lambda found: change(found[0]), PAGE.read_text(), count=1))
+def write(page: Path, pattern: re.Pattern[str], change: Callable[[str], str]) -> None:
+    page.write_text(pattern.sub(lambda found: change(found[0]), page.read_text(), count=1))
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
-            write(TABLE, lambda _: table())
+            write(PAGE, TABLE, lambda _: table())
         case ["oldest", *instead]:
             print(*oldest(*instead), sep="\n")
         case ["run", environment, report]:
             row = run_row(environment, Path(report))
             print(row)
-            write(RUNS, lambda old: put_row(old, row))
+            write(PAGE, RUNS, lambda old: put_row(old, row))
         case ["simulators", group, report]:
             for row in simulator_rows(group, Path(report)):
                 print(row)
-                write(SIMULATED, lambda old, row=row: put_row(old, row))
+                write(SIMULATORS, SIMULATED, lambda old, row=row: put_row(old, row))
         case _:
             sys.exit(__doc__)

@@ -30,7 +30,8 @@ def literals() -> str:
 
 
 def quoted_messages() -> list[str]:
-    return [" ".join(text.split()) for text in MESSAGE.findall((DOCS / "faq.md").read_text())]
+    pages = (DOCS / "faq.md", DOCS / "faq" / "buffers.md")
+    return [" ".join(text.split()) for page in pages for text in MESSAGE.findall(page.read_text())]
 
 
 @pytest.mark.parametrize("message", quoted_messages())
@@ -80,3 +81,18 @@ def test_a_run_replaces_its_row_of_the_table_of_versions(tmp_path: Path) -> None
     assert row.endswith("| 2,000 | 7 | 3 |")
     table = "| environment | … |\n|---|---|\n| newest | 1 |\n| oldest | 2 |\n| oldest torch | 3 |"
     assert script["put_row"](table, row).split("\n")[2:] == ["| newest | 1 |", "| oldest torch | 3 |", row]
+
+
+# Pages that a program writes, which grow with what it measures or lists.
+WRITTEN = {
+    "benchmarks/recurrent.md": "tables of `python -m flatroll bench recurrent`",
+    "one_batch.md": "a row per function, by `python -m docs.draw_ways`",
+    "one_save.md": "a row per function, by `python -m docs.draw_ways`",
+}
+LONGEST = 1500
+
+
+def test_a_page_written_by_hand_is_at_most_1500_words() -> None:
+    lengths = {str(page.relative_to(DOCS)): len(page.read_text().split()) for page in DOCS.rglob("*.md")}
+    long = {page for page, words in lengths.items() if words > LONGEST}
+    assert long == set(WRITTEN), "split the page, shorten it, or say here which program writes it"

@@ -1,4 +1,4 @@
-"""Chooses the adapter for an environment, and raises the errors if none fits."""
+"""Chooses the adapter for an environment, or raises an error if none fits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -84,10 +84,10 @@ def find_stream(env: object) -> VectorStream | None:
 
 
 def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = None) -> None:
-    """`VectorStream.reset_in_same_step` of the adapted env inside a stack of wrappers.
+    """Call `VectorStream.reset_in_same_step` on the adapted env inside a stack of wrappers.
 
     Raises:
-        ValueError: an observation wrapper is around the adapted env, or see there.
+        ValueError: an observation wrapper surrounds the adapted env, or that method raises it.
     """
     asked = "autoreset='same_step'" if max_steps is None else f"max_steps={max_steps}"
     for layer in layers(env):
@@ -95,7 +95,7 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
             if max_steps is not None or not layer.same_step:
                 _refuse_statistics(layer.source.env, asked)
             layer.reset_in_same_step(max_steps)
-        # Rows that are reset in the same step have their last observation in info, where no wrapper sees it.
+        # A row reset in the same step has its last observation in info, which observation wrappers do not transform.
         elif isinstance(layer, VectorObservationWrapper):
             name = type(layer).__name__
             raise ValueError(
@@ -105,12 +105,12 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
 
 
 def scales_by_running_statistics(env: object) -> bool:
-    """Whether Gymnasium's NormalizeObservation, in the wrappers of a vector env or of sub-envs, still learns.
+    """Return whether a NormalizeObservation around the vector env or a sub-env still updates its statistics.
 
-    The sub-envs of an AsyncVectorEnv are in other processes and are not looked at.
+    The sub-envs of an AsyncVectorEnv are in other processes and are not checked.
     """
     return any(
-        # By name, for the wrapper of vector envs and that of single ones; it may be frozen.
+        # By name: this matches the wrappers of vector envs and of single envs. Either may be frozen.
         any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
         and getattr(layer, "update_running_mean", True)
         for layer in wrappers_within(env)
@@ -118,7 +118,7 @@ def scales_by_running_statistics(env: object) -> bool:
 
 
 def wrappers_within(env: object) -> Iterator[object]:
-    """The wrappers of a vector env from outside to inside, the adapter's env and those of a SyncVectorEnv included."""
+    """Return all wrappers of a vector env, outermost first, including those of its adapter and sub-envs."""
     layer: Any = env
     while layer is not None:
         yield layer
@@ -133,7 +133,7 @@ def wrappers_within(env: object) -> Iterator[object]:
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
-    """The names of the floating dtypes in a space."""
+    """Return the names of the floating dtypes in a space."""
     children = getattr(space, "spaces", ())
     if children:
         parts = children.values() if isinstance(children, dict) else children
@@ -148,7 +148,7 @@ def _choose_source(
     mode: AutoresetMode | None,
     own_buffers: bool | str,
 ) -> tuple[VectorSource, AutoresetMode]:
-    """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
+    """Return the adapter for the env's family and the autoreset mode (``mode`` if the user gave one)."""
     if isinstance(env, VectorSource):
         return env, mode or _declared_mode(env)
     if is_from("torchrl", env):
@@ -187,7 +187,7 @@ def _choose_source(
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
     if is_from("envpool", base):
-        if not hasattr(type(env), "observation_space"):  # asking the env itself makes a Box, with a warning
+        if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
             raise TypeError(
                 f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
                 "envpool.make_gymnasium(...)"
@@ -230,7 +230,7 @@ def _choose_source(
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
-        # Its arrays are copies already, as those of any SyncVectorEnv are.
+        # A SyncVectorEnv returns copies.
         source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
@@ -249,11 +249,11 @@ class _OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
     def __del__(self) -> None:
-        """Before 1.3 Gymnasium closes a dropped vector env; this one's env is the caller's."""
+        """Gymnasium before 1.3 closes a vector env on deletion; this env belongs to the caller."""
 
 
 def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
-    """What `gymnasium.make` wrapped: a simulator of many envs under wrappers that only check single ones."""
+    """Return the batched simulator inside the single-env checkers that `gymnasium.make` adds."""
     inner: Any = env
     while isinstance(inner, gymnasium.Wrapper):
         if not isinstance(inner, OrderEnforcing | PassiveEnvChecker):
@@ -270,9 +270,9 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
 
 
 def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
-    """The user's mode, or the declared one, unless the switch of mjlab's cfg or of ManiSkill's vector env contradicts.
+    """Return the user's or the declared mode, checked against the auto-reset option of mjlab or ManiSkill.
 
-    ManiSkill declares SAME_STEP with its ``auto_reset=False``, too.
+    ManiSkill declares SAME_STEP even with ``auto_reset=False``.
     """
     base = getattr(env, "unwrapped", env)
     for owner in (env, getattr(base, "cfg", None)):
@@ -293,8 +293,8 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
 def _declared_mode(env: object) -> AutoresetMode:
     base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
-    # Before 1.4 Gymnasium writes the mode of a Sync or Async env into the metadata of the class of its envs,
-    # often that of gymnasium.Env, where the vector env made last overwrites those of the others.
+    # Gymnasium before 1.4 writes the mode of a Sync or Async env into the metadata of its envs' class, often
+    # gymnasium.Env itself, so the vector env created last overwrites the mode of the others.
     if isinstance(base, SyncVectorEnv | AsyncVectorEnv) and metadata is base.metadata:
         return base.autoreset_mode
     declared = None if metadata is gymnasium.Env.metadata else metadata.get("autoreset_mode")
@@ -311,7 +311,7 @@ def _declared_mode(env: object) -> AutoresetMode:
 
 
 def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
-    """The mode of this name, however it is written: ``"SameStep"``, ``"same_step"``."""
+    """Parse an autoreset mode's name, in any spelling: ``"SameStep"``, ``"same_step"``."""
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
     plain = str(getattr(mode, "value", mode)).replace("_", "").lower()
@@ -322,7 +322,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
-    """Combinations in Gymnasium (1.1 to 1.4) that give wrong data or an unrelated error deep inside."""
+    """Raise for combinations in Gymnasium 1.1 to 1.4 that give wrong data or an unrelated error."""
     # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
     if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
         raise ValueError(
@@ -342,7 +342,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
 
 
 def _refuse_statistics(env: object, who: str) -> None:
-    """Gymnasium's wrapper of vector envs starts the statistics of all envs afresh when one of them is reset."""
+    """Refuse RecordEpisodeStatistics around a vector env: it clears the statistics of all envs when one resets."""
     if any(
         kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__
     ):

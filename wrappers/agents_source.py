@@ -1,8 +1,8 @@
-"""The adapters for games of several agents: PettingZoo's parallel envs, and VMAS.
+"""The adapter for PettingZoo's parallel envs.
 
 A row of the vector env is one agent of one game: row ``g * A + a`` is agent ``a`` of game ``g``. PettingZoo's agents
-come and go. A step in which an agent joins, or in which its game begins again, only resets its row, as those of a
-NEXT_STEP env do, and so does each step in which it is absent: they are no transitions, and no batch has them.
+come and go. A step in which an agent joins, is absent, or in which its game restarts only resets its row, as a
+NEXT_STEP env does. Such a step is not a transition and never reaches a batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +28,10 @@ _ENTRIES = ("observations", "rewards", "terminations", "truncations")
 
 
 def is_parallel_env(env: object) -> bool:
-    """Whether it has the interface of PettingZoo's ``ParallelEnv``: spaces by agent, ``reset`` and ``step``.
+    """Return whether an object has PettingZoo's ``ParallelEnv`` interface: per-agent spaces, ``reset`` and ``step``.
 
     Raises:
-        TypeError: it is one of PettingZoo's AEC envs, whose agents act in turn.
+        TypeError: it is a PettingZoo AEC env, whose agents act in turn.
     """
     methods = ("observation_space", "action_space", "reset", "step")
     if isinstance(env, type) or not all(callable(getattr(env, name, None)) for name in methods):
@@ -45,14 +45,14 @@ def is_parallel_env(env: object) -> bool:
 
 
 def parallel_envs(env: object) -> list[Any] | None:
-    """The PettingZoo games that an env, a function that makes one, or a list of either stands for; None if none is.
+    """Return PettingZoo games given as an env, a function that makes one, or a list of either; None if not games.
 
-    A function is called; what it made is closed if it is no game.
+    A function is called; its result is closed if it is not a game.
     """
     made = []
     for one in env if isinstance(env, list | tuple) else [env]:
         calls = callable(one) and not (hasattr(one, "step") and hasattr(one, "reset"))
-        if isinstance(one, type):  # of no other envs are the spaces methods
+        if isinstance(one, type):  # in other envs the spaces are attributes
             calls = callable(getattr(one, "observation_space", None))
         game: Any = one() if callable(one) and calls else one
         if not is_parallel_env(game):
@@ -64,26 +64,26 @@ def parallel_envs(env: object) -> list[Any] | None:
 
 
 class PettingZooSource(VectorSource):
-    """PettingZoo ``ParallelEnv`` games: a row for each agent of each game, whether it is there or not.
+    """PettingZoo ``ParallelEnv`` games, with one row per agent and game, present or absent.
 
-    `as_vector_env` makes one of an env, of a function or of a list; make it yourself for ``state``, or, with
-    :meth:`groups`, where the agents' spaces differ. Batches have ``("collector", "agent")``, the agent's place in
-    ``possible_agents``, ``("collector", "game")``, the game's place in ``envs``, and
-    ``("collector", "game_step")``, which the rows of one game at one time share (see
-    `flatroll.layout.agents_of`); all int64 ``[N]``.
+    `as_vector_env` creates it from an env, a function or a list. Create it yourself to set ``state``, or with
+    :meth:`groups` if the agents' spaces differ. Batches have ``("collector", "agent")``, the agent's place in
+    ``possible_agents``, ``("collector", "game")``, the game's place in ``envs``, and ``("collector", "game_step")``,
+    which the rows of one game at one time share (see `flatroll.layout.agents_of`); all int64 ``[N]``.
 
-    An agent ends with ``terminated`` or ``truncated`` and has no rows while it is absent; one that joins or comes back
-    begins a new trajectory. A game without agents is reset by the next step. Game ``g`` is seeded with ``seed + g``.
-    An ``action_mask`` in the observation is a column of its own, one in ``infos`` is ``info["action_mask"]``.
+    An agent's trajectory ends with ``terminated`` or ``truncated``; it has no rows while it is absent and begins a
+    new trajectory when it joins or returns. A game without agents is reset by the next step. Game ``g`` is seeded
+    with ``seed + g``. An ``action_mask`` in the observation becomes its own column, one in ``infos`` becomes
+    ``info["action_mask"]``.
 
     Args:
-        envs: a game, a function that makes one, or a list of either. All must have equal ``possible_agents`` and
-            spaces.
+        envs: a game, a function that makes one, or a list of either. ``possible_agents`` and spaces must be equal in
+            all.
         state: add ``env.state()`` to the observation of each of its agents: columns ``"state"`` and
             ``("next", "state")``. Default False.
 
     Raises:
-        TypeError: an AEC env, or no game.
+        TypeError: an AEC env, or not a game.
         ValueError: games that differ, agents whose spaces differ.
 
     >>> from flatroll.wrappers.testing import ScriptedGame
@@ -107,13 +107,13 @@ class PettingZooSource(VectorSource):
         *,
         state: bool = False,
     ) -> dict[str, "PettingZooSource"]:
-        """One source for each group of agents with equal spaces; the groups share their games, and step together.
+        """Create one source per group of agents with equal spaces; the groups share their games and step together.
 
-        All groups are sent their actions before the first of them is stepped: see `VectorStream.send`.
+        Send the actions of all groups before stepping the first: see `VectorStream.send`.
 
         Args:
             envs: as for the class.
-            groups: the names of each group's agents; each agent in one group.
+            groups: the agent names of each group; every agent belongs to exactly one group.
             state: as for the class.
 
         Raises:
@@ -137,12 +137,12 @@ class PettingZooSource(VectorSource):
         return sources
 
     def _join(self, games: "Games", names: list[Any], state: bool, label: str) -> None:
-        """Become the source of these agents of the games."""
+        """Initialize as the source of these agents of the games."""
         first = games.envs[0]
         self._games, self.names, self._state = games, names, state
         own, action = (_shared_space(kind, games.envs, names, label) for kind in ("observation", "action"))
-        # The leaves of one agent's observation, as paths in what the env gives and in the row: with a state the row
-        # is a Dict of both.
+        # Paths of the leaves of an agent's observation, in the env's output and in the row. With a state the row is a
+        # Dict of both.
         paths = [path for _, path in space_leaves(own, ())]
         space, prefix = own, tuple[str, ...]()
         if state:
@@ -174,14 +174,14 @@ class PettingZooSource(VectorSource):
         self.render_mode = getattr(first, "render_mode", None)
         numbers = np.array([games.names.index(name) for name in names], np.int64)
         self.agents = np.tile(numbers, len(games.envs)), np.repeat(np.arange(len(games.envs)), count)
-        self.actions: Tree = None  # those that wait for the games' next step
-        self._turn = 0  # the number of resets and steps of the games that this group has seen
+        self.actions: Tree = None  # actions that wait for the games' next step
+        self._turn = 0  # resets and steps of the games that this group has seen
         games.add(self)
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         games = self._games
-        # Of several groups the first one resets the games, and the others see what it has done.
+        # The first group resets the games; the others only read the result.
         if not games.began or self._turn == games.turn:
             games.reset(seed, options)
         self._turn = games.turn
@@ -210,7 +210,7 @@ class PettingZooSource(VectorSource):
         return self.away
 
     def begin(self) -> None:
-        """Make the arrays of the next reset or step: nobody is there until `Games` says so."""
+        """Create the arrays of the next reset or step, with all agents absent until `Games` fills them in."""
         self.obs = create_empty_array(self.single_observation_space, self.num_envs, np.zeros)
         self.reward = np.zeros(self.num_envs, np.float32)
         self.terminated = np.zeros(self.num_envs, bool)
@@ -221,7 +221,7 @@ class PettingZooSource(VectorSource):
         arrays = leaves_at(self.obs, [place for _, place in self._paths])
         for (path, _), array in zip(self._paths, arrays, strict=True):
             if path and path[-1] == ACTION_MASK:
-                array[...] = 1  # a policy also sees the rows of absent agents
+                array[...] = 1  # policies also receive the rows of absent agents
             self._leaves.append((path, array))
 
     def show(self, row: int, name: Any, shown: Mapping[Any, Any]) -> None:
@@ -263,12 +263,12 @@ class PettingZooSource(VectorSource):
         self.info = VectorEnv._add_info(self, self.info, entries, row)  # type: ignore[arg-type]
 
     def finish(self) -> None:
-        """Allow every action to the agents without an ``info["action_mask"]``, as to those that are absent."""
+        """Allow every action to agents that are absent or have no ``info["action_mask"]``."""
         if ACTION_MASK in self.info and isinstance(self.info[ACTION_MASK], np.ndarray):
             self.info[ACTION_MASK][~self.info[f"_{ACTION_MASK}"]] = 1
 
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
-        """Call a method of every game, or get an attribute; the answer stands for each agent of it."""
+        """Call a method or get an attribute of every game; the result is repeated for each of its agents."""
         values = []
         for env in self._games.envs:
             value = getattr(env, name)
@@ -276,7 +276,7 @@ class PettingZooSource(VectorSource):
         return tuple(values)
 
     def render(self) -> tuple[Any, ...]:
-        """What each game renders."""
+        """Render each game."""
         return tuple(env.render() for env in self._games.envs)
 
     @override
@@ -318,19 +318,19 @@ class Games:
                     f"{list(env.possible_agents)} in game {number}: make them alike, or a collector for each kind"
                 )
         self.groups: list[PettingZooSource] = []
-        #: How often the games were reset or stepped, and whether the last time was a reset.
+        #: How often the games were reset or stepped, and whether the last call was a reset.
         self.turn = 0
         self.began = False
-        self._places: dict[Any, tuple[PettingZooSource, int]] = {}  # name: its group, its place there
-        self._living: list[list[Any]] = [[] for _ in games]  # the agents of each game; none: it is reset next
+        self._places: dict[Any, tuple[PettingZooSource, int]] = {}  # name: (group, position in it)
+        self._living: list[list[Any]] = [[] for _ in games]  # the agents of each game
 
     def add(self, group: PettingZooSource) -> None:
-        """Let a group have the rows of its agents."""
+        """Register a group and the rows of its agents."""
         self.groups.append(group)
         self._places |= {name: (group, place) for place, name in enumerate(group.names)}
 
     def reset(self, seed: Seed, options: Info | None) -> None:
-        """Reset all games, game ``g`` with ``seed + g``, or with number ``g`` of a list."""
+        """Reset all games; game ``g`` is seeded with ``seed + g``, or with ``seed[g]`` of a list."""
         if isinstance(seed, int):
             seed = [seed + number for number in range(len(self.envs))]
         if seed is not None and len(seed) != len(self.envs):
@@ -347,7 +347,7 @@ class Games:
             group.finish()
 
     def step(self) -> None:
-        """Step each game with the actions that the groups were sent; reset those that have no agents."""
+        """Step each game with the actions sent to the groups; reset games without agents."""
         waits = sum(group.actions is None for group in self.groups)
         if waits:
             raise RuntimeError(
@@ -412,7 +412,7 @@ class Games:
         self._place(game, now, (), shown, infos)
 
     def _left(self, living: Sequence[Any], ended: Sequence[Any], now: Iterable[Any]) -> list[Any]:
-        """The agents that are in a game after a step, checked against those before it."""
+        """Return the agents left in a game after a step, checked against those before it."""
         now = list(now)
         if unknown := [name for name in now if name not in self._places]:
             raise ValueError(
@@ -438,7 +438,7 @@ class Games:
         shown: Mapping[Any, Any],
         infos: Mapping[Any, Any],
     ) -> None:
-        """Say who is there, and show what those see who were not there before."""
+        """Record which agents are present and write the observations of those that joined."""
         for name in now:
             group, place = self._places[name]
             row = game * len(group.names) + place
@@ -461,7 +461,7 @@ def _lacks(name: object, entry: str, given: Mapping[Any, Any]) -> ValueError:
 
 
 def _shared_space(kind: str, envs: Sequence[Any], names: Sequence[Any], label: str) -> spaces.Space[Any]:
-    """The one space of all these agents in all games."""
+    """Return the common space of these agents in all games."""
     found: list[spaces.Space[Any]] = [getattr(env, f"{kind}_space")(name) for env in envs for name in names]
     for at, space in enumerate(found):
         if space != found[0]:

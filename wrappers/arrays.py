@@ -1,4 +1,4 @@
-"""Operations on NumPy arrays or torch tensors and trees of them, and the check of a policy's actions."""
+"""Operations on trees of NumPy arrays or torch tensors, and checks of a policy's actions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -9,9 +9,9 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-#: A NumPy array or a torch tensor, with one row for each environment.
+#: A NumPy array or a torch tensor with one row per environment.
 Array: TypeAlias = Any
-#: An array, or dicts and tuples of them, as a Gymnasium space nests them.
+#: An array, or dicts and tuples of arrays nested as in a Gymnasium space.
 Tree: TypeAlias = Any
 
 
@@ -34,7 +34,7 @@ def copy_of(array: Array) -> Array:
 
 
 def select(mask: Array, chosen: Array, other: Array) -> Array:
-    """Take envs from ``chosen`` where ``mask`` (``(E,)``) is True, else from ``other``; a copy, no sync."""
+    """Copy rows of ``chosen`` where ``mask`` (``(E,)``) is True, else of ``other``; no host sync."""
     mask = mask.reshape(mask.shape[0], *(1,) * (other.ndim - 1))
     if isinstance(other, Tensor):
         return torch.where(mask, chosen, other)
@@ -42,7 +42,7 @@ def select(mask: Array, chosen: Array, other: Array) -> Array:
 
 
 def fill_rows(array: Array, mask: Array, value: Any) -> Array:
-    """Set ``array`` in place for the envs where ``mask`` (shape ``(E,)``) is True; no host sync."""
+    """Set rows of ``array`` in place where ``mask`` (``(E,)``) is True; no host sync."""
     if array.ndim > 1:
         mask = mask.reshape(mask.shape[0], *(1,) * (array.ndim - 1))
     if isinstance(array, Tensor):
@@ -68,7 +68,7 @@ def first_leaf(tree: Tree) -> Array:
 
 
 def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
-    """The leaves of a tree at paths of keys and positions: ``("a", 1)`` is ``tree["a"][1]``."""
+    """Return the leaves of a tree at the given paths: ``("a", 1)`` is ``tree["a"][1]``."""
     leaves = []
     for path in paths:
         leaf = tree
@@ -79,18 +79,18 @@ def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
 
 
 def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
-    """The array as a tensor: a view of NumPy memory on CPU, else a copy to ``device``."""
+    """Convert an array to a tensor: a view of NumPy memory on CPU, else a copy to ``device``."""
     if isinstance(array, Tensor):
         tensor = array
     elif isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array)
-    else:  # of JAX, or a list or number
+    else:  # a JAX array, a list or a number
         tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.from_numpy(np.asarray(array))
     return tensor if device is None else tensor.to(device)
 
 
 class ActionCheck:
-    """Converts a policy's actions to the env's dtype and shape, or raises an error that says what is wrong.
+    """Converts a policy's actions to the env's dtype and shape, and raises if they do not fit.
 
     Accepts NumPy arrays, torch tensors and lists; casts to the single space's dtype where that loses no kind
     (int to float, float64 to float32, never float to int); checks the row count and the shape.
@@ -104,8 +104,8 @@ class ActionCheck:
         space: spaces.Space[Any],  # of one action
         num_envs: int,
         framework: str,  # "numpy" or "torch", what the env takes
-        device: torch.device | None = None,  # where a torch env wants its actions; None leaves them
-        check_range: bool = False,  # refuse discrete actions outside the space, for envs that do not look
+        device: torch.device | None = None,  # where a torch env expects its actions; None leaves them
+        check_range: bool = False,  # refuse discrete actions outside the space, for envs that do not check
     ) -> None:
         self._space = space
         self._framework = framework
@@ -126,14 +126,14 @@ class ActionCheck:
         self._unsigned = f"u{self._dtype.itemsize}"
 
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
-        """The actions as the env takes them; ``drawn`` from the space they lie in its range."""
+        """Return the actions as the env expects them; ``drawn`` ones come from the space and skip the range check."""
         if self._children:
             return self._nested(actions, drawn)
         on_torch = self._framework == "torch"
         if on_torch:
             array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
         elif isinstance(actions, Tensor):
-            # Without force the array shares the tensor's memory; a copy is made only where that is impossible.
+            # numpy() shares the tensor's memory; force=True copies only where that is impossible.
             array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
             array = np.asarray(actions)
@@ -150,7 +150,7 @@ class ActionCheck:
                 return array.detach().to(device=self._device, dtype=self._torch_dtype)
             raise TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}")
         if array.dtype != self._dtype:
-            # Integers of any width pass: argmax is int64, spaces may be uint8.
+            # Accept integers of any width: argmax gives int64, spaces may be uint8.
             whole = array.dtype.kind in "iu" and self._dtype.kind in "iu"
             if not (whole or np.can_cast(array.dtype, self._dtype, "same_kind")):
                 raise TypeError(
@@ -159,7 +159,7 @@ class ActionCheck:
             array = array.astype(self._dtype)
         if self._limit and not drawn:
             shifted = array - self._start if self._start else array
-            # Seen as unsigned, what is below the range is far above it: one pass finds both.
+            # Viewed as unsigned, values below the range become far too large: one comparison finds both.
             if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
                 raise ValueError(ActionLimits(self._space).problem(array))
         return array
@@ -178,11 +178,11 @@ class ActionCheck:
 
 
 class ActionLimits:
-    """The least and the greatest values of one action, of a Box, Discrete, MultiDiscrete or MultiBinary space.
+    """The lower and upper limits of an action of a Box, Discrete, MultiDiscrete or MultiBinary space.
 
     Args:
         space: the space.
-        name: what errors call the actions.
+        name: name of the actions in errors.
 
     >>> ActionLimits(spaces.Discrete(3)).problem(np.array([0, 2, 5]))
     'actions must lie in [0, 2] for Discrete(3), got 0 to 5'
@@ -199,19 +199,19 @@ class ActionLimits:
         elif isinstance(space, spaces.MultiDiscrete):
             low, high = space.start, space.start + space.nvec - 1
         assert space.shape is not None
-        #: Arrays of the space's shape; infinite where a Box has no bound.
+        #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
         same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
-        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # of all places
+        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # over all entries
 
     @property
     def is_limited(self) -> bool:
-        """Whether some values are outside of the space."""
+        """Whether the dtype has values outside the space."""
         return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
 
     def problem(self, actions: np.ndarray[Any, Any]) -> str | None:
-        """What is wrong with actions ``[N, *S]``, NaN included; None if nothing is."""
-        if self._ends is not None:  # two passes, many times faster than by place
+        """Describe what is wrong with actions ``[N, *S]``, NaN included; None if they are valid."""
+        if self._ends is not None:  # two passes over all values, much faster than per entry
             low, high = self._ends
             if np.minimum.reduce(actions, axis=None) >= low and np.maximum.reduce(actions, axis=None) <= high:
                 return None
@@ -221,7 +221,7 @@ class ActionLimits:
         inside = (self.low <= least) & (most <= self.high)
         if inside.all():
             return None
-        at = np.unravel_index(int(np.argmin(inside)), np.shape(inside))  # the first place that is not
+        at = np.unravel_index(int(np.argmin(inside)), np.shape(inside))  # the first entry out of range
         where = f" in place {', '.join(map(str, at))}" if at else ""
         return (
             f"{self.name} must lie in [{self.low[at]}, {self.high[at]}]{where} for {self.space}, got {least[at]} to "
@@ -232,7 +232,7 @@ class ActionLimits:
 def action_limits(
     space: spaces.Space[Any], name: str = "actions"
 ) -> list[tuple[tuple[Any, ...], ActionLimits]]:
-    """The limits of each leaf of a space that has some, with its path in a tree of actions.
+    """Return the path and limits of each limited leaf of a space.
 
     >>> [(path, str(limits.space)) for path, limits in action_limits(spaces.Tuple([spaces.Discrete(2)]))]
     [((0,), 'Discrete(2)')]

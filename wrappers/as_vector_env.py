@@ -26,54 +26,56 @@ def as_vector_env(
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt any environment to one vector-env interface; wrappers and collectors call it for you.
 
-    What comes out keeps to this, whatever went in:
+    The adapted env keeps this contract:
 
-    * Gymnasium spaces, batched and single, with mended bounds; leaves Box, Discrete, MultiDiscrete, MultiBinary.
-    * ``metadata["autoreset_mode"]`` is NEXT_STEP or SAME_STEP. DISABLED is folded: ended rows are reset right
-      after the step, which is then SAME_STEP.
-    * Reward is float32 ``(E,)``, flags are bool ``(E,)``, on the env's device. Arrays are yours to keep.
+    * Gymnasium spaces, batched and single, with corrected bounds; leaves are Box, Discrete, MultiDiscrete or
+    MultiBinary.
+    * ``metadata["autoreset_mode"]`` is NEXT_STEP or SAME_STEP. A DISABLED env becomes SAME_STEP: its ended rows are
+      reset right after the step.
+    * Reward is float32 ``(E,)``, flags are bool ``(E,)``, on the env's device. The caller owns all returned arrays.
     * SAME_STEP: ``info["final_obs"]`` is dense, with the tree and shapes of the observation, at every step that ends
-      an episode, its rows meaningful where one ended. An env that hides it gives none in such a step, and the
-      stream's ``known`` says which rows have lost their next observation.
-    * ``reset(options={"reset_mask": mask})`` resets the masked rows, returns all, and leaves ``options`` alone.
-    * Actions may be NumPy or torch; a wrong row count, shape or kind of dtype is a Python exception.
+      an episode; only the rows of ended episodes are meaningful. If the env hides it, ``final_obs`` is missing, and
+      the stream's ``known`` is False in the rows whose next observation is lost.
+    * ``reset(options={"reset_mask": mask})`` resets the masked rows, returns all rows, and does not modify
+    ``options``.
+    * Actions may be NumPy or torch; a wrong row count, shape or dtype raises an exception.
 
     Args:
         env: a `gymnasium.Env`, a `gymnasium.vector.VectorEnv` (envpool's are), or a torch-native vector env
             with ``num_envs`` (Isaac Lab, mjlab, Genesis, rsl_rl's ``VecEnv``, legged_gym); or a JAX env of pure
             functions: gymnax, craftax, brax, MuJoCo playground, jumanji, navix, Gymnasium's ``FuncEnv`` and ``phys2d``,
-            a `FunctionalEnv`; or a game of several agents,
-            each of which is a row: a PettingZoo ``ParallelEnv``, a function that makes one, a list of either (see
-            `PettingZooSource`), or VMAS (see `VmasSource`). An adapted env comes back as it is.
-            For any other simulator write a `VectorSource`.
-        num_envs: how many rows a JAX env is to have. For others it is for checking only: how many rows the env is
-            expected to have. Default: whatever it has.
-        device: where a torch env lives (default: its ``device``, or where its tensors are), where a JAX env is to be
-            (default: JAX's own), or where a converted one is to be.
+            a `FunctionalEnv`; or a multi-agent game with one row per agent: a PettingZoo ``ParallelEnv``, a function
+            that makes one, a list of either (see `PettingZooSource`), or VMAS (see `VmasSource`). An adapted env is
+            returned unchanged. For any other simulator write a `VectorSource`.
+        num_envs: the number of rows of a JAX env. For other envs the expected number, which is only checked. Default:
+            the env's own.
+        device: the device of a torch env (default: its ``device``, or that of its tensors), of a JAX env (default:
+            JAX's own), or the target device of a converted env.
         framework: ``"numpy"`` or ``"torch"``; None keeps the env's own (a JAX env's is NumPy on the CPU, torch
             on a GPU). ``"torch"`` turns NumPy observations into tensors.
-        autoreset_mode: for an env that declares none in its metadata, or declares the wrong one. It is never
-            guessed. A plain `gymnasium.Env` needs none.
-        final_obs: where a SAME_STEP env leaves its final observations: ``"auto"`` (the keys in use), a key of
-            ``info``, a callable ``(info, done) -> dense tree``, or None (it hides them).
-        own_buffers: ``"auto"`` copies what the env returns unless it is known to be fresh, True always
-            copies, False never does.
-        dtype: floating dtype of the floating observations, such as ``torch.float32`` for MuJoCo's float64; spaces and
-            final observations follow, integers and bools stay. Default None: as the env gives them.
-        policy: a recurrent policy gets what it needs, as `set_recurrent_primers_from` says; any other changes
-            nothing. A collector needs no such word.
+        autoreset_mode: the mode of an env whose metadata declares none or a wrong one. It is never guessed. A plain
+            `gymnasium.Env` needs none.
+        final_obs: where a SAME_STEP env puts its final observations: ``"auto"`` (the usual keys), a key of ``info``,
+            a callable ``(info, done) -> dense tree``, or None (the env hides them).
+        own_buffers: ``"auto"`` copies returned arrays unless the env is known to return new ones, True always copies,
+            False never does.
+        dtype: dtype of the floating observations, such as ``torch.float32`` for MuJoCo's float64; spaces and final
+            observations follow, integers and bools stay. Default None: the env's own.
+        policy: for a recurrent policy, add the wrappers it needs, see `set_recurrent_primers_from`; other policies
+            change nothing. Collectors do this themselves.
 
-        autoreset: ``"same_step"`` makes every env one that resets ended rows in the step that ended them, with their
-            true last observations in ``info["final_obs"]``: a NEXT_STEP env (envpool) is reset by flatroll, and has no
-            rows without a transition then; a SAME_STEP env that hides them is an error. Trainers that step envs
-            themselves want this. Also for an adapted env that has not been reset yet. Default None: as the env does.
+        autoreset: ``"same_step"`` resets ended rows in the step that ends them and puts their true last observations
+            into ``info["final_obs"]``. flatroll then resets a NEXT_STEP env (envpool) itself, so every row is a
+            transition; a SAME_STEP env that hides its last observations is an error. Use it for trainers that step
+            the env themselves. It also accepts an adapted env that was not reset yet. Default None: the env's own
+            mode.
 
     Returns:
         The adapted env, a `VectorStream`; with a recurrent ``policy``, wrappers around it.
 
     Raises:
-        TypeError: the env declares no autoreset mode, has an unsupported space, or is nothing we know.
-        ValueError: a combination that is known to give wrong data (the text names the way out).
+        TypeError: the env declares no autoreset mode, has an unsupported space, or is of an unknown kind.
+        ValueError: a combination that is known to give wrong data (the message names a fix).
 
     >>> import gymnasium
     >>> env = as_vector_env(gymnasium.make("CartPole-v1"))

@@ -1,4 +1,4 @@
-"""Wrappers that shrink next observations: to differences, or to those that no later row holds."""
+"""Wrappers that store next observations as differences, or only where no later row holds them."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
 
 
 def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
-    """Return the true next observation of the last step, not that of a reset, as far as the env shows it."""
+    """Return the true next observation of the last step, never a reset observation, where the env shows it."""
     final = final_of(info, stream)
     if final is None or stream.any_ended is False or not stream.same_step:
         return obs
@@ -35,10 +35,10 @@ def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
 class CompactObs(MarkerWrapper):
     """Adds ``info["final_obs"]`` and ``info["_final_obs"]``: next observations that no later row will hold.
 
-    In every autoreset mode alike, ``final_obs`` is dense (the tree and shapes of the observation) and
-    ``_final_obs`` is bool ``(E,)``, True where the step just made ended an episode whose last observation is
-    known. Whoever stores each observation once needs just these besides. In a collector's stack it means
-    ``compact_obs=True``: no ``("next", observation)`` columns, and `Collector.final` instead.
+    In every autoreset mode, ``final_obs`` is dense (the tree and shapes of the observation) and ``_final_obs`` is
+    bool ``(E,)``, True where the last step ended an episode whose last observation is known. A store that keeps each
+    observation once needs only these in addition. In a collector's stack it means ``compact_obs=True``: no ``("next",
+    observation)`` columns, and `Collector.final` instead.
 
     Args:
         env: anything `as_vector_env` takes.
@@ -64,7 +64,7 @@ class CompactObs(MarkerWrapper):
         """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
-        # NEXT_STEP shows the last observation itself. The mask is given away, so it is a copy.
+        # NEXT_STEP returns the last observation itself. The caller keeps the mask, so it is a copy.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
         return result
@@ -103,9 +103,9 @@ class ObservationDelta(MarkerWrapper):
         obs, info, stream = result[0], result[4], self.stream
         next_obs = true_next(obs, info, stream)
         if not stream.same_step and stream.any_first is not False:
-            # Rows on which the env only reset are no transition: the difference of an observation to itself, 0.
+            # Rows on which the env only reset are not transitions: their difference is 0.
             next_obs = map_tree(lambda n, o: select(stream.first, o, n), next_obs, self._obs)
-        if stream.known is not None:  # the env hides the last observation: NaN, or 0 where there is no NaN
+        if stream.known is not None:  # the env hides the last observation: NaN, or 0 for dtypes without NaN
             lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)
             next_obs = map_tree(lambda n, o: select(stream.known, n, o), next_obs, lost)
         root = (OBSERVATION,) if isinstance(obs, tuple) else ()
@@ -114,7 +114,7 @@ class ObservationDelta(MarkerWrapper):
         return result
 
     def _delta(self, path: tuple[str, ...], obs: Tree, next_obs: Tree) -> Tree:
-        """The differences of the chosen leaves as a tree; None for a leaf that is not chosen."""
+        """Return the differences of the chosen leaves as a tree; None for other leaves."""
         if isinstance(obs, tuple):
             return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
         if isinstance(obs, dict):
@@ -126,7 +126,7 @@ class ObservationDelta(MarkerWrapper):
         before, after = to_torch(obs), to_torch(next_obs)
         delta = encode_delta(before, after, self.delta_dtype)
         if isinstance(obs, torch.Tensor):
-            return delta  # on a device check_delta would wait: a collector asks it once for each batch
+            return delta  # on a device check_delta would sync: a collector calls it once per batch
         check_delta(delta, before, after, key)
         return delta if delta.dtype is torch.bfloat16 else delta.numpy()  # NumPy has no bfloat16
 
@@ -134,22 +134,21 @@ class ObservationDelta(MarkerWrapper):
 class NextObservationDelta(ObservationDelta):
     """Adds ``info["delta"]``: the true next observation minus the one before, in low precision.
 
-    Floating leaves are subtracted in their own dtype and cast once to ``delta_dtype``; integer and bool leaves
-    get an exact modular difference in their own dtype. In a collector's stack it replaces the columns
-    ``("next", obs)`` by ``("next", "delta", obs)``; `flatroll.buffers.NextObservationDelta` puts them back in
-    samples (and is what this name makes when it is called without an env, so that one import serves both sides).
+    Floating leaves are subtracted in their own dtype and cast once to ``delta_dtype``; integer and bool leaves get an
+    exact modular difference in their own dtype. In a collector's stack it replaces the columns ``("next", obs)`` by
+    ``("next", "delta", obs)``. `flatroll.buffers.NextObservationDelta` restores them in samples; calling this class
+    without an env creates that transform.
 
     Args:
         env: anything `as_vector_env` takes.
-        in_keys: the observation entries to treat (``"observation"``, or the keys of a Dict space). Default:
-            all of them.
+        in_keys: the observation entries to replace (``"observation"``, or keys of a Dict space). Default: all.
         delta_dtype: a floating dtype. Default ``torch.float16``. With ``torch.bfloat16``, which NumPy does not have,
             ``info["delta"]`` holds tensors.
 
     Raises:
-        ValueError: ``delta_dtype`` is not floating, or a key is no observation entry.
-        OverflowError: a difference does not fit ``delta_dtype`` (at once for NumPy envs; a collector checks each
-            batch).
+        ValueError: ``delta_dtype`` is not floating, or a key is not an observation entry.
+        OverflowError: a difference does not fit ``delta_dtype`` (in the step for NumPy envs; otherwise when a
+            collector checks the batch).
 
     >>> import gymnasium as gym
     >>> env = NextObservationDelta(gym.make("CartPole-v1"))
@@ -160,5 +159,5 @@ class NextObservationDelta(ObservationDelta):
     """
 
     def __new__(cls, env: EnvLike | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
+        """Create the wrapper around ``env``, or without an env the buffer transform of the same name."""
         return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)

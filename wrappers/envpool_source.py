@@ -1,4 +1,4 @@
-"""The adapters for envpool, in its synchronous and in its async mode."""
+"""The adapters for envpool's sync and async modes."""
 
 import warnings
 from typing import Any
@@ -23,9 +23,9 @@ class EnvPoolSource(VectorSource):
         batch = int((config and config.get("batch_size")) or num_envs)
         in_step = batch == num_envs
         with warnings.catch_warnings():
-            # envpool makes its bounds from float64 numbers, and Gymnasium warns of the cast.
+            # envpool creates its bounds from float64 numbers, and Gymnasium warns about the cast.
             warnings.filterwarnings("ignore", message=".*precision lowered by casting", category=UserWarning)
-            # envpool's observation_space and action_space are the single ones.
+            # envpool's observation_space and action_space are those of a single env.
             single = mend_bounds(env.observation_space), mend_bounds(env.action_space)
         capabilities = Capabilities(
             torch.device("cpu"),
@@ -41,7 +41,7 @@ class EnvPoolSource(VectorSource):
         )
         super().__init__(env, num_envs, *single, capabilities)
         self._sent = False  # whether a step is under way
-        self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
+        self._shown: Tree = None  # last observations, for rows that a partial reset leaves out
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -52,7 +52,7 @@ class EnvPoolSource(VectorSource):
             obs, info = self.env.reset()
             self._shown = _cast_discrete(obs, self.single_observation_space)
             return self._shown, info
-        # envpool returns only the rows it reset, in order of their numbers.
+        # envpool returns only the rows that it reset, ordered by env id.
         part, info = self.env.reset(options={"reset_mask": rows})
         part = _cast_discrete(part, self.single_observation_space)
         self._shown = map_tree(lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, part)
@@ -60,7 +60,7 @@ class EnvPoolSource(VectorSource):
         for key, value in info.items():
             if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
                 whole[key] = _scatter(value, rows, np.zeros((self.num_envs, *value.shape[1:]), value.dtype))
-                whole[f"_{key}"] = np.array(rows)  # Gymnasium's mask of the rows that have the entry
+                whole[f"_{key}"] = np.array(rows)  # Gymnasium's mask of rows with the entry
         return self._shown, whole
 
     @override
@@ -69,7 +69,7 @@ class EnvPoolSource(VectorSource):
             self.send(actions)
         self._sent = False
         obs, reward, terminated, truncated, info = self.env.recv()
-        # Kept without a copy: envpool's arrays are new at each step, and a partial reset copies before it writes.
+        # No copy: envpool returns new arrays at each step, and a partial reset copies before it writes.
         self._shown = obs = _cast_discrete(obs, self.single_observation_space)
         return obs, reward, terminated, truncated, info
 
@@ -88,17 +88,17 @@ class EnvPoolSource(VectorSource):
 
 
 class AsyncPoolSource(EnvPoolSource):
-    """Adapts envpool in async mode: a step returns the first ``batch_size`` of the E envs that are done.
+    """Adapts envpool in async mode: a step returns the first ``batch_size`` of E envs to finish.
 
-    Whoever leads it (`flatroll.rollouts.pool_runner.PoolRows`) knows which rows these are, by `ids`; it sends with
-    `send`, awaits with `receive`, and the `step` that follows returns what has come.
+    The runner (`flatroll.rollouts.pool_runner.PoolRows`) reads from `ids` which rows these are. It calls `send`,
+    waits in `receive`, and the next `step` returns the received rows.
     """
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        #: Numbers of the envs whose rows came last, int64 ``[batch_size]``.
+        #: Ids of the envs in the last batch of rows, int64 ``[batch_size]``.
         self.ids: Array = np.zeros(0, np.int64)
-        #: Whether the caller keeps the rows of each env apart. A loop by hand does not.
+        #: Whether the caller separates the rows by env. A hand-written loop does not.
         self.led = False
         self._received: Step | None = None
         if env not in _PLACES:
@@ -113,7 +113,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._drain()
         place = self._place
         place.begin(self.env)
-        # Nothing is under way now: by a second reset of an env that is at work two threads would step it.
+        # No env may be running now: after a second reset two threads would step the same env.
         self.env.async_reset()
         place.under_way[:], place.torn = True, False
         obs, _, _, _, info = self._receive()
@@ -124,7 +124,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._send(actions, self.ids)
 
     def receive(self) -> None:
-        """Await the next rows; RuntimeError if too few are under way (envpool would abort, or wait for ever)."""
+        """Wait for the next rows; RuntimeError if too few are pending (envpool would abort or hang)."""
         self._received = self._receive()
 
     @override
@@ -161,37 +161,37 @@ class AsyncPoolSource(EnvPoolSource):
         return _cast_discrete(obs, self.single_observation_space), reward, terminated, truncated, info
 
     def _drain(self) -> None:
-        """Receive all rows under way, those of other adapters of the pool too, and drop them."""
+        """Receive and drop all pending rows, including those of other adapters of the pool."""
         under_way, count = self._place.under_way, self.capabilities.batch_size
         assert count is not None
         while pending := np.count_nonzero(under_way):
-            if pending < count:  # recv gives `count` rows: other envs have to make one more step
+            if pending < count:  # recv needs `count` rows: step other envs once more
                 idle = np.flatnonzero(~under_way)[: count - pending]
                 self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
             self._receive()
 
 
 class _Place:
-    """Which envs of an async pool are under way; one for all adapters of it."""
+    """The state of an async pool, shared by its adapters: which envs are running."""
 
     def __init__(self, env: object, num_envs: int) -> None:
         self.under_way = np.zeros(num_envs, bool)
-        #: Whether the last send, recv or reset was left by an exception.
+        #: Whether the last send, recv or reset raised an exception.
         self.torn = False
         self.last = _trace(env)
-        self._used: bool | None = None  # before anything here was
+        self._used: bool | None = None  # envs sent before this adapter existed
 
     def begin(self, env: object) -> None:
-        """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
+        """Mark the pool as in use; RuntimeError if it is unknown which envs are running.
 
-        Then a recv might wait for ever, or bring a row that is taken for the answer to another action.
+        In that state recv might hang, or return a row that would be matched with another action.
         """
         if self.torn:
             raise RuntimeError(
                 "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
                 "under way: make a new pool"
             )
-        if self._used is None:  # what the first send, recv or reset of a pool leaves in it
+        if self._used is None:  # set by the first send, recv or reset of a pool
             self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
         if self._used or self.last is not _trace(env):
             raise RuntimeError(
@@ -201,7 +201,7 @@ class _Place:
         self.torn = True
 
 
-# A pool that one collector has left with steps under way may be given to another.
+# A collector may have left this pool with pending steps.
 _PLACES: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 _BY_HAND = (
@@ -211,18 +211,18 @@ _BY_HAND = (
 
 
 def _trace(env: object) -> object:
-    """An object that envpool replaces at every recv."""
+    """Return an object that envpool replaces at every recv."""
     return vars(env).get("_last_players_env_id")
 
 
 def pool_source(env: EnvLike) -> EnvPoolSource:
-    """The adapter of an envpool, by its mode."""
+    """Return the adapter for an envpool's mode."""
     source = EnvPoolSource(env)
     return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
 
 
 def _check_reset(seed: Seed, options: Info | None) -> None:
-    """Warn of a seed, which has no effect; refuse options."""
+    """Warn about a seed, which has no effect; refuse options."""
     if seed is not None:
         warnings.warn(
             "envpool takes its seed when it is created (envpool.make_gymnasium(..., seed=...)): "
@@ -234,14 +234,14 @@ def _check_reset(seed: Seed, options: Info | None) -> None:
 
 
 def _scatter(some: Array, rows: Array, whole: Array) -> Array:
-    """``whole`` ``[E, ...]`` with ``some`` ``[k, ...]`` written into the k rows where ``rows`` is True."""
+    """Return a copy of ``whole`` ``[E, ...]`` with ``some`` ``[k, ...]`` in the k rows where ``rows`` is True."""
     whole[rows] = some
     return whole
 
 
 def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
-    """Discrete observations arrive as int32 where the space says int64."""
-    if isinstance(space, spaces.Box):  # most often, so it is asked first
+    """Cast discrete observations, which arrive as int32, to the int64 of the space."""
+    if isinstance(space, spaces.Box):  # the common case first
         return obs
     if isinstance(space, spaces.Dict):
         return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
@@ -251,10 +251,10 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
 
 
 def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Replace bounds that envpool writes for "unbounded" Box spaces by infinite ones.
+    """Replace the bounds that envpool gives to unbounded Box spaces by infinite ones.
 
-    Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and
-    ``high = finfo.max`` where they mean no bound, so that no negative observation is inside.
+    Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and ``high = finfo.max``
+    for unbounded spaces, so negative observations fall outside.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: mend_bounds(child) for key, child in space.spaces.items()})
@@ -263,7 +263,7 @@ def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return space
     info = np.finfo(space.dtype)
-    # The bounds were written as float32 even where the space is float64.
+    # The bounds are float32 numbers even if the space is float64.
     tiny = np.isin(space.low, (info.tiny, np.finfo(np.float32).tiny))
     if not tiny.any():
         return space

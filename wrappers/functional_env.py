@@ -1,6 +1,6 @@
-"""`FunctionalEnv`, an env made of pure JAX functions, and `as_functional`, which makes one of a simulator's env.
+"""`FunctionalEnv`, an env of pure JAX functions, and `as_functional`, which converts a simulator's env to one.
 
-Nothing here imports JAX before an env is made: whoever has one has imported it.
+This module does not import JAX: a caller with a JAX env has imported it already.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ Pytree: TypeAlias = Any
 
 @dataclass(frozen=True)
 class FunctionalEnv:
-    """One environment as two pure JAX functions, which `as_vector_env` compiles for any number of envs.
+    """An environment of two pure JAX functions, which `as_vector_env` compiles for any number of envs.
 
-    Both functions are for one env, without a batch dimension. They may not reset ended episodes themselves: that is
-    done around them, so that the last observation of each episode is known.
+    Both functions handle one env, without a batch dimension. They must not reset ended episodes: the adapter does, so
+    that it sees the last observation of each episode.
 
     Args:
         reset: ``reset(key) -> (observation, state)``.
         step: ``step(key, state, action) -> (observation, state, reward, terminated, truncated, info)``; ``info`` is a
             dict of arrays. ``state`` is any pytree of arrays, of the same shapes as that of ``reset``.
-        action_space: of one env; a Gymnasium space, or one of a JAX simulator's.
-        observation_space: default None: as ``reset`` says, without bounds. Observations may be dicts, named tuples and
-            dataclasses, which become dicts, and tuples.
-        max_episode_steps: end episodes after so many steps, as truncated. Default None: as ``step`` says.
-        name: what errors call it.
+        action_space: action space of one env; a Gymnasium space or a JAX simulator's.
+        observation_space: default None: inferred from ``reset``, unbounded. Observations may be dicts, named tuples
+            and dataclasses, which become dicts, and tuples.
+        max_episode_steps: truncate episodes after this many steps. Default None: only ``step`` ends them.
+        name: name of the env in errors.
 
     >>> def reset(key):
     ...     return {"at": key[:1] % 3}, key[0] % 3
@@ -52,18 +52,18 @@ class FunctionalEnv:
 def as_functional(
     env: object, *, params: object = None, max_episode_steps: int | None = None
 ) -> FunctionalEnv:
-    """Make a `FunctionalEnv` of the env of a JAX simulator; `as_vector_env` calls it itself.
+    """Convert a JAX simulator's env to a `FunctionalEnv`; `as_vector_env` does so itself.
 
-    Call it where the env is not all that there is to say: other parameters than the default ones, or a limit.
+    Call it to set other parameters or a step limit.
 
     Args:
-        env: of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a functional env of Gymnasium's
-            (``FuncEnv``, ``phys2d``). Not inside a wrapper that batches envs or resets them.
-        params: of a gymnax or craftax env. Default None: its ``default_params``.
-        max_episode_steps: end episodes after so many steps, as truncated. Default None: as the env does.
+        env: an env of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a Gymnasium functional env
+            (``FuncEnv``, ``phys2d``), without wrappers that batch or reset envs.
+        params: parameters of a gymnax or craftax env. Default None: its ``default_params``.
+        max_episode_steps: truncate episodes after this many steps. Default None: the env's own limit.
 
     Raises:
-        TypeError: the env is of no such simulator, or in a wrapper.
+        TypeError: the simulator is not supported, or the env is wrapped.
 
     ``as_functional(gymnax_env, params=params)``
     """
@@ -79,23 +79,23 @@ def as_functional(
     if max_episode_steps is None and family is _of_gymnasium_vector:
         max_episode_steps = (
             getattr(env, "time_limit", None) or None
-        )  # jumanji's, of this name, are its own to keep
+        )  # jumanji keeps its own entries of this name
     name = str(getattr(env, "name", None) or type(getattr(env, "unwrapped", env)).__name__)
     return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
 
 
 def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
-    """The adapter of the simulator that the env's class is from, or None; imports nothing.
+    """Return the converter for the simulator that defines the env's class, or None; imports nothing.
 
     Raises:
-        TypeError: the env is in a wrapper that batches or resets it, or hides what is inside.
+        TypeError: the env is in a wrapper that batches or resets it, or hides the inner env.
     """
     kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(env).__mro__}
     if kinds.get("FuncEnv") == "gymnasium":
         return _of_gymnasium
     if "FunctionalJaxVectorEnv" in kinds:
         return _of_gymnasium_vector
-    # (playground's wrapper for rsl_rl has num_envs: it holds its states itself, and returns tensors.)
+    # (playground's rsl_rl wrapper has num_envs: it keeps its states itself and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):
         return None
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
@@ -124,7 +124,7 @@ def _of_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
             return obs, state, reward, done, env.is_truncated(state, params), info
         if limit is None:
             return obs, state, reward, done, False, info
-        # gymnax before 1.0 and craftax: `done` holds the time limit, which is what a longer one takes away.
+        # In gymnax before 1.0 and craftax `done` includes the time limit; a longer limit replaces it.
         terminated = done & env.is_terminal(state, params.replace(**{limit: np.iinfo(np.int32).max}))
         return obs, state, reward, terminated, done & ~terminated, info
 
@@ -132,7 +132,7 @@ def _of_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
 
 
 def _of_brax(env: Any) -> tuple[Any, Any, object]:
-    """brax and MuJoCo playground; the time limit is that of brax's EpisodeWrapper."""
+    """brax and MuJoCo playground, with the time limit of brax's EpisodeWrapper."""
 
     def reset(key: Any) -> tuple[Pytree, Pytree]:
         state = env.reset(key)
@@ -166,14 +166,14 @@ def _of_navix(env: Any) -> tuple[Any, Any, object]:
         return first.observation, first
 
     def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
-        now = env._step(state, action)  # its step() resets in the row after the end
+        now = env._step(state, action)  # its step() resets in the step after the end
         return now.observation, now, now.reward, now.is_termination(), now.is_truncation(), now.info
 
     return reset, step, env.action_space
 
 
 def _of_gymnasium(env: Any) -> tuple[Any, Any, object]:
-    # The functions of the class: those of an object may have been transformed to take batches.
+    # Use the class's functions: those of the instance may have been transformed to take batches.
     kind = type(env)
 
     def reset(key: Any) -> tuple[Pytree, Pytree]:
@@ -204,7 +204,7 @@ _FAMILIES: dict[str, Callable[..., tuple[Any, Any, object]]] = {
 
 
 def gym_space(space: Any) -> spaces.Space[Any]:
-    """The Gymnasium space that says what a space (or spec) of a JAX simulator says."""
+    """Convert a space (or spec) of a JAX simulator to a Gymnasium space."""
     if isinstance(space, spaces.Space):
         return space
     parts = getattr(space, "spaces", None)

@@ -1,4 +1,4 @@
-"""The adapter for Gymnasium's vector environments: Sync, Async, native and custom ones."""
+"""The adapter for Gymnasium's vector environments: Sync, Async, native and custom."""
 
 import os
 import weakref
@@ -16,7 +16,7 @@ from typing_extensions import override
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
-CLOSE_SECONDS = 5.0  # that close() waits for workers in the middle of a step
+CLOSE_SECONDS = 5.0  # how long close() waits for workers in the middle of a step
 
 
 class GymSource(VectorSource):
@@ -29,14 +29,14 @@ class GymSource(VectorSource):
             for layer in layers(env)
         )
         fresh = gymnasiums_own and getattr(base, "copy", True) is not False
-        # Foreign envs may write into the arrays they return: what they return is copied at once.
+        # Other envs may write into the arrays they returned, so copy them at once.
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
         known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
-        # Rows of an Async env whose final and reset observations have been seen to differ.
+        # Rows of an Async env whose final and reset observations were seen to differ.
         self._proven = np.zeros(env.num_envs, dtype=bool)
-        # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset, and
-        # resets once more at the next step.
+        # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset and resets again
+        # at the next step.
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
@@ -51,7 +51,7 @@ class GymSource(VectorSource):
             hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
             partial_reset=partial and not (self._keeps_pending and self._next_step),
             reuses_buffers=self._copies,
-            # A wrapper in between would not see half a step.
+            # A wrapper in between would miss step_async and step_wait.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
         spaces = env.single_observation_space, env.single_action_space
@@ -65,7 +65,7 @@ class GymSource(VectorSource):
             options = {**(options or {}), "reset_mask": rows}
         else:
             if self._keeps_pending and self._next_step and self._pending.any():
-                self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
+                self.env.step(self.env.action_space.sample())  # the workers now do their pending autoresets
             self._pending[:] = False
         try:
             obs, info = self.env.reset(seed=seed, options=options)
@@ -106,7 +106,7 @@ class GymSource(VectorSource):
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if isinstance(given, np.ndarray) and given.dtype == object:
-            # Gymnasium's: an array [E] of objects, with one tree for each ended row.
+            # Gymnasium gives an object array [E] with a tree in each ended row.
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
@@ -117,14 +117,14 @@ class GymSource(VectorSource):
     def close(self) -> None:
         base = self.env.unwrapped
         if isinstance(base, AsyncVectorEnv) and not base.closed:
-            # Gymnasium would wait for ever for an answer that a dead worker owes, or that has been read already.
+            # Gymnasium would wait forever for a dead worker's answer, or for one that was read already.
             answers = base._state is AsyncState.DEFAULT or base._poll_pipe_envs(CLOSE_SECONDS)
             if _dead_workers(base) or not answers:
                 _kill_workers(base)
         super().close()
 
     def _end_dead_workers(self, error: Exception) -> None:
-        """If worker processes have died, end the others, close the env and say so."""
+        """If worker processes have died, terminate the others, close the env and raise."""
         base = self.env.unwrapped
         if isinstance(base, AsyncVectorEnv) and (dead := _dead_workers(base)):
             _kill_workers(base)
@@ -134,10 +134,11 @@ class GymSource(VectorSource):
             ) from error
 
     def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
-        """SAME_STEP keeps the final observation by reference: an env that reuses its array overwrites it.
+        """Raise ValueError if the env reuses its array and thereby overwrites the final observations.
 
-        Sync shows the reset observations themselves: do they share memory? From an Async worker only values
-        come back: until one ended episode of an env differs from what follows it, equal ones are refused.
+        SAME_STEP keeps the final observation by reference. A Sync env exposes the reset observations, so shared
+        memory can be detected. An Async worker returns only values: equal final and reset observations are refused
+        until an episode of that env has shown different ones.
         """
         resets = getattr(self.env.unwrapped, "_env_obs", None)
         if resets is not None:
@@ -146,7 +147,7 @@ class GymSource(VectorSource):
             rows = [i for i in rows if not self._proven[i]]
             shown = [
                 map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows
-            ]  # what follows each ended episode
+            ]  # the first observations after the ended episodes
             reused = any(
                 all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
             )
@@ -159,7 +160,7 @@ class GymSource(VectorSource):
 
 
 class AsyncPart(AsyncVectorEnv):
-    """Some envs of an AsyncVectorEnv, from ``first`` on; made by `split_async`."""
+    """A range of envs of an AsyncVectorEnv, starting at ``first``; created by `split_async`."""
 
     def __init__(self, whole: AsyncVectorEnv, first: int, num_envs: int) -> None:
         vars(self).update(vars(whole))  # no new workers
@@ -169,15 +170,15 @@ class AsyncPart(AsyncVectorEnv):
         self.observation_space = batch_space(whole.single_observation_space, num_envs)
         self.env_fns = whole.env_fns[rows]
         self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
-        # Views of the memory that the workers write into.
+        # Views of the memory that the workers write to.
         self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
         self._first = first
-        #: The env that was divided.
+        #: The env that was split.
         self.whole = whole
 
     @property
     def closed(self) -> bool:
-        """Whether all workers are closed: there is no closing a part."""
+        """Whether the whole env is closed; parts cannot be closed alone."""
         return bool(self.whole.closed)
 
     @closed.setter
@@ -189,7 +190,7 @@ class AsyncPart(AsyncVectorEnv):
         self.whole.close(**kwargs)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """The whole env knows the workers by the numbers that come with errors."""
+        """Delegate to the whole env: errors carry its worker numbers."""
         successes = list(successes)
         if not all(successes):
             self._state = AsyncState.DEFAULT
@@ -198,17 +199,17 @@ class AsyncPart(AsyncVectorEnv):
             whole._raise_if_errors([*[True] * self._first, *successes, *[True] * rest])
 
     def __del__(self) -> None:
-        """The workers are the whole env's to end."""
+        """Do nothing: the whole env owns the workers."""
 
 
 def split_async(env: AsyncVectorEnv, parts: int) -> list[AsyncPart]:
-    """Divide the envs into ``parts`` runs of almost equal length; the env is not to be stepped itself any more."""
+    """Split the envs into ``parts`` ranges of almost equal length; do not step the env itself afterwards."""
     groups = np.array_split(np.arange(env.num_envs), parts)
     return [AsyncPart(env, int(group[0]), len(group)) for group in groups]
 
 
 def _dead_workers(env: AsyncVectorEnv) -> list[int]:
-    """The numbers of the worker processes that have ended."""
+    """Return the indices of the worker processes that have exited."""
     ended = wait([process.sentinel for process in env.processes], 0)
     return [i for i, process in enumerate(env.processes) if process.sentinel in ended]
 
@@ -217,26 +218,26 @@ def _kill_workers(env: AsyncVectorEnv) -> None:
     """Close the env without waiting for any worker."""
     for process in env.processes:
         process.kill()
-    env._state = AsyncState.DEFAULT  # no answer is waited for
+    env._state = AsyncState.DEFAULT  # do not wait for answers
     env.close(terminate=True)
 
 
 def _end_at_exit(env: "weakref.ref[AsyncVectorEnv]", owner: int) -> None:
-    """Close an env that the program's end finds open: Gymnasium would do so when half of its modules are gone."""
-    alive = env()  # None if it was dropped before the end
+    """Close an env at exit, before Gymnasium's own __del__ runs with half of its modules gone."""
+    alive = env()  # None if it was garbage-collected
     if alive is not None and not alive.closed and os.getpid() == owner:
         _kill_workers(alive)
 
 
 def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> list[bool]:
-    """What ``test`` says of each pair of leaves of two equally nested trees."""
+    """Apply ``test`` to each pair of leaves of two equally nested trees."""
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
     return answers
 
 
 def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
-    """A copy of the batched tree ``obs`` whose ``rows`` hold the single observations ``values``."""
+    """Return a copy of the batched tree ``obs`` with the single observations ``values`` in ``rows``."""
     if isinstance(obs, dict):
         return {key: _put_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):

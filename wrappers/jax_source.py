@@ -1,4 +1,4 @@
-"""The adapter for environments that are pure JAX functions: one compiled call steps and resets all of them."""
+"""The adapter for environments of pure JAX functions: one compiled call steps and resets all of them."""
 
 import math
 import os
@@ -18,25 +18,25 @@ from flatroll.wrappers.arrays import Array, Tree, map_tree
 from flatroll.wrappers.functional_env import FunctionalEnv, Pytree, gym_space
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
 
-#: What the two functions of an env take and return, for errors.
+#: Signatures of an env's two functions, for errors.
 _SIGNATURES = {
     "reset": "reset(key) -> (observation, state)",
     "step": "step(key, state, action) -> (observation, state, reward, terminated, truncated, info)",
 }
 
-#: Below so many bytes a copy is faster than DLPack, whose Python costs 4 µs on the way out and 90 µs on the way in.
+#: Below this size in bytes a copy is faster than DLPack, whose Python code takes 4 µs to export and 90 µs to import.
 _SMALL, _SMALL_ACTIONS = 1 << 17, 1 << 20
 
-#: A branch around a reset of up to so many operations takes longer than the reset.
+#: A reset of up to this many operations is faster than a branch around it.
 _CHEAP = 100
 
 
 class JaxSource(VectorSource):
-    """E copies of a `FunctionalEnv`, SAME_STEP with their true last observations; states stay on the device.
+    """E copies of a `FunctionalEnv` in SAME_STEP mode with true last observations; states stay on the device.
 
-    Observations, rewards and flags leave by DLPack, but for small ones on the CPU: they share the memory of JAX's
-    arrays, which nothing else reads but a masked reset, for the rows that it does not reset. Entries of ``info`` stay
-    arrays of JAX's.
+    Observations, rewards and flags are exported by DLPack and share memory with JAX's arrays; small ones on the CPU
+    are copied. Only a masked reset reads that memory again, for the rows that it does not reset. Entries of ``info``
+    stay JAX arrays.
     """
 
     def __init__(self, env: FunctionalEnv, num_envs: int, device: torch.device | None = None) -> None:
@@ -52,17 +52,17 @@ class JaxSource(VectorSource):
         self._start, self._step, self._restart = _compiled(
             reset, step, whole_number("num_envs", num_envs), env.max_episode_steps
         )
-        #: From an array of JAX's to the caller's.
+        #: Converts a JAX array to the caller's.
         self._out: Callable[[Any], Array] = _as_numpy if on_cpu else from_dlpack
         self._key: Any = None
         self._state: Pytree = None
         self._obs: Pytree = None  # as last returned
-        self._final: Pytree = None  # those of the last step, before its resets
+        self._final: Pytree = None  # final observations of the last step
         can = Capabilities(
             where, "numpy" if on_cpu else "torch", exact_flags=True, whole_finals=True, checks_range=False
         )
         super().__init__(env, num_envs, observation_space, action_space, can)
-        self.stepped = self  # not env, whose functions keep no state
+        self.stepped = self  # not env: its functions keep no state
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -80,7 +80,7 @@ class JaxSource(VectorSource):
                     self._key = jax.random.PRNGKey(int.from_bytes(os.urandom(4)) if seed is None else seed)
                 self._key, key = jax.random.split(self._key)
                 keys = jax.random.split(key, self.num_envs)
-            # A first state that needs no key would have no device of its own, and compile the step once more.
+            # A first state that does not depend on the key would have no device, and the step would compile twice.
             obs, state = self._start(jax.device_put(keys, self._device))
             self._key, self._obs, self._state = jax.device_put((self._key, obs, state), self._device)
         return map_tree(self._out, self._obs), {}
@@ -90,7 +90,7 @@ class JaxSource(VectorSource):
         self._key, self._state, self._obs, self._final, reward, flags, info = self._step(
             self._key, self._state, map_tree(self._take, actions)
         )
-        # What the caller copies he may see as it is: read-only, in a fraction of the time.
+        # The caller copies these arrays, so a read-only view is enough and much faster.
         show = np.asarray if self.lends and self._on_cpu else self._out
         terminated, truncated = show(flags)
         return map_tree(self._out, self._obs), show(reward), terminated, truncated, info
@@ -102,38 +102,38 @@ class JaxSource(VectorSource):
         return map_tree(np.asarray if self.lends and self._on_cpu else self._out, self._final)
 
     def _take(self, actions: Array) -> Any:
-        """The actions as a compiled function takes them."""
+        """Convert the actions for a compiled function."""
         actions = _narrow(actions)
         small = isinstance(actions, np.ndarray) and actions.nbytes < _SMALL_ACTIONS
         return actions if small else self._jax.dlpack.from_dlpack(actions)
 
     @override
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def _compiled(
     reset: Callable[[Any], tuple[Pytree, Pytree]],
     step: Callable[[Any, Pytree, Any], tuple[Any, ...]],
     num_envs: int,
-    limit: int | None,  # of steps in an episode
+    limit: int | None,  # steps per episode
 ) -> tuple[Callable[..., Any], ...]:
-    """The compiled functions of a source: of all first states, of a step, and of a masked reset."""
+    """Compile the source's functions: a full reset, a step and a masked reset."""
     import jax  # pyright: ignore[reportMissingImports]
     from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
 
-    # A state goes with the number of steps in its episode. PyTree leaves get the dtype that they keep, so that the
-    # state of a reset and that of a step compile once.
+    # Each state is paired with its episode's step count. PyTree leaves get fixed dtypes, so that the states of resets
+    # and of steps have one type and compile once.
     def start(keys: Any) -> tuple[Pytree, Pytree]:
         obs, state = jax.vmap(reset)(keys)
         return obs, (state, jnp.zeros(num_envs, jnp.int32))
 
     first_keys = jax.random.split(jax.random.PRNGKey(0), num_envs)
-    # Few operations, and no loop, take less time than the branch that would go around them.
+    # A few operations without a loop are faster than the branch around them.
     is_cheap = _count_operations(jax.make_jaxpr(start)(first_keys).jaxpr) <= _CHEAP
 
     def restart(key: Any, state: Pytree, obs: Pytree, mask: Any) -> tuple[Pytree, Pytree]:
-        """States and observations with new ones where ``mask`` is True; draws none if it nowhere is, but cheap ones."""
+        """Replace states and observations where ``mask`` is True; an expensive reset runs only if any is."""
 
         def draw() -> tuple[Pytree, Pytree]:
             first, fresh = start(jax.random.split(key, num_envs))
@@ -159,7 +159,7 @@ def _compiled(
             truncated |= elapsed >= limit
         ended = terminated | truncated
         state, shown = restart(resets, (inner, elapsed), obs, ended)
-        if info:  # the entries of an ended row belong to the step that ended it: its new episode has none yet
+        if info:  # entries of an ended row belong to the step that ended it; its new episode has none yet
 
             def clear(leaf: Any) -> Any:
                 return jnp.where(ended.reshape(num_envs, *(1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
@@ -175,7 +175,7 @@ def _compiled(
 
 
 def _count_operations(jaxpr: Any) -> float:
-    """The operations of a function, those of the functions that it calls included; infinite with a loop."""
+    """Count the operations of a function and of those it calls; infinite if there is a loop."""
     count = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("while", "scan"):
@@ -188,10 +188,10 @@ def _count_operations(jaxpr: Any) -> float:
 def _checked(
     env: FunctionalEnv, action_space: spaces.Space[Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any], spaces.Space[Any]]:
-    """The env's functions with plain observations and exact dtypes, and the space of its observations.
+    """Return the env's functions with plain observations and exact dtypes, and the observation space.
 
     Raises:
-        TypeError: a function is not pure, or returns something else than it must.
+        TypeError: a function is not pure or returns the wrong structure.
     """
     import jax  # pyright: ignore[reportMissingImports]
     from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -218,7 +218,7 @@ def _checked(
         )
 
     def exact(tree: Pytree, like: Pytree) -> Pytree:
-        """Leaves of the dtypes of ``like``; a Python number's dtype would be weak, and change with the next step."""
+        """Cast leaves to the dtypes of ``like``: the weak dtype of a Python number would change in the next step."""
 
         def convert(leaf: Any, to: Any) -> Any:
             is_key = jnp.issubdtype(to.dtype, jax.dtypes.extended)
@@ -243,14 +243,14 @@ def _checked(
 
 
 def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any, ...]:
-    """The shapes and dtypes that a function of the env returns."""
+    """Return the shapes and dtypes that a function of the env returns."""
     import jax  # pyright: ignore[reportMissingImports]
 
     must = f"{name} of {env.name} must be a pure JAX function, {_SIGNATURES[name]}"
     function: Callable[..., Any] = getattr(env, name)
     own = (
         getattr(function, "__module__", "") != FunctionalEnv.__module__
-    )  # those of simulators are taken as pure
+    )  # simulators' functions are assumed pure
     keeps: dict[str, Any] = getattr(getattr(function, "__self__", None), "__dict__", {}) if own else {}
     kept = dict(keeps)
     try:
@@ -279,7 +279,7 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
 
 
 def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -> None:
-    """Raise TypeError unless step returns what reset does: the same tree, shapes, and dtypes that hold its values."""
+    """Raise TypeError unless step and reset return the same tree and shapes, with compatible dtypes."""
     import jax  # pyright: ignore[reportMissingImports]
 
     wanted, came = (
@@ -307,18 +307,18 @@ def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -
 
 
 def _plain(obs: Pytree, reserved: Collection[str] = RESERVED) -> Tree:
-    """Named tuples, dataclasses and mappings as dicts, lists as tuples; ``step_count`` becomes ``step_count_``."""
+    """Convert mappings, named tuples and dataclasses to dicts, lists to tuples; rename ``step_count``."""
     if is_dataclass(obs):
         obs = {field.name: getattr(obs, field.name) for field in fields(obs)}
     elif hasattr(obs, "_asdict"):
         obs = obs._asdict()
-    if isinstance(obs, Mapping):  # its names are the batch's, whose own ones are reserved
+    if isinstance(obs, Mapping):  # the names become columns, and the batch's own are reserved
         return {f"{key}_" if key in reserved else key: _plain(value, ()) for key, value in obs.items()}
     return tuple(_plain(value, ()) for value in obs) if isinstance(obs, tuple | list) else obs
 
 
 def _space_of(tree: Tree) -> spaces.Space[Any]:
-    """The space, without bounds, of a tree of shapes and dtypes."""
+    """Return the unbounded space of a tree of shapes and dtypes."""
     if isinstance(tree, dict):
         return spaces.Dict({key: _space_of(value) for key, value in tree.items()})
     if isinstance(tree, tuple):
@@ -331,7 +331,7 @@ def _space_of(tree: Tree) -> spaces.Space[Any]:
 
 
 def _leaves(space: spaces.Space[Any]) -> Any:
-    """The shapes and dtypes in a space, nested as it is."""
+    """Return the shapes and dtypes of a space, nested as the space is."""
     if isinstance(space, spaces.Dict):
         return {key: _leaves(part) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -340,7 +340,7 @@ def _leaves(space: spaces.Space[Any]) -> Any:
 
 
 def _device_of(jax: Any, device: torch.device | None) -> Any:
-    """JAX's device for torch's; of None the one that JAX takes by itself."""
+    """Return the JAX device for a torch device; JAX's default for None."""
     if device is None:
         found = jax.numpy.zeros(()).device
     else:
@@ -351,13 +351,13 @@ def _device_of(jax: Any, device: torch.device | None) -> Any:
 
 
 def _as_numpy(array: Any) -> Array:
-    """A writable array of one of JAX's on the CPU: the same memory, or a copy if that is faster."""
-    view: Array = np.asarray(array)  # read-only; its nbytes is many times faster than that of JAX's array
+    """Convert a JAX array on the CPU to a writable NumPy array: the same memory, or a copy where that is faster."""
+    view: Array = np.asarray(array)  # read-only; its nbytes is much faster than the JAX array's
     return view.copy() if view.nbytes < _SMALL else from_dlpack(array.__dlpack__()).numpy()
 
 
 def _narrow(array: Array) -> Array:
-    """int64 as int32, which is JAX's; other dtypes as they are."""
+    """Cast int64 to int32, JAX's integer type; keep other dtypes."""
     if isinstance(array, torch.Tensor):
         return array.int() if array.dtype is torch.int64 else array
     return array.astype(np.int32) if array.dtype == np.int64 else array

@@ -1,8 +1,8 @@
 """Wrappers that add markers to ``info``: episode starts, step counts, trajectory ids, returns, primers.
 
-Each is a `gymnasium.vector.VectorWrapper` that only adds entries to ``info``, so any trainer can use it. The
-entries describe the observation that comes with them; ``episode_reward`` belongs to the step just made. They
-follow from the row facts of the adapted env below, never from one another: the order of stacking changes nothing.
+Each is a `gymnasium.vector.VectorWrapper` that only adds entries to ``info``, so any trainer can use it. The entries
+describe the observation returned with them; ``episode_reward`` describes the step. Markers are computed from the
+flags of the adapted env, never from one another, so the order of stacking does not matter.
 """
 
 from collections.abc import Iterator
@@ -36,28 +36,28 @@ Wrapper = TypeVar("Wrapper", bound=VectorWrapper)
 
 
 class MarkerWrapper(VectorWrapper):
-    """Base of the wrappers that add markers to ``info``, your own included.
+    """Base class of wrappers that add a marker to ``info``; subclass it to write your own.
 
-    It finds or makes the adapted env below, ``self.stream``, and refuses a second copy of itself. A subclass
-    implements two methods, and each must put an array with one row for each env, ``[E]`` or ``[E, ...]``, of its own
-    memory, into ``info[self.info_name]``:
+    It finds or creates the adapted env, ``self.stream``, and refuses a second wrapper of its class. A subclass
+    implements two methods. Each must put a new array with one row per env, ``[E]`` or ``[E, ...]``, into
+    ``info[self.info_name]``:
 
-    * ``_on_reset(obs, info, rows)``: rows of bool ``[E]`` were reset (all, or some): start them afresh.
+    * ``_on_reset(obs, info, rows)``: the rows where bool ``[E]`` is True were reset: reset their state.
     * ``step(actions)``: call ``self.env.step(actions)``, add the entry to its info, and return all five.
 
-    What it needs to know of the step is in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
-    observation now shown is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was
-    a transition (None: all are). A collector stores the entry under ``key``: ``[E]`` as ``[N, 1]``, ``[E, ...]`` as
-    ``[N, ...]``, beside the observation that it came with, or with ``describes_step = True`` under
-    ``("next", key)`` beside the reward.
+    ``self.stream`` (a `VectorStream`) describes the step with flags, bool ``[E]`` each: ``first``, the returned
+    observation is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was a
+    transition (None: all are). A collector stores the entry under ``key``, ``[E]`` as ``[N, 1]`` and ``[E, ...]`` as
+    ``[N, ...]``, in the row of the observation returned with it, or with ``describes_step = True`` under ``("next",
+    key)``, like the reward.
 
     Args:
         env: anything `as_vector_env` takes, or a stack of wrappers around it.
-        key: where a collector stores the entry; its last name is the entry's name in ``info``.
+        key: the column in which a collector stores the entry; its last part is the entry's name in ``info``.
 
     Raises:
         TypeError: the subclass lacks one of the two methods.
-        ValueError: a wrapper of this kind is in the stack already.
+        ValueError: the stack already has a wrapper of this class.
 
     >>> import gymnasium as gym
     >>> class TimeLeft(MarkerWrapper):
@@ -78,12 +78,12 @@ class MarkerWrapper(VectorWrapper):
     array([499, 499])
     """
 
-    #: Whether the entry describes the step just made (and not the returned observation).
+    #: Whether the entry describes the step and not the returned observation.
     describes_step: ClassVar[bool] = False
-    #: Whether a collector stores the entry as a column of its batches; if not, it is for loops written by hand.
+    #: Whether a collector stores the entry as a column; if not, it is for hand-written loops.
     is_column: ClassVar[bool] = True
-    #: Names of the attributes that are arrays ``[E, ...]``, if these are all that it remembers: then it goes with
-    #: envpool's async mode, where a step is one of some envs. None: it does not.
+    #: Names of all attributes that hold state, arrays ``[E, ...]``. Needed in envpool's async mode, where each step
+    #: covers only some envs. None: that mode is not supported.
     row_state: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, env: EnvLike, key: NestedKey) -> None:
@@ -105,10 +105,10 @@ class MarkerWrapper(VectorWrapper):
         self.info_name = as_tuple(key)[-1]
 
     def __del__(self) -> None:
-        """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+        """Gymnasium before 1.3 closes the env on deletion; it belongs to the caller."""
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the stack, outermost first, and the column that a collector makes of each marker."""
+        """Show the stack in a notebook, outermost first, with the column that a collector makes of each marker."""
         rows = []
         for layer in layers(self):
             column = ""
@@ -119,7 +119,7 @@ class MarkerWrapper(VectorWrapper):
 
     @property
     def action_spec(self) -> spaces.Space[Any]:
-        """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
+        """Alias of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
         return self.single_action_space
 
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ class MarkerWrapper(VectorWrapper):
         return self.stream.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute of each sub-env."""
+        """Return an attribute of each sub-env."""
         return self.stream.get_attr(name)
 
     def set_attr(self, name: str, values: object) -> None:
@@ -145,7 +145,7 @@ class MarkerWrapper(VectorWrapper):
         return obs, info
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
-        """Start the masked rows (bool ``[E]``) afresh and add the entry to ``info``."""
+        """Reset the state of the masked rows (bool ``[E]``) and add the entry to ``info``."""
         raise NotImplementedError
 
 
@@ -176,7 +176,7 @@ class InitTracker(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose returned observation is an episode's first."""
         result = self.env.step(actions)
-        result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
+        result[4][self.info_name] = self.stream.first  # no copy: the stream makes a new array at each step
         return result
 
 
@@ -223,14 +223,14 @@ class StepCounter(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full_for(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
-        # A copy: what a caller does to its info must not change the count.
+        # A copy: the caller may write into info.
         info[self.info_name] = copy_of(self._count)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; count the steps of each running episode."""
         result = self.env.step(actions)
         count = self._count + 1
-        if self.stream.any_first is not False:  # None: on a device, where asking would wait
+        if self.stream.any_first is not False:  # None on a device, where checking would sync
             fill_rows(count, self.stream.first, 0)
         self._count = count
         result[4][self.info_name] = count if self.stream.lends_markers else copy_of(count)
@@ -238,11 +238,10 @@ class StepCounter(MarkerWrapper):
 
 
 class TrajId(MarkerWrapper):
-    """Adds ``info["traj_ids"]``: int64 ``(E,)``, an id of the episode that the returned observation is from.
+    """Adds ``info["traj_ids"]``: int64 ``(E,)``, the id of the returned observation's episode.
 
-    The id of the ``k``-th episode of env ``e`` is ``writer * 2**40 + k * E + e``: unique over the rows, over
-    writers with different numbers, and the same in every autoreset mode. A collector stores it as
-    ``("collector", "traj_ids")`` ``[N]``.
+    The id of the ``k``-th episode of env ``e`` is ``writer * 2**40 + k * E + e``: unique across envs and writers, and
+    the same in every autoreset mode. A collector stores it as ``("collector", "traj_ids")`` ``[N]``.
 
     Args:
         env: anything `as_vector_env` takes.
@@ -263,7 +262,7 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
-        self._first, self._total = 0, self.num_envs  # of the pool that these envs are a part of
+        self._first, self._total = 0, self.num_envs  # of the pool that contains these envs
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
@@ -271,10 +270,10 @@ class TrajId(MarkerWrapper):
             numbers: Any = np.arange(self._first, self._first + self.num_envs)
             if isinstance(first, Tensor):
                 numbers = torch.from_numpy(numbers).to(first.device)
-            # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
+            # The writer is in bits 40 and up, episode * E + env below: adding E gives the id of the next episode.
             self._ids = numbers + (self.writer << 40) + self._episode * self._total
         else:
-            self._ids = self._ids + rows * self._total  # a new array: the old one was given away
+            self._ids = self._ids + rows * self._total  # a new array: the caller may keep the old one
         info[self.info_name] = copy_of(self._ids)
 
     def step(self, actions: Tree) -> Step:
@@ -291,14 +290,14 @@ class TrajId(MarkerWrapper):
 
     @property
     def ids(self) -> Array:
-        """The id of each sub-env's episode, int64 ``(E,)``; None before the first reset."""
+        """Return the id of each sub-env's episode, int64 ``(E,)``; None before the first reset."""
         return self._ids
 
     def number_in(self, first: int, total: int) -> None:
-        """Give these envs the ids that the envs from number ``first`` on of a pool of ``total`` envs have.
+        """Number these envs as envs ``first``, ``first + 1``, ... of a pool of ``total`` envs.
 
         Raises:
-            ValueError: the env was reset with other numbers.
+            ValueError: the env was reset with a different numbering.
         """
         if (first, total) != (self._first, self._total) and self._ids is not None:
             raise ValueError(
@@ -307,24 +306,24 @@ class TrajId(MarkerWrapper):
         self._first, self._total = first, total
 
     def state_dict(self) -> dict[str, int]:
-        """Return the highest episode number used, so that ids continue above it after a restart."""
+        """Return the highest episode number in use, so that ids continue above it after a restart."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
         top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
         return {"writer": self.writer, "episode": top // self._total + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue above the ids of a saved run, from the next full reset, which must come before the next step."""
+        """Continue above the ids of a saved run; a full reset must follow before the next step."""
         self.writer, self._episode, self._ids = state["writer"], state["episode"], None
-        self.stream.moves.count += 1  # another collector over this wrapper has to reset, too
+        self.stream.moves.count += 1  # other collectors over this wrapper must reset, too
 
 
 class RewardSum(MarkerWrapper):
     """Adds ``info["episode_reward"]``: float32 ``(E,)``, the return so far of the episode just stepped.
 
-    In a row whose episode ends it is the episode's whole return; the next step starts from 0. A collector
-    stores it as ``("next", "episode_reward")`` ``[N, 1]``. (Gymnasium's RecordEpisodeStatistics knows NumPy
-    envs only, and forgets all rows at a masked reset.)
+    In the last row of an episode it is the full return; the next step starts from 0. A collector stores it as
+    ``("next", "episode_reward")`` ``[N, 1]``. (Gymnasium's RecordEpisodeStatistics supports only NumPy envs, and
+    clears all rows at a masked reset.)
 
     Args:
         env: anything `as_vector_env` takes; a wrapper that changes the reward goes inside.
@@ -350,16 +349,16 @@ class RewardSum(MarkerWrapper):
         info[self.info_name] = copy_of(self._sum)
 
     def step(self, actions: Tree) -> Step:
-        """Step the env; add the rewards of all transitions (a reset-only step is none) to the returns."""
+        """Step the env; add the rewards of all transitions to the returns (a reset-only step is not a transition)."""
         result = self.env.step(actions)
         stream = self.stream
         reward = result[1]
-        if reward.dtype != self._sum.dtype:  # a wrapper inside made it float64
+        if reward.dtype != self._sum.dtype:  # an inner wrapper made it float64
             reward = reward.to(self._sum.dtype) if isinstance(reward, Tensor) else reward.astype(np.float32)
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
-            fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
-        # Another array: `total` goes to the caller, and keeps the ended episodes' whole returns.
+            fill_rows(total, stream.first, 0.0)  # an inner wrapper may have added a reward in the reset row
+        # A new array: `total` goes to the caller with the full returns of ended episodes.
         if isinstance(total, Tensor):
             self._sum = total.masked_fill(stream.ended, 0.0)
         else:
@@ -375,17 +374,17 @@ class RecurrentPrimer(MarkerWrapper):
 
     A state under a nested key is in nested dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
 
-    For loops written by hand: the first step reads its states there, and every later one the states that the policy
-    wrote under ``"next"``; recurrent modules restart them by themselves where ``is_init`` is set. A collector keeps
-    the states itself, and takes what they start from here if its policy does not say.
-    `set_recurrent_primers_from` adds this wrapper.
+    For hand-written loops: the first step reads its states from ``info``, later steps read the states that the policy
+    wrote under ``"next"``; recurrent modules reset them where ``is_init`` is set. A collector carries the states
+    itself and uses these initial values only if its policy declares none. `set_recurrent_primers_from` adds this
+    wrapper.
 
     Args:
         env: anything `as_vector_env` takes.
-        policy: a policy with recurrent parts.
+        policy: a policy with recurrent modules.
 
     Raises:
-        ValueError: the policy has none.
+        ValueError: the policy has no recurrent modules.
     """
 
     is_column = False
@@ -401,7 +400,7 @@ class RecurrentPrimer(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         device = self.stream.capabilities.device
         for key, value in self.states.items():
-            # One row for each env, [*S] -> [E, *S]; cloned, because the rows are the caller's to write into.
+            # One row per env, [*S] -> [E, *S]; cloned, because the caller may write into them.
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()
             *parents, name = as_tuple(key)
             place = info
@@ -411,24 +410,24 @@ class RecurrentPrimer(MarkerWrapper):
 
 
 def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[Wrapper]) -> Wrapper | None:
-    """The wrapper of class ``kind`` in the stack, or None."""
+    """Return the wrapper of class ``kind`` in the stack, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, kind)), None)
 
 
 def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, Any, Any]:
-    """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
+    """Wrap ``env`` with InitTracker and RecurrentPrimer if the policy has recurrent modules.
 
-    Asked again it changes nothing; so it does for a policy without recurrent parts.
+    A second call changes nothing.
 
     Args:
         env: anything `as_vector_env` takes, or a stack of wrappers around it.
         policy: a module, or an object with ``make_tensordict_primer()``.
 
     Returns:
-        The env, adapted, with an InitTracker and a `RecurrentPrimer` in its stack where they were missing.
+        The adapted env, with an InitTracker and a `RecurrentPrimer` added where they were missing.
 
     Raises:
-        TypeError, ValueError: see `recurrent_states`; the stack has a state of that key that starts otherwise.
+        TypeError, ValueError: see `recurrent_states`; also if the stack has different initial values for a state.
 
     >>> import gymnasium as gym
     >>> from torch import nn
@@ -457,12 +456,12 @@ def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, A
 def recurrent_states(policy: object) -> States:
     """Return the initial recurrent states of one env that ``policy``'s modules declare, by key.
 
-    A recurrent part has ``make_tensordict_primer()``. Empty for a policy without one.
+    A recurrent module has ``make_tensordict_primer()``. Empty for a policy without one.
 
     Raises:
-        TypeError: a part draws the state that episodes start from, so that it could not be computed again.
-        ValueError: two parts declare one state with different values, or two modules of one sequence declare the
-            same one.
+        TypeError: a module draws its initial states at random, so they cannot be recomputed.
+        ValueError: two modules declare a state with different values, or two modules of a sequence declare the same
+            state.
 
     >>> recurrent_states(nn.Linear(2, 2))
     {}
@@ -498,7 +497,7 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Our primers have ``defaults``; torchrl's a spec for each key and one number, or one for each key."""
+    """Return a primer's defaults: ours has ``defaults``; torchrl's has specs and one number, or one per key."""
     if hasattr(primer, "defaults"):
         yield from primer.defaults.items()
         return

@@ -1,4 +1,4 @@
-"""`NormalizeObservation`, running normalisation inside the env, for training loops of other libraries."""
+"""`NormalizeObservation`: running normalisation inside the env, for other libraries' training loops."""
 
 import math
 from typing import Any
@@ -17,15 +17,15 @@ from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 
 
 class NormalizeObservation(MarkerWrapper):
-    """Normalises float observations by the running mean and variance of the env's observations.
+    """Normalises float observations by their running mean and variance.
 
-    For loops of other libraries, which take one env and nothing else. In a loop of your own put
-    `flatroll.modules.RunningNorm` into the policy: then rows stay raw, so that a replay buffer, workers and a restart
-    see the same statistics. Put this wrapper directly around your env, and flatroll's other wrappers outside.
+    Use it with training loops of other libraries that accept only an env. In your own loop put
+    `flatroll.modules.RunningNorm` into the policy instead: rows then stay raw, and a replay buffer, workers and a
+    restart see the same statistics. Put this wrapper directly around your env, and flatroll's other wrappers outside.
 
-    Each observation is counted once, in any autoreset mode: those of resets, of steps, and of SAME_STEP envs the last
-    ones in ``info["final_obs"]``, which are normalised by the same statistics as the observations of their step.
-    Integer and bool entries stay as they are; each entry of a Dict or Tuple has statistics of its own.
+    Each observation is counted once in every autoreset mode: observations of resets, of steps, and the last ones of
+    SAME_STEP envs in ``info["final_obs"]``, which are normalised by the same statistics as the other observations of
+    the step. Integer and bool entries stay as they are; each entry of a Dict or Tuple has its own statistics.
 
     Args:
         env: anything `as_vector_env` takes.
@@ -33,13 +33,13 @@ class NormalizeObservation(MarkerWrapper):
         epsilon: added to the variance. Default: 1e-8.
 
     Attributes:
-        update_running_mean: set it to False to freeze the statistics, as for evaluation.
+        update_running_mean: set to False to freeze the statistics, for example during evaluation.
         statistics: for each floating entry, by its name (``"observation"`` unless the space is a Dict or Tuple; names
             of nested ones are joined by dots), ``count``, ``mean`` and ``var`` in float64.
 
     Raises:
-        ValueError: a number out of range, `NextObservationDelta` inside of it; in a step or reset: an observation of a
-            NumPy env that is NaN or infinite. The statistics stay as they were then.
+        ValueError: an argument is out of range, or `NextObservationDelta` is inside. In a step or reset: an
+            observation of a NumPy env is NaN or infinite; the statistics are then unchanged.
 
     >>> import gymnasium as gym
     >>> env = NormalizeObservation(gym.make_vec("CartPole-v1", num_envs=2))
@@ -65,13 +65,13 @@ class NormalizeObservation(MarkerWrapper):
             )
         self.update_running_mean = True
         self.statistics: dict[str, Moments] = {}
-        self._paths: list[tuple[Any, ...]] = []  # of the leaves that have statistics, in their order
+        self._paths: list[tuple[Any, ...]] = []  # of the leaves with statistics, in order
         space, self._moments = self._prepare(self.single_observation_space, ())
         self.single_observation_space = space
         self.observation_space = batch_space(space, self.num_envs)
 
     def _prepare(self, space: spaces.Space[Any], path: tuple[Any, ...]) -> tuple[spaces.Space[Any], Tree]:
-        """The space of one normalised observation, and the statistics of its leaves as a tree (None: no floats)."""
+        """Return the normalised observation space and the tree of statistics (None for non-floating leaves)."""
         if isinstance(space, spaces.Dict):
             parts = {key: self._prepare(child, (*path, key)) for key, child in space.spaces.items()}
             return spaces.Dict({key: new for key, (new, _) in parts.items()}), {
@@ -91,7 +91,7 @@ class NormalizeObservation(MarkerWrapper):
         return spaces.Box(-limit, limit, space.shape, space.dtype.type), moments
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The statistics, by entry and name: ``"observation.mean"``. A `Checkpoint` takes the wrapper as a part."""
+        """Return the statistics by entry and name, such as ``"observation.mean"``; for `Checkpoint`."""
         return {
             f"{entry}.{name}": tensor.clone()
             for entry, moments in self.statistics.items()
@@ -99,10 +99,10 @@ class NormalizeObservation(MarkerWrapper):
         }
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Go on from the statistics of another wrapper around an env of the same observation space.
+        """Load the statistics of another wrapper around an env with the same observation space.
 
         Raises:
-            ValueError: entries or shapes differ; nothing has changed then.
+            ValueError: entries or shapes differ; nothing is changed.
         """
         shapes, given = (
             {key: tuple(tensor.shape) for key, tensor in state.items()}
@@ -117,7 +117,7 @@ class NormalizeObservation(MarkerWrapper):
             moments.load_state_dict({name: state_dict[f"{entry}.{name}"] for name in names})
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
-        """Reset all rows or those of ``options["reset_mask"]``; count the observations of these, normalise all."""
+        """Reset all rows or those of ``options["reset_mask"]``; count the reset observations and normalise all."""
         obs, info = super().reset(seed=seed, options=options)
         return self._normalized(obs), info
 
@@ -139,7 +139,7 @@ class NormalizeObservation(MarkerWrapper):
         return normalized, reward, terminated, truncated, info
 
     def _count(self, columns: list[tuple[str, Tree, Array | None]]) -> None:
-        """Count rows of observations: a name for errors, the tree, and which rows count (None: all)."""
+        """Update the statistics with each (name for errors, tree, mask of rows; None for all)."""
         if not self.update_running_mean:
             return
         for path, (entry, moments) in zip(self._paths, self.statistics.items(), strict=True):
@@ -156,7 +156,7 @@ class NormalizeObservation(MarkerWrapper):
             )
 
     def _normalized(self, obs: Tree) -> Tree:
-        """A normalised copy of observations; leaves without statistics are passed on."""
+        """Return a normalised copy; leaves without statistics are passed through."""
 
         def leaf(array: Array, moments: Moments | None) -> Array:
             if moments is None:

@@ -1,7 +1,6 @@
 """`VectorSource`, the base class of environment adapters, `Capabilities`, what an env supports, and views of sources.
 
-A view is a source around a source: one gives a NumPy env's arrays as tensors, one its floating observations in another
-dtype.
+A view wraps another source: one returns a NumPy env's arrays as tensors, one casts floating observations.
 """
 
 from abc import ABC, abstractmethod
@@ -19,16 +18,16 @@ from typing_extensions import override
 
 from flatroll.wrappers.arrays import ActionCheck, Array, Tree, map_tree, to_torch
 
-#: What the envs of a vector env can be seeded with: one number for all, or one for each.
+#: The seed of a vector env: one number, or one per env.
 Seed: TypeAlias = int | list[int | None] | None
-#: Further facts of a reset or step, by name.
+#: The info of a reset or step.
 Info: TypeAlias = dict[str, Any]
 #: What a step returns: observations, rewards ``(E,)``, terminated ``(E,)``, truncated ``(E,)``, info.
 Step: TypeAlias = tuple[Tree, Array, Array, Array, Info]
 
 
 class EnvLike(Protocol):
-    """Anything that can be reset and stepped; `as_vector_env` says which of these it takes."""
+    """Anything with reset and step; `as_vector_env` documents which of these it accepts."""
 
     @property
     def reset(self) -> Callable[..., Any]: ...
@@ -41,23 +40,23 @@ class EnvLike(Protocol):
 class Capabilities:
     """What an adapted env supports: device, framework, partial resets, seeding and more.
 
-    ``reuses_buffers``, ``fork_safe`` and ``both_flags`` are for you to read; nothing here depends on them.
+    ``reuses_buffers``, ``fork_safe`` and ``both_flags`` are informative; flatroll does not depend on them.
 
     Attributes:
-        device: where its arrays live.
+        device: device of its arrays.
         framework: ``"numpy"`` or ``"torch"``.
-        hides_final_obs: whether a SAME_STEP env may keep the last observation of an episode to itself.
+        hides_final_obs: whether a SAME_STEP env may not return an episode's last observation.
         partial_reset: whether chosen rows can be reset alone.
-        reuses_buffers: whether its arrays had to be copied because the env writes into them again.
+        reuses_buffers: whether the env overwrites the arrays it returned, so that they are copied.
         fork_safe: whether it survives a fork (envpool hangs in a forked child).
         both_flags: whether an env may report terminated and truncated in one step (envpool reports only
             truncated then, so such an end is bootstrapped).
         seedable: whether ``reset(seed=...)`` has an effect.
         checks_range: whether the env itself refuses discrete actions outside its space.
-        exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
-        whole_finals: whether final observations hold, in the rows that did not end, the observations of the step.
-        overlaps: whether a step can be begun with `VectorSource.send` and awaited later.
-        batch_size: how many envs a step takes actions for and returns, if not all (envpool in async mode).
+        exact_flags: whether the env already returns reward as float32 and flags as bool, all ``(E,)``.
+        whole_finals: whether final observations contain the step's observations in rows that did not end.
+        overlaps: whether `VectorSource.send` can begin a step that is awaited later.
+        batch_size: number of envs per step if it is not all of them (envpool in async mode).
     """
 
     device: torch.device
@@ -76,19 +75,19 @@ class Capabilities:
 
 
 class VectorSource(ABC):
-    """Base of the adapters: one subclass for each family of vector environments (Gymnasium, envpool, torch).
+    """Base class of the adapters: one subclass per family of vector environments (Gymnasium, envpool, torch).
 
-    A subclass speaks its env's own dialect: it must implement `reset` and `step`, and `final_obs` if the env resets
-    ended rows in the same step and shows their last observations. All arrays it returns belong to the caller: an
-    array that the env writes into again is copied here. ``VectorStream(source, mode)`` makes of it an env under the
-    contract of `as_vector_env`; it checks the actions, keeps to the one rule for boundaries and autoreset, and calls
-    `reset` for the ended rows of a DISABLED env.
+    A subclass translates its env's interface: it must implement `reset` and `step`, and `final_obs` if the env resets
+    ended rows in the same step and returns their last observations. The caller owns all returned arrays: copy those
+    that the env overwrites. ``VectorStream(source, mode)`` turns a source into an env with the contract of
+    `as_vector_env`; it checks actions, applies the boundary and autoreset rules, and calls `reset` for the ended rows
+    of a DISABLED env.
 
     Args:
         env: the environment.
         num_envs: E, its number of rows.
         observation_space, action_space: the Gymnasium spaces of one row.
-        capabilities: what it can do.
+        capabilities: see `Capabilities`.
 
     >>> import numpy as np
     >>> from gymnasium.vector import AutoresetMode
@@ -123,13 +122,13 @@ class VectorSource(ABC):
         capabilities: Capabilities,
     ) -> None:
         self.env: Any = env
-        #: What else a caller may step or reset: then the rows of a collector that goes on would be false.
+        #: Objects whose steps and resets are counted: a collector must notice if somebody else moves them.
         self.stepped: object = self if env is None else env
         self.num_envs = num_envs
-        #: Where each row is an agent of a game: the numbers of its agent and of its game, int64 ``(E,)``; else None.
+        #: If each row is an agent of a game: the agent and game indices, int64 ``(E,)``; else None.
         self.agents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-        #: Whether the caller of a step copies its reward, flags and final observations before the next one, as a
-        #: collector does. Then they need not be copied here.
+        #: Whether the caller copies reward, flags and final observations before the next step, as a collector does.
+        #: Then they are not copied here.
         self.lends = False
         self.single_observation_space = observation_space
         self.single_action_space = action_space
@@ -140,12 +139,12 @@ class VectorSource(ABC):
         """Reset all rows, or those where ``rows`` (bool ``(E,)``, in the env's framework) is True.
 
         Args:
-            seed: an int, a list of E of them, or None: go on with the random numbers.
-            options: as Gymnasium's, without ``"reset_mask"``; None for none.
-            rows: which ones; None for all.
+            seed: an int, a list of E ints, or None to keep the random state.
+            options: Gymnasium's options without ``"reset_mask"``; None for none.
+            rows: mask of the rows to reset; None for all.
 
         Returns:
-            The observations of all E rows (those not reset show what they showed before), and info.
+            The observations of all E rows (rows that were not reset keep theirs), and info.
         """
 
     @abstractmethod
@@ -153,41 +152,42 @@ class VectorSource(ABC):
         """Step all sub-envs; actions ``(E, ...)`` have the action space's dtype.
 
         Returns:
-            Observations, reward, terminated, truncated and info. Reward and flags have one entry for each env; the
-            stream makes them float32 and bool ``(E,)``.
+            Observations, reward, terminated, truncated and info. Reward and flags have one entry per env; the stream
+            converts them to float32 and bool ``(E,)``.
         """
 
     def send(self, actions: Tree) -> None:
         """Begin a step without waiting for it; the `step` that follows, with the same actions, only awaits it.
 
-        Only asked of a source with ``Capabilities(overlaps=True)``. A reset that comes instead awaits it, too.
+        Called only with ``Capabilities(overlaps=True)``. A reset that follows instead awaits it, too.
         """
         raise NotImplementedError(f"{type(self).__name__} says overlaps=True, and has no send")
 
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         """Return the last observations of the episodes that ended in the last step; SAME_STEP mode only.
 
-        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set
-        ``Capabilities(hides_final_obs=True)``, or the first observation of the next episode is taken for it.
+        Called only for a SAME_STEP env. The default returns ``given``. If the env does not return final observations,
+        set ``Capabilities(hides_final_obs=True)``; otherwise the first observation of the next episode is used
+        instead.
 
         Args:
             info: the info of the step.
             obs: the observations that the step returned.
             ended: bool ``(E,)``, the rows that ended.
-            given: what the user's ``final_obs=`` has found, in the env's dialect; None: look for it.
+            given: what the user's ``final_obs=`` found, in the env's form; None: look for it.
 
         Returns:
-            A tree like ``obs``, its rows meaningful where ``ended`` is True; None where the env hides them.
+            A tree like ``obs``, with meaningful rows where ``ended`` is True; None if the env hides them.
         """
         return given
 
     def absent(self) -> Array | None:
-        """Return the rows in which there is nobody after the last reset or step; only asked of a NEXT_STEP env.
+        """Return the rows whose agent is absent after the last reset or step; called only for a NEXT_STEP env.
 
-        A step from such a row is no transition, like one on which the env only resets the row.
+        A step from such a row is not a transition, like a step in which the env only resets the row.
 
         Returns:
-            bool ``(E,)``, not written into again; None: somebody is in every row, always. The default.
+            bool ``(E,)``, not overwritten later; None (default): no row is ever absent.
         """
         return None
 
@@ -207,12 +207,12 @@ def layers(env: object) -> list[Any]:
 
 
 def is_from(package: str, env: object) -> bool:
-    """Whether the env's class or a base of it is of this package."""
+    """Return whether the env's class or one of its bases is from this package."""
     return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
 
 
 class SourceView(VectorSource):
-    """Base of sources that show another source's env in another form."""
+    """Base class of sources that convert another source's arrays."""
 
     def __init__(
         self, source: VectorSource, observation_space: spaces.Space[Any], capabilities: Capabilities
@@ -258,7 +258,7 @@ class TorchView(SourceView):
     def step(self, actions: Tree) -> Step:
         obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
         terminated, truncated = np.asarray(terminated), np.asarray(truncated)
-        self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs wants them
+        self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs expects
         flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
         return self._tensors(obs), *flags, info
 
@@ -269,7 +269,7 @@ class TorchView(SourceView):
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         shown, done = self._seen
-        # Where no episode ended nobody reads them: any tree of the right shapes will do.
+        # They are not read if no episode ended: any tree of the right shapes will do.
         needed = given is not None or done.any()
         final = self.source.final_obs(info, shown, done, given) if needed else shown
         return None if final is None else self._tensors(final)
@@ -308,7 +308,7 @@ class DtypeView(SourceView):
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
-        # The source compares them with what it returned itself.
+        # The source compares them with its own output.
         final = self.source.final_obs(info, self._seen, ended, given)
         return None if final is None else map_tree(self._cast, final)
 
@@ -320,12 +320,12 @@ class DtypeView(SourceView):
 
 
 def _cast_space(space: spaces.Space[Any], dtype: np.dtype[Any]) -> spaces.Space[Any]:
-    """The space of the observations after the cast."""
+    """Return the observation space after the cast."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _cast_space(child, dtype) for key, child in space.spaces.items()})
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple(tuple(_cast_space(child, dtype) for child in space.spaces))
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f" or space.dtype == dtype:
         return space
-    with np.errstate(over="ignore"):  # a bound beyond the dtype's range is none: infinite
+    with np.errstate(over="ignore"):  # a bound beyond the dtype's range becomes infinite
         return spaces.Box(space.low.astype(dtype), space.high.astype(dtype), dtype=dtype.type)

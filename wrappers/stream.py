@@ -1,4 +1,4 @@
-"""`VectorStream`: the interface that every adapted vector env has, with flags shared by all markers."""
+"""`VectorStream`: the interface of every adapted vector env, with the flags that all markers use."""
 
 from collections.abc import Callable
 from traceback import extract_tb
@@ -29,12 +29,12 @@ from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, 
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
-#: In the metadata of adapted envs, which Gymnasium copies to the vector envs that it makes of envs.
+#: Metadata key of adapted envs. Gymnasium copies metadata to the vector envs it makes.
 ADAPTED = "flatroll.adapted"
 
 
 class Moves:
-    """Counts the steps and resets of one env object by all adapted envs around it; made by `moves_of`.
+    """Counts the steps and resets of an env object over all adapted envs around it; created by `moves_of`.
 
     Attributes:
         env: the env object.
@@ -46,25 +46,25 @@ class Moves:
         self.count = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy counts the moves of the copied env, and goes on from the same number."""
+        """Copy the count: a copy counts the moves of the copied env."""
         return moves_of, (self.env,), {"count": self.count}
 
 
-# By id, since an env need not be hashable or weakly referable. An entry holds its env, so that no other env gets the
-# id, and lives as long as an adapted env holds the entry: one that nobody holds has nobody to tell.
+# Keyed by id, since an env may not be hashable or weakly referenceable. An entry holds its env, so the id is not
+# reused, and lives as long as an adapted env refers to the entry.
 _MOVES: WeakValueDictionary[int, Moves] = WeakValueDictionary()
 
 
 def moves_of(env: object) -> Moves:
-    """The one `Moves` of an env object, shared by all who ask while any of them keeps it."""
+    """Return the `Moves` of an env object, shared by all callers while one of them keeps it."""
     return _MOVES.setdefault(id(env), Moves(env))
 
 
 class VectorStream(VectorEnv[Any, Any, Any]):
     """An adapted vector env, made by `as_vector_env`, with flags ``first`` and ``ended`` for each sub-env.
 
-    Besides Gymnasium's interface it has the *row facts* of the last ``reset`` or ``step``, arrays of shape
-    ``(E,)`` on the env's device, made afresh each time, so that they may be kept:
+    Besides Gymnasium's interface it has flags of the last ``reset`` or ``step``: arrays of shape ``(E,)`` on the
+    env's device, new at each call, so that callers may keep them.
 
     Args:
         source: the adapter of the env, see `VectorSource`.
@@ -73,24 +73,25 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     Attributes:
         first: the returned observation is the first of an episode.
-        ended: the step just made was the last of an episode.
-        valid: the step just made is a transition; None if every row is. A NEXT_STEP env that resets in the
-            row after the end ignores the action there, and that row is no transition; nor is that of an agent who is
-            not in its game (see `VectorSource.absent`), in which ``first`` stays True.
-        known: the true next observation of the step is known; None if it is in every row.
-        has_final: ``info["final_obs"]`` was there when the step left this env.
-        any_first, any_ended: whether any row is; None on a device where asking would wait for it.
+        ended: the last step was the last of an episode.
+        valid: the last step is a transition; None if every row is. A NEXT_STEP env that resets in the step after the
+            end ignores the action, so that row is not a transition; nor is the row of an absent agent (see
+            `VectorSource.absent`), whose ``first`` stays True.
+        known: the true next observation of the step is known; None if it is known in every row.
+        has_final: the last step of this env returned ``info["final_obs"]``.
+        any_first, any_ended: whether any row is; None on a device, where checking would sync.
         same_step: the returned observation of an ended row is already the next episode's first.
-        hides_final_obs: `known` can be less than every row: the env may hide its final observations.
-        actions: what the env was given at the last step, after the checks and casts.
-        lends: reward, flags and final observations may be the env's own arrays, which its next step writes into
-            again. False but for the steps of a collector, which copies them.
-        lends_markers: markers may show their own arrays in ``info``, and `first` may be `ended`, since nobody writes
-            into them. As `lends`.
-        drawn: the actions of the next step were drawn from the action space: their range is not looked at. As `lends`.
+        hides_final_obs: the env may hide final observations, so `known` may be False in some rows.
+        actions: the actions passed to the env in the last step, after checks and casts.
+        lends: reward, flags and final observations may be the env's own arrays, which its next step overwrites. True
+            only in the steps of a collector, which copies them.
+        lends_markers: markers may put their own arrays into ``info``, and `first` may be the same array as `ended`,
+            since nobody writes into them. True only in a collector.
+        drawn: the actions of the next step were drawn from the action space, so their range is not checked. True only
+        in a collector.
         capabilities: see `Capabilities`.
-        moves: the count of steps and resets of the env, which every adapted env around the same one raises.
-        at: the count at this stream's own last step or reset; -1 before the first.
+        moves: the count of steps and resets of the env, shared by all adapted envs around it.
+        at: the count at this stream's last step or reset; -1 before the first.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         )
         self._declare(AutoresetMode.NEXT_STEP if mode is AutoresetMode.NEXT_STEP else AutoresetMode.SAME_STEP)
         self._limit: int | None = None
-        self._elapsed: Array = None  # with a limit: transitions made in each row's episode, int64 (E,)
+        self._elapsed: Array = None  # with a limit: transitions in each row's episode, int64 (E,)
         self._stepped = False
-        self._absent: Array | None = None  # NEXT_STEP: the rows in which nobody is, see `VectorSource.absent`
+        self._absent: Array | None = None  # NEXT_STEP: the rows of absent agents, see `VectorSource.absent`
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
         self.actions: Tree = None
@@ -153,7 +154,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     @property
     def valid(self) -> Array | None:
-        """Which sub-envs made a transition in the last step, rather than only a reset; None if all did."""
+        """Mask of the sub-envs whose last step was a transition, not only a reset; None if all were."""
         return None if self.same_step or not self._stepped else ~self.first
 
     @property
@@ -190,13 +191,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def reset_in_same_step(self, max_steps: int | None = None) -> None:
         """Reset ended rows in the step that ended them; end episodes after ``max_steps`` transitions if given.
 
-        Without ``max_steps`` a SAME_STEP env does so by itself, and must show the last observations from now on.
+        Without ``max_steps`` a SAME_STEP env already does so, and must return the last observations from now on.
 
         Raises:
             ValueError: the env cannot reset chosen rows, hides its last observations, or has been reset already.
         """
         if max_steps is not None and self._limit is not None and self._limit <= max_steps:
-            return  # a second evaluation in this env, say
+            return  # for example a second evaluation in this env
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
@@ -218,15 +219,15 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 raise ValueError(
                     f"{asked} needs the last observations, and final_obs=None says that the env hides them"
                 )
-            self.hides_final_obs = False  # a step that hides one raises
+            self.hides_final_obs = False  # a step that hides an observation raises
         self._folds = not self._native_same_step
         self._declare(AutoresetMode.SAME_STEP)
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
 
-        The caller's ``options`` stay as they are. A masked reset returns the full batch; the other rows keep
-        the observation they showed.
+        The caller's ``options`` are not modified. A masked reset returns the full batch; the other rows keep their
+        observation.
         """
         options = dict(options) if options else None
         mask = options.pop("reset_mask", None) if options else None
@@ -252,7 +253,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self._refuse("options['reset_mask'] was given to the first reset: reset all envs first")
         self.moves.count = self.at = self.at + 1
         obs, info = self.source.reset(seed, options, rows)
-        # New arrays: the old ones were given away.
+        # New arrays: the caller may keep the old ones.
         self.first, self.ended = self.first | rows, self.ended & ~rows
         if self._elapsed is not None:
             self._elapsed = self._elapsed * ~rows  # 0 where reset
@@ -261,21 +262,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return obs, info
 
     def step(self, actions: Tree) -> Step:
-        """Step all sub-envs; in SAME_STEP mode ``info["final_obs"]`` is ``(E, ...)`` if the env shows it."""
+        """Step all sub-envs; in SAME_STEP mode ``info["final_obs"]`` is ``(E, ...)`` if the env returns it."""
         if self.moves.count != self.at:
             self._refuse("step was called before reset: call env.reset() first")
         self._stepped = True
         self.actions = self._check_actions(actions, self.drawn)
         self.moves.count = self.at = self.at + 1
-        # A reset of ended rows may write into what the step has returned.
+        # A reset of ended rows may overwrite what the step returned.
         self.source.lends = self.lends and not self._folds and self._limit is None
         try:
             obs, reward, terminated, truncated, info = self.source.step(self.actions)
-        except Exception as error:  # whatever an env raises for an action that it does not know
+        except Exception as error:  # an env may raise anything for an invalid action
             self._explain(error)
             raise
         if not self.capabilities.exact_flags:
-            # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
+            # Convert reward to float32 and flags to bool, all (E,); no copy where they already are.
             if isinstance(reward, Tensor):
                 if reward.dtype is not torch.float32:
                     reward = reward.float()
@@ -297,22 +298,22 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 reward, terminated = reward.reshape(shape), terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
-        resets = ended if self._folds else None  # the rows that this stream has to reset itself
+        resets = ended if self._folds else None  # rows that this stream must reset
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
             hit = self._elapsed >= self._limit
-            # A SAME_STEP env has reset the rows that it ended; any other leaves all of them to this stream.
+            # A SAME_STEP env has reset the rows that it ended; other envs leave all ended rows to this stream.
             resets = hit & ~ended if self._native_same_step else ended | hit
             truncated, ended = truncated | hit, ended | hit
             fill_rows(self._elapsed, ended, 0)
-        # Asking whether any row ended is cheap in NumPy (count_nonzero more so than any); a device would wait.
+        # Checking for an ended row is cheap in NumPy (count_nonzero is faster than any); on a device it would sync.
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
         if self.same_step:
-            # Two arrays where both are given away: neither may change with the other.
+            # Two arrays if the caller may keep both: they must not alias.
             self.first, self.ended = (ended if self.lends_markers else copy_of(ended)), ended
             self.any_first = self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
-        else:  # NEXT_STEP: the rows that ended one step ago have only reset, and show a first observation
+        else:  # NEXT_STEP: rows that ended in the previous step only reset, and return a first observation
             self.first, self.any_first = self.ended, self.any_ended
             self.ended, self.any_ended = ended, any_ended
             if self._absent is not None:
@@ -322,10 +323,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return obs, reward, terminated, truncated, info
 
     def move(self, device: torch.device) -> None:
-        """From now on return tensors on ``device``; the actions go back to the NumPy env.
+        """Return tensors on ``device`` from now on; actions are copied back to the NumPy env.
 
         Raises:
-            ValueError: the env is in use, or steps some envs at a time.
+            ValueError: the env is in use, or is an async pool that steps only some envs at a time.
         """
         if self.at >= 0 or self.capabilities.batch_size is not None:
             raise ValueError(
@@ -338,7 +339,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._on_host = False
 
     def _explain(self, error: Exception) -> None:
-        """Raise ValueError, from the error of the env's step, for a vector of rewards and for actions out of range."""
+        """Raise a clear ValueError, from the env's error, for vector rewards and for actions out of range."""
         *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv writes rewards and flags into arrays
         if last.filename.endswith("sync_vector_env.py") and "array element with a sequence" in str(error):
             raise ValueError(_one_reward("an array")) from error
@@ -349,9 +350,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                     raise ValueError(problem) from error
 
     def send(self, actions: Tree) -> Tree:
-        """Begin a step and return its checked actions, with which the `step` that follows awaits it.
+        """Begin a step and return its checked actions; pass them to the `step` that awaits it.
 
-        Only where ``capabilities.overlaps``. A copy of the actions is sent: the caller may reuse their memory.
+        Requires ``capabilities.overlaps``. A copy of the actions is sent: the caller may reuse their memory.
         """
         if self.moves.count != self.at:
             self._refuse("send was called before reset: call env.reset() first")
@@ -360,7 +361,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return sent
 
     def _refuse(self, before_reset: str) -> None:
-        """Raise the error for an env that is not where this stream has left it, or was never reset."""
+        """Raise the error for an env that somebody else stepped or reset, or that was never reset."""
         if self.at < 0:
             raise RuntimeError(before_reset)
         raise RuntimeError(
@@ -369,7 +370,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         )
 
     def render(self) -> Any:
-        """What the env renders, in its ``render_mode``: of an array or tensor ``[E, ...]`` its E arrays."""
+        """Render the env in its ``render_mode``; an array or tensor ``[E, ...]`` is returned as E arrays."""
         frames = self.source.env.render()
         if isinstance(frames, Tensor):
             frames = frames.detach().cpu().numpy()
@@ -378,7 +379,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
 
-        An env that steps all its rows itself is asked once, and its answer holds for every row.
+        An env without sub-envs is called once, and its result is repeated for every row.
         """
         if name in ("reset", "step"):
             self.moves.count += 1
@@ -389,11 +390,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return (value(*args, **kwargs) if callable(value) else value,) * self.num_envs
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every sub-env, see `call`."""
+        """Return an attribute of every sub-env, see `call`."""
         return self.call(name)
 
     def set_attr(self, name: str, values: object) -> None:
-        """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
+        """Set an attribute of every sub-env (a list gives one value per env), or of the env if it has no sub-envs."""
         env = self._with_method("set_attr")
         if env is not None:
             env.set_attr(name, values)
@@ -401,25 +402,25 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             setattr(self.source.env, name, values)
 
     def _with_method(self, method: str) -> Any:
-        """The outermost layer of the env that has a method for its sub-envs, or None; wrappers have none."""
+        """Return the outermost layer with a method for its sub-envs, or None; wrappers have none."""
         return next((env for env in layers(self.source.env) if hasattr(env, method)), None)
 
     def close_extras(self, **kwargs: object) -> None:
         self.source.close()
 
     def __del__(self) -> None:
-        """Before 1.3 Gymnasium closes a dropped vector env; what this one adapts is the caller's."""
+        """Gymnasium before 1.3 closes a vector env on deletion; the adapted env belongs to the caller."""
 
     def _restart(self, obs: Tree, info: Info, ended: Array, resets: Array | None) -> tuple[Tree, Info]:
-        """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
-        final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
+        """Put the true last observations into ``info["final_obs"]`` and first observations into the ended rows."""
+        final: Tree | None = obs  # in rows that are not reset yet the step's observations are final
         if self._native_same_step:
-            by_env = ended if resets is None else ended & ~resets  # the rows that the env has reset
+            by_env = ended if resets is None else ended & ~resets  # rows that the env has reset
             final = self._native_final(info, obs, by_env)
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
-        # On a device `any` waits, but only where this stream resets rows: such an env has to know which ones.
+        # On a device `any` syncs, but only if this stream resets rows: those envs need the row numbers anyway.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
@@ -432,7 +433,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return obs, info
 
     def _native_final(self, info: Info, obs: Tree, ended: Array) -> Tree | None:
-        """The last observations that a SAME_STEP env shows, as `as_vector_env`'s ``final_obs`` says."""
+        """Return the last observations of a SAME_STEP env, located by `as_vector_env`'s ``final_obs``."""
         if self._final is None:
             return None
         if self.any_ended is False:
@@ -448,7 +449,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
         if given is None:
-            # Some show it only in steps that end an episode, or not before the first end. Asking waits for a device.
+            # Some envs return it only in steps that end an episode. Checking that syncs with a device.
             if not bool(ended.any()):
                 return obs
             names = sorted(key for key in info if not key.startswith("_"))
@@ -459,7 +460,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return self.source.final_obs(info, obs, ended, given)
 
     def as_mask(self, mask: Array) -> Array:
-        """A reset mask in the env's framework; ValueError unless bool of shape ``(E,)``."""
+        """Convert a reset mask to the env's framework; ValueError unless bool of shape ``(E,)``."""
         if self.capabilities.framework == "torch":
             mask = torch.as_tensor(mask, device=self.capabilities.device)
             is_bool = mask.dtype is torch.bool
@@ -475,7 +476,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
 
 def _one_reward(came: str) -> str:
-    """The text of the error for a reward that is no number."""
+    """Return the error message for a reward that is not a number."""
     return (
         f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
         "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
@@ -506,10 +507,10 @@ def check_space(space: object, name: str, hint: str = "") -> None:
 
 
 def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
-    """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
+    """Merge infos as Gymnasium's SAME_STEP does: reset entries in the restarted rows, step entries in ``final_info``.
 
-    A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
-    that the env itself restarted in this step keep what it put into ``final_info`` for them.
+    Entries that only steps return are empty (0, False or None) in restarted rows, as in Gymnasium. Rows that the env
+    itself restarted keep its ``final_info``.
     """
     known = info.get("_final_info")
     final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
@@ -525,17 +526,17 @@ def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, An
 
 
 def _has_rows(entry: object, rows: Array) -> bool:
-    """Whether an entry of ``info`` is an array with one row for each env, as ``rows`` (bool ``(E,)``) has."""
+    """Return whether an entry of ``info`` is an array with one row per env, like ``rows`` (bool ``(E,)``)."""
     return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
 
 
 def _clear_rows(entry: Array, rows: Array) -> Array:
-    """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
+    """Return a copy of an ``info`` entry with empty values (0, False or None) in the given rows."""
     return fill_rows(copy_of(entry), rows, None if entry.dtype == object else False)
 
 
 def _final_info(info: Info, rows: Array) -> dict[str, Any]:
-    """The step's entries in ``rows``, and in the others those of the env's own ``final_info``, if it made one."""
+    """Return ``final_info``: the step's entries in ``rows``, and the env's own ``final_info`` in other rows."""
     native = info.get("final_info")
     if not isinstance(native, dict):
         return info

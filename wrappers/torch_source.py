@@ -1,8 +1,8 @@
-"""The adapter for GPU simulators and other vector environments that return tensors (duck-typed).
+"""The adapter for GPU simulators and other duck-typed vector environments that return tensors.
 
-Isaac Lab, mjlab, ManiSkill, Genesis, legged_gym and rsl_rl's `VecEnv` have no base class in common; what they share is
-`num_envs`, tensors, and habits: reward and flag buffers that are written into again at every step, one `extras`
-dict for all steps, autoreset in the same step, and sometimes a final observation that lingers in `extras`.
+Isaac Lab, mjlab, ManiSkill, Genesis, legged_gym and rsl_rl's `VecEnv` have no common base class. They share
+`num_envs`, tensors and some behaviour: every step overwrites the reward and flag buffers and returns the same
+`extras` dict, ended rows are reset in the same step, and a final observation may remain in `extras`.
 """
 
 import inspect
@@ -22,20 +22,20 @@ from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSourc
 
 
 class TorchSource(VectorSource):
-    """A vector env that returns tensors, in one of three dialects.
+    """A vector env that returns tensors, with one of three interfaces.
 
     ``step`` returns Gymnasium's 5-tuple, rsl_rl's ``(obs, reward, dones, extras)``, or legged_gym's ``(obs,
     privileged, reward, dones, extras)``, in which ``extras["time_outs"]`` says which dones are time-outs. The env
     must have ``num_envs``, ``step``, and spaces or rsl_rl's ``get_observations`` and ``num_actions``. Without
-    ``reset`` (rsl_rl's ``VecEnv``) episodes begin where the env stands. Privileged observations that legged_gym
-    returns apart become the entry ``"critic"`` of a Dict, beside ``"policy"``.
+    ``reset`` (rsl_rl's ``VecEnv``) episodes begin in the env's current state. legged_gym's separate privileged
+    observations become the entry ``"critic"`` of a Dict, beside ``"policy"``.
     """
 
     def __init__(
         self, env: Any, mode: AutoresetMode, device: torch.device | None, own_buffers: bool | str
     ) -> None:
         base = getattr(env, "unwrapped", env)
-        # These envs overwrite reward, flags and often observations at every step: what they return is copied.
+        # These envs overwrite reward, flags and often observations at every step, so copy them.
         self._copies = bool(own_buffers)
         self._resets = hasattr(env, "reset")
         parameters = inspect.signature(env.reset).parameters if self._resets else {}
@@ -48,7 +48,7 @@ class TorchSource(VectorSource):
         self._stepped = False
         self._shapes: Tree = None  # of the observations of the last reset
         self._check_step = self._check_final = True
-        self._shown: Tree = None  # what step returned last, until final observations have come
+        self._shown: Tree = None  # last output of step, until final observations were seen
         self.env = env
         observation_space = _declared_space(env, "observation")
         seen = None if observation_space is not None else self._with_privileged(_seen(env))
@@ -85,7 +85,7 @@ class TorchSource(VectorSource):
             if options and self._takes_options:
                 arguments["options"] = options
         else:
-            # These envs take row numbers: counting them waits for the device.
+            # These envs expect row numbers; computing them syncs with the device.
             numbers = torch.as_tensor(rows, device=self._device).nonzero().squeeze(-1)
             if self._is_maniskill:
                 arguments["options"] = {**(options or {}), "env_idx": numbers}
@@ -118,7 +118,7 @@ class TorchSource(VectorSource):
                 f"it, as_vector_env(env, device={str(leaf.device)!r})"
             )
         self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
-        # (legged_gym returns its privileged observations here, Genesis None.)
+        # (The second item is legged_gym's privileged observations; Genesis returns None.)
         return self._owned(obs), dict(info) if isinstance(info, dict) else {}
 
     @override
@@ -127,12 +127,12 @@ class TorchSource(VectorSource):
         result = self.env.step(actions)
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
-            # (The flags of the other dialects are computed, and new already.)
+            # (Other interfaces' flags are computed, so they are new tensors.)
             if self._copies and not self.lends:
                 terminated, truncated = terminated.clone(), truncated.clone()
         elif len(result) in (4, 5):
             obs, (reward, done, extras) = result[0], result[-3:]
-            # "dones" holds the time-outs too; only the rest are ends of the task.
+            # "dones" includes time-outs; only the others are terminations.
             done, timed_out = done.bool(), extras.get("time_outs")
             if timed_out is None:
                 truncated = torch.zeros_like(done)
@@ -161,7 +161,7 @@ class TorchSource(VectorSource):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         """Return this step's final observations: ``(E, ...)``, (env_ids, values), or None.
 
-        The pairs are what mjlab proposes as ``extras["terminal"]``; no release up to 1.6.0 gives them.
+        mjlab proposes the pairs as ``extras["terminal"]``; no release up to 1.6.0 returns them.
         """
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
@@ -175,11 +175,11 @@ class TorchSource(VectorSource):
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
         numbers = shown["env_ids"]
-        # Rows of the ended envs only, written into a copy of the observations that the step returned.
+        # Only the rows of ended envs: write them into a copy of the step's observations.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
     def _refuse_other_shapes(self, name: str, obs: Tree) -> None:
-        """Raise if observations, the first ones after a reset, have other entries or shapes than the reset's."""
+        """Raise if the first step after a reset returns observations with other entries or shapes than the reset."""
         shapes = _shapes_of(_plain(obs))
         if shapes != self._shapes:
             raise ValueError(
@@ -188,7 +188,7 @@ class TorchSource(VectorSource):
             )
 
     def _refuse_shared(self, final: Tree) -> None:
-        """Raise if the first final observations after a reset are in the memory that step shows, of new episodes."""
+        """Raise if the first final observations after a reset share memory with the step's observations."""
         shared: list[bool] = []
         shown, self._shown = _plain(self._shown), None
         map_tree(lambda one, other: shared.append(one.data_ptr() == other.data_ptr() != 0), final, shown)
@@ -199,7 +199,7 @@ class TorchSource(VectorSource):
             )
 
     def _with_privileged(self, obs: Tree) -> Tree:
-        """The observations, with legged_gym's privileged ones if it has any."""
+        """Return the observations, with legged_gym's privileged ones if there are any."""
         if not self._has_privileged or isinstance(obs, dict | TensorDictBase):
             return obs
         return {"policy": obs, "critic": self.env.get_privileged_observations()}
@@ -212,12 +212,12 @@ class TorchSource(VectorSource):
 
 
 def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
-    """The space of one row's ``"observation"`` or ``"action"`` that the env declares, or None."""
+    """Return the declared space of one row's ``"observation"`` or ``"action"``, or None."""
     declared = getattr(env, f"single_{kind}_space", None)
     if declared is not None:
         return _space_like(declared)
     if kind == "observation" and hasattr(env, "asymmetric_obs"):
-        # MuJoCo playground's wrapper, whose get_observations resets all rows.
+        # get_observations of MuJoCo playground's wrapper resets all rows.
         sizes = {"state": env.num_obs}
         if env.asymmetric_obs:
             sizes["privileged_state"] = env.num_privileged_obs
@@ -227,7 +227,7 @@ def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
 
 
 def _seen(env: Any) -> Tree:
-    """The observations that rsl_rl's ``get_observations`` shows."""
+    """Return the observations of rsl_rl's ``get_observations``."""
     if not hasattr(env, "get_observations"):
         raise _no_space(env, "observation")
     seen = env.get_observations()
@@ -235,7 +235,7 @@ def _seen(env: Any) -> Tree:
 
 
 def _no_space(env: Any, kind: str) -> TypeError:
-    """The error for an env that does not say what its rows are."""
+    """Return the error for an env without spaces."""
     return TypeError(
         f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), and "
         f"{type(env).__name__} has none: set it on the env before you wrap it"
@@ -243,14 +243,14 @@ def _no_space(env: Any, kind: str) -> TypeError:
 
 
 def _space_of(seen: Tree) -> spaces.Space[Any]:
-    """The space of one row of these observations."""
+    """Return the space of one row of these observations."""
     if isinstance(seen, dict):
         return spaces.Dict({key: _space_of(value) for key, value in seen.items()})
     return _box(seen)
 
 
 def _device_of(env: object, seen: Tree) -> torch.device:
-    """Where the env's arrays are: its ``device``, or where its observations or the tensors that it holds are."""
+    """Return the env's ``device``, or the device of its observations or other tensors."""
     device = getattr(env, "device", None)
     if device is not None:
         return torch.device(device)
@@ -264,14 +264,14 @@ def _shapes_of(obs: Tree) -> Tree:
 
 
 def _plain(obs: Tree | TensorDictBase) -> Tree:
-    """A tensordict as a plain dict; other trees as they are."""
+    """Convert a tensordict to a plain dict; return other trees unchanged."""
     if not isinstance(obs, Tensor) and isinstance(obs, TensorDictBase):
         return {key: _plain(value) for key, value in obs.items()}
     return obs
 
 
 def _space_like(space: object) -> spaces.Space[Any]:
-    """The Gymnasium space that says what a foreign space object says (mjlab has its own classes)."""
+    """Convert another library's space object (mjlab has its own classes) to a Gymnasium space."""
     if isinstance(space, spaces.Space):
         return space
     children = getattr(space, "spaces", None)

@@ -1,4 +1,4 @@
-"""The adapter for VMAS: batched games of agents in torch, whose results are lists of one tensor for each agent."""
+"""The adapter for VMAS: batched multi-agent games in torch that return a list with one tensor per agent."""
 
 from typing import Any, ClassVar
 
@@ -14,17 +14,17 @@ from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSourc
 
 
 class VmasSource(VectorSource):
-    """A VMAS ``Environment``: a row for each agent of each of its games, all in torch on its device.
+    """A VMAS ``Environment``, with one row per agent and game, in torch on its device.
 
-    `as_vector_env` makes one. Row ``g * A + a`` is agent ``a`` of game ``g``; batches have the columns of
-    `PettingZooSource`. VMAS resets no game itself: games that end are reset in the same step, one after another
-    (``reset_at``), and their last observations are kept.
+    Created by `as_vector_env`. Row ``g * A + a`` is agent ``a`` of game ``g``; batches have the columns of
+    `PettingZooSource`. VMAS does not reset games itself: this adapter resets ended games in the same step, one by one
+    (``reset_at``), and keeps their last observations.
 
     Args:
-        env: what ``vmas.make_env(..., terminated_truncated=True)`` makes, without a wrapper.
+        env: the result of ``vmas.make_env(..., terminated_truncated=True)``, without a wrapper.
 
     Raises:
-        ValueError: agents whose spaces differ, or ``max_steps`` without ``terminated_truncated``.
+        ValueError: the agents' spaces differ, or ``max_steps`` is set without ``terminated_truncated``.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -68,7 +68,7 @@ class VmasSource(VectorSource):
 
     @override
     def step(self, actions: Tree) -> Step:
-        # [G * A, ...] -> one [G, ...] for each agent; of discrete actions one [G, 1].
+        # [G * A, ...] -> one [G, ...] per agent; discrete actions become [G, 1].
         moves = actions.view(self.env.num_envs, len(self._agent_names), -1).unbind(1)
         shown, paid, *dones, infos = self.env.step(list(moves))
         terminated, truncated = (
@@ -78,12 +78,12 @@ class VmasSource(VectorSource):
         return self._rows(shown), self._rows(paid).float(), terminated, truncated, self._info(infos)
 
     def _rows(self, by_agent: Any) -> Tree:
-        """Trees ``[G, ...]``, one for each agent in a list or dict, as one tree ``[G * A, ...]`` of new memory."""
+        """Stack a list or dict of per-agent trees ``[G, ...]`` into one new tree ``[G * A, ...]``."""
         trees = [by_agent[name] for name in self._agent_names] if isinstance(by_agent, dict) else by_agent
         return map_tree(lambda *leaves: torch.stack(leaves, 1).flatten(0, 1), *trees)
 
     def _info(self, by_agent: Any) -> Info:
-        """The entries that all agents' infos have, ``[G * A, ...]``."""
+        """Return the entries that all agents' infos have, ``[G * A, ...]``."""
         infos = list(by_agent.values()) if isinstance(by_agent, dict) else by_agent
         first = infos[0]
         shared = [key for key in first if all(_alike(info.get(key), first[key]) for info in infos)]
@@ -91,7 +91,7 @@ class VmasSource(VectorSource):
 
     @override
     def close(self) -> None:
-        """VMAS has nothing to close but its window, which goes with it."""
+        """Do nothing: VMAS only has a window, which is closed with it."""
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -99,7 +99,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _shared_space(kind: str, by_agent: Any, names: list[str]) -> spaces.Space[Any]:
-    """The one space of all agents, as Gymnasium's."""
+    """Return the agents' common space, as a Gymnasium space."""
     found = [
         _gymnasium_space(by_agent[name if hasattr(by_agent, "keys") else i]) for i, name in enumerate(names)
     ]
@@ -113,7 +113,7 @@ def _shared_space(kind: str, by_agent: Any, names: list[str]) -> spaces.Space[An
 
 
 def _gymnasium_space(space: Any) -> spaces.Space[Any]:
-    """The Gymnasium space that says what one of gym's says."""
+    """Convert a gym space to a Gymnasium space."""
     if hasattr(space, "spaces"):
         return spaces.Dict({key: _gymnasium_space(child) for key, child in space.spaces.items()})
     if hasattr(space, "nvec"):

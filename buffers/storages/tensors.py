@@ -20,7 +20,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
 from flatroll.buffers.storages.storage import Rows
-from flatroll.layout.checks import not_a_string, one_of, whole_number
+from flatroll.layout.checks import key_names, one_of, whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
@@ -57,7 +57,7 @@ class Encodings:
         # A storage that is not compact keeps next observations in columns of their own, in the same form.
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
-        self.sparse = set(map(plain_key, not_a_string("sparse", sparse)))
+        self.sparse = set(map(plain_key, key_names("sparse", sparse)))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
             raise ValueError(f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep")
 

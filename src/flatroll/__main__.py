@@ -23,10 +23,10 @@ CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable instal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed or found something, 2 wrong usage.
+    """Run one command and return its exit code: 0 for success, 1 for a failure or a finding, 2 for wrong usage.
 
     Args:
-        argv: the arguments after the program name; those of the process by default.
+        argv: the arguments after the program name. Default: ``sys.argv[1:]``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -34,35 +34,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             from flatroll.examples.report import demo
 
             return demo(words[1:])
-        if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # so do the programs
+        if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # the programs do, too
             return run_program(words[1], words[2:])
         arguments = build_parser().parse_args(words)
         return int(arguments.run(arguments))
     except CommandError as error:
         print(f"flatroll {words[0]}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 1
-    except ImportError as error:  # an extra that is not installed; its text says which
+    except ImportError as error:  # an optional package is missing; the message names the extra
         print(f"flatroll {words[0]}: {error}", file=sys.stderr)
         return 1
 
 
 class CommandError(Exception):
-    """Wrong usage that only shows once the command looks at its arguments."""
+    """Wrong usage that is found only after the arguments are parsed."""
 
 
 def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
-    """The error for names that there are not: those that there are, and the nearest."""
+    """Return the error for unknown names; it lists the known names and the closest match."""
     known = list(known)
-    near = get_close_matches(names[0], known, 1)  # not `checks.did_you_mean`, with which torch is imported
+    near = get_close_matches(names[0], known, 1)  # not `checks.did_you_mean`: that would import torch
     meant = f"; did you mean {near[0]}?" if near else ""
     return CommandError(f"no {kind} named {', '.join(names)}; there are: {', '.join(known)}{meant}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="flatroll", description="Flat marked batches for reinforcement learning."
     )
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def list_programs(arguments: argparse.Namespace) -> int:
-    """Print the names of the programs, each with a line about it."""
+    """Print the name and a one-line summary of each program."""
     from flatroll.examples.common import programs
 
     print("\n".join(f"{name:<16} {line}" for name, line in programs().items()))
@@ -106,17 +106,17 @@ def list_programs(arguments: argparse.Namespace) -> int:
 
 
 def run_program(name: str, argv: list[str]) -> int:
-    """Hand the arguments to a program of the examples."""
+    """Run one of the example programs with the given arguments."""
     from flatroll.examples.common import parse, programs
 
     if name not in (known := programs()):
         raise unknown_name("program", [name], known)
-    parse(name, argv)  # --help and mistakes end here, before torch and all else is imported
+    parse(name, argv)  # --help and usage errors exit here, before torch is imported
     return int(import_module(f"flatroll.examples.{name}").main(argv))
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Describe the folder of rows, or the batch, in a directory; 1 when it is damaged, or a row breaks a rule."""
+    """Describe the rows or the batch saved in a directory; return 1 if it is damaged or a row breaks a rule."""
     path: Path = arguments.path
     if not (path / "meta.json").is_file():
         return run_inspect_folder(arguments)
@@ -144,7 +144,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def run_inspect_folder(arguments: argparse.Namespace) -> int:
-    """Describe a folder of rows and versions; 1 when something of it is damaged."""
+    """Describe a folder of rows and versions; return 1 if any part is damaged."""
     from flatroll.disk.inspect import inspect_folder, save_picture
 
     path: Path = arguments.path
@@ -174,7 +174,7 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
 
 
 def exported_by(path: Path) -> str | None:
-    """The function of `flatroll.export` that reads a file or folder, by its name; None if none does."""
+    """Return the name of the `flatroll.export` function that reads a file or folder; None if there is none."""
     files = {".parquet": "import_parquet", ".arrow": "import_arrow", ".h5": "import_h5", ".hdf5": "import_h5"}
     if path.is_file():
         return files.get(path.suffix)
@@ -190,7 +190,7 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
     """Save the picture of the trajectories of a batch."""
     from flatroll import layout
 
-    try:  # fails without a marker, without rows, or on a file ending that matplotlib does not know
+    try:  # fails without markers or rows, or for a file suffix that matplotlib does not know
         axes = layout.timeline(batch)
         from matplotlib.figure import Figure  # there: timeline has just drawn with it
 
@@ -203,7 +203,7 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Run benchmark modules one after the other, each in a process of its own; 1 when one fails."""
+    """Run each benchmark module in its own process, one after another; return 1 if one fails."""
     known = benchmarks_by_name()
     names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or list(known)
     unknown = sorted(set(names) - set(known))
@@ -220,7 +220,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def run_compile(arguments: argparse.Namespace) -> int:
-    """Use each kind of buffer and estimator once, on a few rows: Numba keeps the kernels' machine code on disk."""
+    """Compile and cache the Numba kernels by running each kind of buffer and estimator once on a few rows."""
     import torch
     from tensordict.nn import TensorDictModule
 
@@ -258,7 +258,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
 
 def benchmarks_by_name() -> dict[str, str]:
-    """The modules in the folder ``benchmarks`` of the checkout, by their names without the prefix."""
+    """Map each benchmark's name, without the prefix, to its module in the checkout."""
     files = sorted((CHECKOUT / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
     if not files:
         raise CommandError("the benchmarks come with a checkout, not with an installed wheel: clone flatroll")
@@ -269,7 +269,7 @@ def benchmarks_by_name() -> dict[str, str]:
 
 
 def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
-    """Run a command in the checkout, print its output as it comes, keep it in ``out``; True when it exits 0."""
+    """Run a command in the checkout; print its output and save it to ``out``. Return whether it succeeded."""
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
     lines: list[str] = []

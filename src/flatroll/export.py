@@ -1,4 +1,4 @@
-"""Batches and buffers for other tools, and back: NumPy, pandas, Arrow, Parquet, HDF5, Minari and LeRobot.
+"""Convert batches and buffers to and from NumPy, pandas, Arrow, Parquet, HDF5, Minari and LeRobot.
 
 The module can be called: after ``from flatroll import export``, ``export(buffer, "rows.parquet")`` is `export.export`.
 
@@ -65,7 +65,7 @@ _WRITERS: dict[str, Callable[..., None]] = {
     "lerobot": write_lerobot,
     "h5": write_h5,
 }
-#: Suffix of a file -> formats that it may have, the default one first.
+#: File suffix -> possible formats, the default first.
 _SUFFIXES = {
     ".parquet": ("parquet", "pandas"),
     ".arrow": ("arrow",),
@@ -84,31 +84,32 @@ def export(
     progress: bool | None = None,
     **options: Any,
 ) -> None:
-    """Write the rows of a batch or buffer to a file or folder of another tool.
+    """Write the rows of a batch or buffer to a file or folder that other tools read.
 
-    Rows are read and written piece by piece, so memory is bounded whatever the buffer holds. The file has another name
-    while it is written: under ``path`` stands all of it or nothing. `import_parquet` and its like give the rows back,
-    bit by bit; ``"minari"`` and ``"lerobot"`` hold trajectories one after the other, so rows come back in that order.
+    Rows are read and written in chunks, so memory use is bounded whatever the buffer's size. The file is written
+    under a temporary name and renamed at the end, so ``path`` is never a partial file. `import_parquet` and the other
+    importers return the rows bit for bit; ``"minari"`` and ``"lerobot"`` store whole trajectories, so rows come back
+    grouped by trajectory.
 
     Args:
-        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`, whose rows are taken oldest first.
-        path: of the file (``"minari"``, ``"lerobot"``: folder) to be made.
+        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`, whose rows are written oldest first.
+        path: the file to create (a folder for ``"minari"`` and ``"lerobot"``).
         format: ``"parquet"``, ``"arrow"`` (an IPC file), ``"pandas"`` (Parquet that `pandas.read_parquet` reads as the
-            frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default: the suffix says it
+            frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default: from the suffix
             (``.parquet``, ``.arrow``, ``.feather``, ``.h5``, ``.hdf5``); ``"parquet"`` without one.
-        chunk_rows: rows to be held in memory at a time. Default: as many as take 32 MiB.
-        progress: show a bar. Default: where the error stream is a terminal.
-        **options: of the format: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
+        chunk_rows: rows held in memory at a time. Default: 32 MiB of rows.
+        progress: show a progress bar. Default: only if stderr is a terminal.
+        **options: format options: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
             `observation_space`, `action_space`, more metadata (minari); `fps`, `task`, `robot_type` (lerobot);
             arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
 
     Raises:
-        ImportError: the format's library is missing; the text names the extra.
-        FileExistsError: something has the name already.
-        FileNotFoundError, PermissionError: there is no folder for it, or none that can be written to.
-        TypeError: ``source`` is neither batch nor buffer, or an entry is of a kind that the format does not have.
-        ValueError: an unknown format or suffix, a suffix of another format, no rows, or rows that the format cannot
-            hold, such as n-step data in episodes.
+        ImportError: the format's library is missing; the message names the extra.
+        FileExistsError: ``path`` exists.
+        FileNotFoundError, PermissionError: the parent folder does not exist or is not writable.
+        TypeError: ``source`` is neither a batch nor a buffer, or the format does not support an entry's type.
+        ValueError: the format or suffix is unknown, the two disagree, there are no rows, or the format cannot hold
+            them (n-step data in episodes, for example).
 
     >>> import tempfile, torch
     >>> rows = TensorDict({"action": torch.arange(3), "next": {"reward": torch.ones(3, 1)}}, [3])
@@ -124,7 +125,7 @@ def export(
 
 
 def _format_of(path: Path, format: str | None) -> str:
-    """Return the format that was asked for, or that of the path's suffix; ValueError if they do not agree."""
+    """Return the given format or the one of the path's suffix; ValueError if they disagree."""
     if format is not None:
         one_of("format", format, _WRITERS)
     known = _SUFFIXES.get(path.suffix.lower())
@@ -140,43 +141,43 @@ def _format_of(path: Path, format: str | None) -> str:
 
 
 def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of a Parquet file, of ``max_bytes`` (4 GiB) at most.
+    """Read a Parquet file of at most ``max_bytes`` (4 GiB) as a flat batch ``[N]``.
 
-    See `read_parquet`, which gives it in pieces.
+    `read_parquet` reads it in chunks.
     """
     return _together(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of an Arrow IPC file, of ``max_bytes`` (4 GiB) at most.
+    """Read an Arrow IPC file of at most ``max_bytes`` (4 GiB) as a flat batch ``[N]``.
 
-    See `read_arrow`, which gives it in pieces, and what it says of compressed files.
+    `read_arrow` reads it in chunks and documents compressed files.
     """
     return _together(read_arrow(path), path, max_bytes)
 
 
 def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of a Parquet file that pandas wrote, of ``max_bytes`` (4 GiB) at most.
+    """Read a Parquet file that pandas wrote, of at most ``max_bytes`` (4 GiB), as a flat batch ``[N]``.
 
-    See `read_pandas`, which gives it in pieces.
+    `read_pandas` reads it in chunks.
     """
     return _together(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of an HDF5 file with a dataset for each column. See `read_h5`."""
+    """Read an HDF5 file with one dataset per column as a flat batch ``[N]``. See `read_h5`."""
     return _together(read_h5(path, max_bytes=max_bytes), path)
 
 
 def import_minari(
     source: Any, *, infos: bool = True, rename: Mapping[str, str] | None = None
 ) -> TensorDictBase:
-    """Return all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
+    """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
     return _together(read_minari(source, infos=infos, rename=rename), source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
-    """Return all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
+    """Read all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
     return _together(read_lerobot(path), path)
 
 

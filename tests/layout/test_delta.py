@@ -98,7 +98,7 @@ def test_encode_refuses():
     with pytest.raises(TypeError, match="one real dtype"):
         encode_delta(torch.zeros(1, dtype=torch.complex64), torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(
-        TypeError, match=r"a torch.uint8 observation needs a delta of its own dtype .* got torch.float16"
+        TypeError, match=r"delta must have the dtype of obs, torch.uint8 .* got torch.float16"
     ):
         decode_delta(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.float16))
 

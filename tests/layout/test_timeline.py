@@ -108,7 +108,7 @@ def test_a_leading_dimension(batch):
 
 
 def test_bad_input(batch):
-    with pytest.raises(ValueError, match="max_runs must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_runs must be an integer of at least 1, got 0"):
         timeline(batch, max_runs=0)
     with pytest.raises(ValueError, match="batch has no rows to draw"):
         timeline(batch[:0])

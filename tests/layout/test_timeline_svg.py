@@ -118,7 +118,7 @@ def test_without_ids_and_steps(batch):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"max_runs": 0}, ValueError, "max_runs must be at least 1, got 0"),
+        ({"max_runs": 0}, ValueError, "max_runs must be an integer of at least 1, got 0"),
         ({"color_by": "nothing"}, KeyError, "no entry 'nothing'"),
         ({"color_by": "observation"}, ValueError, "one value per row"),
     ],

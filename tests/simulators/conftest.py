@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 class Report:
-    """A simulator's row of the table in docs/compatibility.md, which `make simulators` writes.
+    """A simulator's row of the table in docs/compatibility/simulators.md, which `make simulators` writes.
 
     Args:
         record: pytest's ``record_property``.

@@ -1,4 +1,4 @@
-"""Check that an environment keeps the contract of `as_vector_env`: play it, and list what is wrong.
+"""Play an environment and check that it keeps the contract of `as_vector_env`.
 
 >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 >>> check_vector_env(ScriptedVectorEnv(Script(2, lengths=[[3, 4], [5]])))
@@ -26,9 +26,9 @@ from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
 _STEP_DTYPES = (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_))
-#: Entries of ``info`` that say in some dialect that an episode has ended in a row.
+#: Entries of ``info`` in which envs report that a row's episode has ended.
 _SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
-#: At most this many numbers of an observation are looked at (images are large).
+#: Check at most this many numbers of an observation (images are large).
 _FEATURES = 64
 #: A step is a jump if it is this many times as long as the median step.
 _JUMP = 4.0
@@ -43,8 +43,8 @@ def check_vector_env(
 ) -> None:
     """Play an environment and raise `ContractError` if it breaks the contract; for env authors' tests.
 
-    What cannot be proved wrong but looks wrong (an observation that jumps back to a first one without an
-    ended episode, episodes that all terminate at one length) is given as a warning.
+    Suspicious behaviour that is not provably wrong (an observation jumps back to a first one without an ended
+    episode, all episodes terminate at the same length) is reported as a warning.
 
     Args:
         env, steps, seed, actions: as for :func:`vector_env_problems`.
@@ -63,7 +63,7 @@ def check_vector_env(
 
 
 def is_suspicion(problem: str) -> bool:
-    """Whether a text of `vector_env_problems` is no proof."""
+    """Return whether a text of `vector_env_problems` is only a suspicion."""
     return problem.startswith(_SUSPICION)
 
 
@@ -72,18 +72,18 @@ def vector_env_problems(
 ) -> list[str]:
     """Play an environment and return a list of its problems, one sentence each.
 
-    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked are the
-    spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended episode, final
-    observations, reproducibility, masked resets and the refusal of a wrong number of actions. The env is not closed.
+    The env is adapted by `flatroll.wrappers.as_vector_env` and played twice from the same seed. The checks cover
+    spaces; shapes, dtypes and ownership of returned arrays; the rows after an ended episode; final observations;
+    reproducibility; masked resets; and the refusal of a wrong number of actions. The env is not closed.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` accepts, on a device whose values can be read.
-        steps: vector steps to play, default 200; take enough for several episodes to end.
+        steps: vector steps to play, default 200; choose enough for several episodes to end.
         seed: seed of the env and of the random actions, default 0.
-        actions: the batched action of each vector step, from its number; None draws random ones.
+        actions: function from the step number to a batched action; None draws random actions.
 
     Returns:
-        One text per problem, empty if there is none. Texts that begin with ``"suspicion: "`` are no proof.
+        One text per problem, empty if there is none. Texts that begin with ``"suspicion: "`` are not proven.
 
     >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
     >>> vector_env_problems(ScriptedVectorEnv(Script(2), autoreset_mode=None))[0][:57]
@@ -100,7 +100,7 @@ def vector_env_problems(
     seedable = stream is not None and stream.capabilities.seedable
     try:
         record, again = (play(vector, steps, seed, actions, seedable) for _ in range(2))
-    except Exception as error:  # an env under test may raise anything, and its author wants to read it here
+    except Exception as error:  # an env under test may raise anything; report it
         return [f"reset or step raised {type(error).__name__}: {error}"]
     problems += _of_returns(vector, record)
     problems += _of_ownership(record)
@@ -117,7 +117,7 @@ def vector_env_problems(
 
 @dataclass
 class Record:
-    """What an env returned while played, as NumPy copies: one entry per step, and the first observation."""
+    """NumPy copies of what an env returned: one entry per step, and the first observation."""
 
     mode: AutoresetMode
     seeded: bool  # whether reset(seed=...) has an effect
@@ -128,11 +128,11 @@ class Record:
     truncated: list[npt.NDArray[Any]] = field(default_factory=list)
     final: list[Tree | None] = field(default_factory=list)  # info["final_obs"]
     infos: list[dict[str, Any]] = field(default_factory=list)  # not copied
-    # (What it was, the object returned, a copy made at once.)
+    # (Name, returned object, copy made at once.)
     returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
 
     def ended(self) -> npt.NDArray[np.bool_]:
-        """Return where an episode ended (terminated or truncated): bool ``[steps, E]``."""
+        """Return bool ``[steps, E]``, True where an episode ended (terminated or truncated)."""
         ended: npt.NDArray[np.bool_] = np.stack(self.terminated) | np.stack(self.truncated)
         return ended
 
@@ -197,7 +197,7 @@ def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
 
 
 def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
-    """Shapes, dtypes and bounds; each fault once, with the first step that shows it."""
+    """Check shapes, dtypes and bounds; report each fault once, with its first step."""
     seen: set[str] = set()
     shape = (env.num_envs,)
     for k, obs in enumerate(record.obs, -1):  # obs after step k; -1 is the reset
@@ -217,7 +217,7 @@ def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
 def _of_tree(
     space: spaces.Space[Any], tree: Tree, name: str, rows: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[str]:
-    """What is wrong with a batched observation; ``rows`` are those whose values count."""
+    """Check a batched observation; values are checked in ``rows`` only."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
@@ -238,7 +238,7 @@ def _of_tree(
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
         spec = as_spec(space)
-        if rows is not None:  # the others do not matter
+        if rows is not None:  # the other rows do not matter
             tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
         if tree.dtype.kind == "f" and np.isnan(tree).any():
             yield (
@@ -250,7 +250,7 @@ def _of_tree(
 
 
 def _of_ownership(record: Record) -> Iterator[str]:
-    # Each array that came back was copied at once: is it still what it was?
+    # Each returned array was copied at once: compare it with the copy.
     changed = Counter(
         name for name, array, copy in record.returned if not same(map_tree(copied, array), copy)
     )
@@ -259,12 +259,12 @@ def _of_ownership(record: Record) -> Iterator[str]:
 
 
 def _of_rows_after_the_end(record: Record) -> Iterator[str]:
-    """Under NEXT_STEP the step after an episode's end only resets the row: no reward, no end."""
+    """Check that under NEXT_STEP the step after an episode's end only resets the row: no reward, no end."""
     if record.mode != AutoresetMode.NEXT_STEP:
         return
     ended = record.ended()
     for name, column in (("pays a reward", record.reward), ("ends an episode", list(ended))):
-        # bool [steps - 1, E]: the row ended in step k, and step k + 1 has something there
+        # bool [steps - 1, E]: the row ended in step k, and step k + 1 has a reward or an end
         bad = ended[:-1] & (np.stack(column)[1:] != 0)
         if bad.any():
             k, i = np.argwhere(bad)[0]
@@ -276,7 +276,7 @@ def _of_rows_after_the_end(record: Record) -> Iterator[str]:
 
 def _of_final_observations(record: Record) -> Iterator[str]:
     ended = record.ended()
-    # Where no episode ends nobody reads them.
+    # They are not read where no episode ends.
     shown = np.array([final is not None for final in record.final])[ended.any(1)]
     if not shown.any():
         return
@@ -295,9 +295,9 @@ def _of_final_observations(record: Record) -> Iterator[str]:
 
 
 def _of_infos(record: Record) -> Iterator[str]:
-    """Entries of ``info`` with a row for each env keep their shape from step to step.
+    """Check that per-env entries of ``info`` keep their shape from step to step.
 
-    Their dtype may change: Gymnasium's vector envs take that of the first env that gives a number.
+    Their dtype may change: Gymnasium's vector envs use that of the first env that returns a value.
     """
     first: dict[str, tuple[tuple[int, ...], int]] = {}
     for k, info in enumerate(record.infos):
@@ -326,7 +326,7 @@ def _of_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     stream = find_stream(env)
     if env.num_envs < 2 or stream is None or not stream.capabilities.partial_reset:
         return
-    agents = stream.source.agents  # of a game all agents are reset together
+    agents = stream.source.agents  # all agents of a game are reset together
     mask = np.arange(env.num_envs) == 0 if agents is None else agents[1] == 0
     if mask.all():
         return
@@ -344,13 +344,13 @@ def _of_action_count(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     env.reset()
     try:
         env.step(batch_space(env.single_action_space, env.num_envs + 1).sample())
-    except Exception:  # any exception will do: the alternative is a silent step, or an abort in C++
+    except Exception:  # any exception is fine: the alternative is a silent step or an abort in C++
         return
     yield f"step accepted {env.num_envs + 1} actions for {env.num_envs} envs without an exception"
 
 
 def _suspicions(record: Record) -> Iterator[str]:
-    """What looks like an env that hides or misnames the ends of its episodes; each text says why."""
+    """Return suspicions that the env hides or mislabels the ends of its episodes, with reasons."""
     if not record.ended().any():
         yield f"no episode ended in {len(record.reward)} steps, so no end was checked: take more steps"
     infinite: list[bool] = []
@@ -365,17 +365,17 @@ def _suspicions(record: Record) -> Iterator[str]:
 
 
 def _silent_resets(record: Record) -> Iterator[str]:
-    """Ordinary steps that lead from outside the box of all first observations far away into it."""
+    """Find ordinary steps that jump from far outside into the bounding box of all first observations."""
     obs = np.stack([_features(tree) for tree in record.obs])
     first, ended = record.first(), record.ended()
     starts = obs[first]
-    # bool [steps + 1, E]: in the box around all first observations; and how far each step leads, [steps, E]
+    # bool [steps + 1, E]: inside the bounding box of all first observations; and the step lengths, [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)
     length = np.linalg.norm(np.diff(obs, axis=0), axis=-1)
     ordinary = ~ended & ~first[1:]
     if not ordinary.any():
         return
-    # Compared with the median of ordinary steps, so that the env's own scale does not matter.
+    # Compare with the median of ordinary steps, so that the env's scale does not matter.
     far = length > _JUMP * np.median(length[ordinary])
     jump = ordinary & inside[1:] & ~inside[:-1] & far
     if jump.any():
@@ -387,7 +387,7 @@ def _silent_resets(record: Record) -> Iterator[str]:
 
 
 def _features(tree: Tree) -> npt.NDArray[np.float64]:
-    """About `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
+    """Return about `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
     # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.

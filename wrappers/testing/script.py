@@ -1,8 +1,8 @@
-"""A script: what scripted environments will do, step by step, and the table of transitions that they must yield.
+"""`Script`: the plan that scripted environments follow, and the table of transitions that it must yield.
 
-The observation of a scripted environment *is* (env, episode, step), so all that it will ever return is known
-beforehand and a test compares whole streams with `expected_rows`. `Script` says how long each episode is and how it
-ends, `Clock` plays it in NumPy or torch, and the environments of ``scripted_envs`` give it the faces of a library.
+The observation of a scripted environment *is* (env, episode, step), so all its outputs are known in advance and a
+test compares whole streams with `expected_rows`. `Script` sets the length and end of each episode, `Clock` plays it
+in NumPy or torch, and the environments of ``scripted_envs`` wrap it in the interfaces of several libraries.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Script:
     Args:
         num_envs: number of environments E.
         lengths: steps per episode. An int for all, one list that every env cycles through, or one list per env.
-        ends: how episodes end, ``"terminated"``, ``"truncated"`` or ``"both"``; given as ``lengths`` is.
+        ends: how episodes end, ``"terminated"``, ``"truncated"`` or ``"both"``; one, or lists as for ``lengths``.
         obs: kind of observation. ``"float32"``, ``"float64"`` and ``"int64"`` hold (env, episode, step);
             ``"uint8"`` is a ``[3, 2, 2]`` image of them modulo 256; ``"discrete"`` is ``env*10000 +
             episode*100 + step`` (each modulo 100); ``"dict"`` nests three of these, ``"tuple"`` two.
@@ -81,17 +81,17 @@ class Script:
                 raise ValueError(f"ends must be among {_ENDS}, got {row}")
 
     def table(self, name: Literal["lengths", "ends"]) -> tuple[tuple[Any, ...], ...]:
-        """``lengths`` or ``ends`` as one tuple per env."""
+        """Return ``lengths`` or ``ends`` as one tuple per env."""
         rows: tuple[tuple[Any, ...], ...] = getattr(self, name)
         return rows
 
     def length(self, env: int, episode: int) -> int:
-        """Number of steps of episode ``episode`` (from 0) of env ``env``."""
+        """Return the number of steps of episode ``episode`` (from 0) of env ``env``."""
         row = self.table("lengths")[env]
         return int(row[episode % len(row)])
 
     def end(self, env: int, episode: int) -> End:
-        """How that episode ends."""
+        """Return how that episode ends."""
         row: tuple[End, ...] = self.table("ends")[env]
         return row[episode % len(row)]
 
@@ -121,7 +121,7 @@ class Script:
 
 
 def encode(kind: ObsKind, env: Array, episode: Array, step: Array) -> Any:
-    """The observation of (env, episode, step): NumPy or torch, any leading shape.
+    """Encode (env, episode, step) as an observation: NumPy or torch, any leading shape.
 
     >>> encode("discrete", np.array([1]), np.array([2]), np.array([3]))
     array([10203])
@@ -168,9 +168,9 @@ class Clock:
     def __init__(
         self,
         script: Script,
-        put: Callable[[npt.NDArray[Any]], Any],  # makes the working arrays of NumPy ones, on a device, say
-        index: int | None = None,  # of the one env to play; None plays all
-        reuse: bool = False,  # show every observation in the same memory, as careless envs do
+        put: Callable[[npt.NDArray[Any]], Any],  # converts the NumPy working arrays, for example to a device
+        index: int | None = None,  # the env to play; None plays all
+        reuse: bool = False,  # return every observation in the same memory, as careless envs do
     ) -> None:
         self.obs: ObsKind = script.obs
         self._reuse, self._shown = reuse, None
@@ -191,31 +191,31 @@ class Clock:
 
     def begin(self, mask: Array) -> None:
         """Start the next episode where ``mask`` is True."""
-        self.episode = self.episode + mask  # bool counts as 0 or 1; new arrays, so that shown ones stay
+        self.episode = self.episode + mask  # a new array: the caller keeps the old one
         self.step = self.step * ~mask
 
     def advance(self, live: Array) -> tuple[Any, Any, Any]:
         """Make one step where ``live`` is True; return (integer reward, terminated, truncated)."""
         self.step = self.step + live
-        # Elementwise and by index only: nothing here reads a value on the host.
+        # Elementwise operations and indexing only: nothing reads a value on the host.
         ended = live & (self.step >= self._lengths[self.env, self.episode % self._length_period])
         end = self._ends[self.env, self.episode % self._end_period]
         reward = (100 * self.episode + self.step) * live
         return reward, ended & (end != _ENDS.index("truncated")), ended & (end != _ENDS.index("terminated"))
 
     def observe(self) -> Any:
-        """The observations of all envs, in new memory."""
+        """Return the observations of all envs in new memory."""
         return encode(self.obs, self.env, self.episode, self.step)
 
     def show(self) -> Any:
-        """The observations of all envs; with ``reuse``, in the arrays of the last call."""
+        """Return the observations of all envs; with ``reuse``, in the arrays of the last call."""
         obs = self.observe()
         self._shown = overwrite(self._shown, obs) if self._reuse else obs
         return self._shown
 
 
 def overwrite(buffer: Tree, value: Tree) -> Tree:
-    """The tree ``value``, written into the arrays of ``buffer`` as a careless env does; without a buffer, as it is."""
+    """Write the tree ``value`` into the arrays of ``buffer``, as a careless env does, and return them."""
 
     def write(old: Array, new: Array) -> Array:
         if old is None or not (isinstance(new, np.ndarray | Tensor) and new.ndim):
@@ -265,11 +265,11 @@ def expected_rows(
             length, end = script.length(env, episode), script.end(env, episode)
             over, cut = step + 1 == length, step + 1 == max_steps
             terminated, truncated = over and end != "truncated", (over and end != "terminated") or cut
-            reward = 100 * episode + step + 1  # as `Clock.advance` pays it
+            reward = 100 * episode + step + 1  # as in `Clock.advance`
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut
             at += 2 if done and gap else 1  # the vector step after an end is no transition
             episode, step = (episode + 1, 0) if done else (episode, step + 1)
     rows = np.array(table, _ROW)
-    # The last key counts most: vector step, then env.
+    # lexsort's last key is the primary one: vector step, then env.
     return rows[np.lexsort((rows["env"], rows["vector_step"]))]

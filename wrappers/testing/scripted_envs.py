@@ -1,8 +1,8 @@
-"""Scripted environments with the faces of Gymnasium, of torch simulators and of rsl_rl, each known step by step.
+"""Scripted environments with the interfaces of Gymnasium, torch simulators and rsl_rl.
 
-The torch ones have the habits of GPU simulators: duck-typed, buffers reused, SAME_STEP. Every step of theirs is
-elementwise tensor code, so they run on ``device="meta"`` too, where anything that would read a value on the host
-raises: a test of "no host sync" that needs no GPU.
+The torch envs behave like GPU simulators: duck-typed, reused buffers, SAME_STEP. Their steps are elementwise tensor
+code, so they also run on ``device="meta"``, where reading a value on the host raises. That tests "no host sync"
+without a GPU.
 """
 
 import gc
@@ -56,7 +56,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         if seed is not None:
             self.clock.restart()
-        self.clock.begin(np.True_)  # not True: the clock needs ~True to be False
+        self.clock.begin(np.True_)  # not Python's True: the clock negates it with ~
         return self._observe(), {"t": 0}
 
     def step(self, action: Tree) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -73,16 +73,16 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
 class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
     """Plays a script as one NumPy vector env, in any autoreset mode; fast for thousands of envs.
 
-    Its own ``reset(options={"reset_mask": mask})`` works in every mode. The adapted env (`as_vector_env`) allows that
-    under DISABLED only, as of any env whose class it does not know. It refuses a wrong number of actions and, under
-    DISABLED, a step of an env that has ended.
+    Its ``reset(options={"reset_mask": mask})`` works in every mode; the adapted env (`as_vector_env`) allows it only
+    under DISABLED, as for any unknown env class. It refuses a wrong number of actions and, under DISABLED, a step of
+    an ended env.
 
     Args:
         script: the script.
         autoreset_mode: a gymnasium mode, or None for an env that declares none (and resets in the same step).
-        final_obs: where SAME_STEP shows the last observation. ``"object"``, Gymnasium's object array on
-            steps with an ended row; ``"dense"``, a full batch on such steps; ``"absent"``, nowhere.
-        reuse_buffer: every array returned is written into again by the next call.
+        final_obs: how SAME_STEP returns the last observation. ``"object"``: Gymnasium's object array on steps with an
+            ended row; ``"dense"``: a full batch on such steps; ``"absent"``: not at all.
+        reuse_buffer: the next call overwrites every returned array.
         record_actions: keep every action batch in ``self.actions``.
 
     >>> env = ScriptedVectorEnv(Script(2, lengths=[[1], [4]]), autoreset_mode="SameStep")
@@ -112,7 +112,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self._final_obs, self._reuse, self._record = final_obs, reuse_buffer, record_actions
         self.clock = Clock(script, np.asarray)
         self._done = np.zeros(self.num_envs, np.bool_)
-        # What the last calls returned, in this order: observation, reward, terminated, truncated, final observation.
+        # The last returned observation, reward, terminated, truncated and final observation.
         self._shown: list[Any] = [None] * 5
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Any, Info]:
@@ -127,7 +127,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._show(0, self.clock.observe()), self._info()
 
     def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """One vector step of the declared mode."""
+        """Make one vector step in the declared mode."""
         leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
@@ -138,7 +138,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
             clock.begin(pending)
-        # Rows that ended one step ago do not move: NEXT_STEP only resets them.
+        # Rows that ended in the previous step do not move: NEXT_STEP only resets them.
         reward, terminated, truncated = clock.advance(~pending)
         done, final_info = terminated | truncated, {}
         if self._mode == AutoresetMode.SAME_STEP:
@@ -162,7 +162,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         return {"t": self.clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
 
     def _show(self, i: int, value: Tree) -> Tree:
-        """The value, or with ``reuse_buffer`` the array of the last call, overwritten by it."""
+        """Return the value, or with ``reuse_buffer`` the array of the last call overwritten with it."""
         self._shown[i] = overwrite(self._shown[i], value) if self._reuse else value
         return self._shown[i]
 
@@ -177,7 +177,7 @@ def make_scripted(
     copy: bool = True,
     shared_memory: bool = True,
 ) -> VectorEnv[Any, Any, Any]:
-    """A gymnasium vector env that plays ``script``.
+    """Create a Gymnasium vector env that plays ``script``.
 
     Args:
         script: the script.
@@ -205,7 +205,7 @@ def make_scripted(
     ]
     if backend == "sync":
         return SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)
-    gc.freeze()  # a forked worker that collects its parent's garbage (an envpool, say) dies of it
+    gc.freeze()  # a forked worker may crash when it collects its parent's garbage, such as an envpool
     try:
         return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
     finally:
@@ -215,8 +215,8 @@ def make_scripted(
 class ScriptedTorchEnv:
     """Plays a script as an Isaac Lab-like torch vector env; neither ``VectorEnv`` nor ``gymnasium.Env``.
 
-    SAME_STEP by default. Reward and flags live in buffers that every step overwrites, and one ``extras``
-    dict is returned again and again, so what a caller keeps without a clone changes under it.
+    SAME_STEP by default. Every step overwrites the reward and flag buffers and returns the same ``extras`` dict, so
+    whatever a caller keeps without cloning changes.
 
     Args:
         script: the script.
@@ -287,7 +287,7 @@ class ScriptedTorchEnv:
         self.actions.append(action)
         clock = self.clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
-        # As simulators do: one memory for all steps.
+        # As in simulators: one buffer for all steps.
         self.reward_buf.copy_(reward)
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)
@@ -295,7 +295,7 @@ class ScriptedTorchEnv:
         if self._autoreset:
             final = clock.observe()
             if self._final_obs == "dense":
-                # In place: rows that did not end keep the observations of earlier ends.
+                # In place: rows that did not end keep older final observations.
                 map_tree(lambda old, new: old.copy_(select(done, new, old)), self._final, final)
             elif self._final_obs == "ids":
                 ids = done.nonzero().squeeze(-1)
@@ -311,8 +311,8 @@ class ScriptedTorchEnv:
 class ScriptedRslEnv:
     """Plays a script as rsl_rl's ``VecEnv``: no spaces, 4-tuples, ``dones`` that include time-outs.
 
-    ``extras["time_outs"]`` (float, reused in place) tells which of the ended rows were only cut off; the
-    final observation is lost. An episode that the script ends with ``"both"`` is reported as a time-out.
+    ``extras["time_outs"]`` (float, reused in place) marks the ended rows that were only truncated; the final
+    observation is lost. An episode that the script ends with ``"both"`` is reported as a time-out.
 
     Args:
         script: the script; ``obs`` must be ``"float32"`` and ``action`` ``"box"``.
@@ -354,7 +354,7 @@ class ScriptedRslEnv:
         return steps
 
     def get_observations(self) -> Any:
-        """The current observations."""
+        """Return the current observations."""
         return self._obs if self._style == "tensordict" else (self._obs, self.extras)
 
     def reset(self) -> Any:
@@ -362,7 +362,7 @@ class ScriptedRslEnv:
         return self._show(self._env.reset()[0]), self.extras
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
-        """(obs, reward, dones, extras)."""
+        """Make one step; return (obs, reward, dones, extras)."""
         obs, reward, terminated, truncated, _ = self._env.step(actions)
         self.dones_buf.copy_(terminated | truncated)
         self.extras["time_outs"].copy_(truncated)
@@ -373,4 +373,4 @@ class ScriptedRslEnv:
         return self._obs
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

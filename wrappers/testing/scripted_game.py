@@ -24,21 +24,21 @@ _EPISODES: tuple[Plan, ...] = (
 
 
 class ScriptedGame:
-    """A game in PettingZoo's parallel form whose observation is (game, agent, life, step), float32 ``[4]``.
+    """A PettingZoo parallel env whose observation is (game, agent, life, step), float32 ``[4]``.
 
-    Which agents are there is known beforehand: an agent acts ``steps`` times in each life, and a game ends when nobody
-    is left. ``life`` counts an agent's lives over all episodes, ``step`` its steps in this life. The reward is the
-    action plus ten times the agent's number; ``state()`` is (game, episode, step of the episode), float32 ``[3]``.
+    Which agents are present is known in advance: an agent acts ``steps`` times in each life, and a game ends when no
+    agent is left. ``life`` counts an agent's lives over all episodes, ``step`` its steps in this life. The reward is
+    the action plus ten times the agent's index; ``state()`` is (game, episode, step of the episode), float32 ``[3]``.
 
     Args:
-        game: its number.
-        episodes: the plans of its episodes, which follow one another in a cycle. Default: two episodes of three agents
-            with a late agent, one that comes back, and ends of both kinds.
+        game: index of the game.
+        episodes: plans of the episodes, played in a cycle. Default: two episodes of three agents, with an agent that
+            joins late, one that returns, and both kinds of ends.
         mask: the observation is a dict of ``"observation"`` and ``"action_mask"``, int8 ``[5]``, in which action
             ``step % 5`` alone is legal. Default False.
 
     Raises:
-        ValueError: nobody is there at the beginning, an agent's lives overlap, or one comes after the game's end.
+        ValueError: no agent is present at the start, an agent's lives overlap, or one starts after the game's end.
 
     >>> game = ScriptedGame(game=7)
     >>> obs, infos = game.reset()
@@ -63,27 +63,27 @@ class ScriptedGame:
             self._observation = spaces.Dict(
                 observation=self._observation, action_mask=spaces.Box(0, 1, (5,), np.int8)
             )
-        self._lives = dict.fromkeys(self.possible_agents, -1)  # the number of each agent's life
+        self._lives = dict.fromkeys(self.possible_agents, -1)  # each agent's life, counted from 0
         self._steps = dict.fromkeys(self.possible_agents, 0)  # its steps in it
         self._episode, self._time = -1, 0
         for plan in episodes:
             _check(plan)
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
-        """The space of each agent's observations."""
+        """Return the space of each agent's observations."""
         return self._observation
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
-        """Five actions."""
+        """Return the space of five actions."""
         return self._action
 
     @property
     def plan(self) -> Plan:
-        """The plan of the episode under way."""
+        """The plan of the current episode."""
         return self.episodes[self._episode % len(self.episodes)]
 
     def life(self, agent: str, life: int) -> Life:
-        """The plan of an agent's life of this number, over all episodes."""
+        """Return the plan of an agent's life number ``number``, counted over all episodes."""
         episode = 0
         while True:
             lives = self.episodes[episode % len(self.episodes)].get(agent, ())
@@ -104,7 +104,7 @@ class ScriptedGame:
         return {name: self._see(name) for name in self.agents}, {name: {} for name in self.agents}
 
     def step(self, actions: Mapping[str, Any]) -> tuple[Results, Results, Results, Results, Results]:
-        """Step the agents that are there."""
+        """Step the agents that are present."""
         if sorted(actions) != sorted(self.agents):
             raise KeyError(f"actions must be those of {self.agents}, got {sorted(actions)}")
         acting, self._time = self.agents, self._time + 1
@@ -146,15 +146,15 @@ class ScriptedGame:
         return np.array((self.game, self._episode, self._time), np.float32)
 
     def render(self) -> None:
-        """Nothing."""
+        """Return None."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def _check(plan: Plan) -> None:
     """Raise ValueError if an episode cannot be played."""
-    there: set[int] = set()  # the times at which somebody acts
+    there: set[int] = set()  # steps at which an agent acts
     for name, lives in plan.items():
         free = 0
         for join, steps, _ in lives:

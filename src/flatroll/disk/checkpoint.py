@@ -14,7 +14,7 @@ from torch import Tensor
 from flatroll.disk.folder import Folder, LoadedVersion
 from flatroll.disk.manifest import Version
 from flatroll.disk.state_tree import DamagedState, Packer, damaged, unpack
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import file_path, flags, whole_number
 
 #: What is saved along with a buffer: plain values by name.
 Others: TypeAlias = Mapping[str, Any]
@@ -111,7 +111,8 @@ class Checkpoint:
         overwrite: bool = False,
         **others: Stateful | None,
     ) -> None:
-        self.path = Path(path).absolute()  # whatever the program's folder is later
+        self.path = file_path("path", path).absolute()  # whatever the program's folder is later
+        flags(rng=rng, sync=sync, overwrite=overwrite)
         self._buffer, self._rng = buffer, rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}

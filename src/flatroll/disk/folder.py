@@ -41,7 +41,7 @@ from flatroll.disk.segments import (
     schema_of,
 )
 from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import expect, file_path, flags, whole_number
 
 T = TypeVar("T")
 LOCK = "lock"
@@ -178,7 +178,12 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = Path(path).absolute()  # whatever the program's folder is later
+        self.path = file_path("path", path).absolute()  # whatever the program's folder is later
+        flags(write=write, sync=sync, log=log, overwrite=overwrite)
+        if resume is not None:
+            expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
+        if max_bytes is not None:
+            whole_number("max_bytes", max_bytes, 0)
         self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
         self._unsettled = False  # whether names of published rows may not be on the disk yet
         self._keep = whole_number("keep", keep)

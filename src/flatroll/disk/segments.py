@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingFileError, dtype_name, opened
+from flatroll.layout.checks import shown
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
 #: Of files and folders; a reader refuses others.
@@ -152,6 +153,8 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
         TypeError: a name is no string, or a column no tensor.
     """
+    if not isinstance(columns, Mapping):
+        raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
     counts: dict[str, int | None] = {}
     size = 0
     for name, column in columns.items():

@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.layout.checks import need_keys, need_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -45,7 +46,7 @@ def run_ends(
 
     Raises:
         KeyError: none of the three markers is in the batch.
-        TypeError: ``is_init`` or ``done`` is not bool.
+        TypeError: ``is_init`` or ``done`` is not bool; the batch is no tensordict, or a key is none.
         ValueError: the batch has no batch dimension.
 
     >>> import torch
@@ -54,6 +55,9 @@ def run_ends(
     >>> run_ends(TensorDict({"next": {"done": done}}, [4]))
     tensor([False,  True, False,  True])
     """
+    need_rows(batch)
+    need_keys(is_init_key=is_init_key, mask_key=mask_key)
+    need_keys(optional=True, done_key=done_key, traj_key=traj_key)
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
     keys = (done_key, is_init_key, mask_key)

@@ -8,7 +8,13 @@
 | `did_you_mean` | (adds the nearest name to an error) |
 | `expect` | an instance of a type |
 | `function` | something that can be called |
-| `not_a_string` | a list of keys, not one string |
+| `flags` | each argument True or False |
+| `need_keys` | each argument the name of an entry: a string or a tuple of strings |
+| `key_names` | a list of keys |
+| `need_tensors` | each argument a tensor |
+| `torch_device` | a device, or its name |
+| `file_path` | a path |
+| `seed_number` | a seed of torch's generators |
 | `floating_dtype` | a floating dtype |
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
@@ -20,12 +26,15 @@ Each returns the checked value, so that it can stand in an assignment: ``self.sl
 ``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
 """
 
+import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Sequence
 from difflib import get_close_matches
 from operator import index
-from typing import SupportsFloat, SupportsIndex, TypeVar
+from pathlib import Path
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
+import numpy as np
 import torch
 
 #: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
@@ -38,6 +47,20 @@ Number = TypeVar("Number", bound=SupportsFloat)
 def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
     """``name must wanted, got got: hint``."""
     return f"{name} must {wanted}, got {got}{f': {hint}' if hint else ''}"
+
+
+def shown(value: object) -> str:
+    """Return what came, for an error: its text if that is short, else its type and, of an array, dtype and shape.
+
+    >>> shown("3"), shown(torch.zeros(2, 3)), shown(list(range(100)))
+    ("'3'", 'a torch.float32 Tensor of shape (2, 3)', 'list')
+    """
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        place = f" on {value.device}" if isinstance(value, torch.Tensor) and not value.is_cpu else ""
+        sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
+        return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else type(value).__name__
 
 
 def whole_number(name: str, value: object, least: int = 1, most: int | None = None, *, hint: str = "") -> int:
@@ -61,14 +84,14 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     ValueError: level must be an integer from 1 to 22, got 30
     """
     if (
-        isinstance(value, int)
+        isinstance(value, (int, np.integer))
         and not isinstance(value, bool)
         and least <= value
         and (most is None or value <= most)
     ):
-        return value
+        return int(value)
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(_text(name, f"be an integer {limits}", repr(value), hint))
+    raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
 def number(
@@ -109,8 +132,15 @@ def number(
     """
     # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
-        raise TypeError(_text(name, "be a number", repr(value), hint))
-    real = float(value)
+        raise TypeError(_text(name, "be a number", shown(value), hint))
+    try:
+        real = float(value)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # an array of several numbers, or one without values
+        raise TypeError(_text(name, "be a number", shown(value), hint)) from error
     low = least if above is None else above
     high = most if below is None else below
     fits_low = low is None or (real >= low if above is None else real > low)
@@ -125,7 +155,7 @@ def number(
         limits = f"be {'at most' if below is None else 'below'} {high}"
     else:
         limits = "be a number"
-    raise ValueError(_text(name, limits, value, hint))
+    raise ValueError(_text(name, limits, shown(value), hint))
 
 
 def did_you_mean(got: object, known: Iterable[object]) -> str:
@@ -157,7 +187,7 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
         pass
     *others, last = map(repr, choices)
     hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
-    raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", repr(value), hint))
+    raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", shown(value), hint))
 
 
 def expect(
@@ -197,24 +227,150 @@ def function(name: str, value: T, wanted: str = "a function", *, hint: str = "")
     TypeError: create_env_fn must be a function that makes an env, got 3
     """
     if not callable(value):
-        raise TypeError(_text(name, f"be {wanted}", repr(value), hint))
+        raise TypeError(_text(name, f"be {wanted}", shown(value), hint))
     return value
 
 
-def not_a_string(name: str, keys: T) -> T:
-    """Return keys after checking that they are a list of them, not one string, whose letters would be taken for keys.
+def flags(**named: object) -> None:
+    """Check that each argument is True or False; 1 and 0 are, too.
 
     Raises:
-        TypeError: it is a string.
+        TypeError: one is not; a text such as ``"False"`` would be taken for True.
 
-    >>> not_a_string("in_keys", "observation")
+    >>> flags(strict=True, shared="no")
+    Traceback (most recent call last):
+    ...
+    TypeError: shared must be True or False, got 'no'
+    """
+    for name, value in named.items():
+        if not isinstance(value, (bool, np.bool_)) and not (isinstance(value, int) and value in (0, 1)):
+            raise TypeError(_text(name, "be True or False", shown(value)))
+
+
+def is_key(value: object) -> bool:
+    """Whether a value can name an entry: it is a string, or a tuple of strings (or such tuples) with at least one."""
+    return isinstance(value, str) or (isinstance(value, tuple) and len(value) > 0 and all(map(is_key, value)))
+
+
+def need_keys(*, optional: bool = False, **named: object) -> None:
+    """Check that each argument names an entry: a string, or a tuple of strings for an entry of a nested tensordict.
+
+    Args:
+        optional: None is allowed, too.
+        named: the arguments.
+
+    Raises:
+        TypeError: one does not.
+
+    >>> need_keys(done_key=("next", "done"), traj_key=3)
+    Traceback (most recent call last):
+    ...
+    TypeError: traj_key must be a key (a string or a tuple of strings), got 3
+    """
+    for name, value in named.items():
+        if not is_key(value) and not (optional and value is None):
+            none = " or None" * optional
+            raise TypeError(_text(name, f"be a key (a string or a tuple of strings){none}", shown(value)))
+
+
+def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple[str, ...]]:
+    """Return keys as a list after checking them; the letters of one string would be taken for keys.
+
+    Args:
+        name: of the argument, for the error.
+        keys: a list of keys, or another iterable of them.
+        one: a single key is allowed, too: a string, or a tuple of strings.
+
+    Raises:
+        TypeError: it is a string, or no list of keys.
+
+    >>> key_names("in_keys", "observation")
     Traceback (most recent call last):
     ...
     TypeError: in_keys must be a list of keys, got the string 'observation': write ['observation']
+    >>> key_names("action_keys", "action", one=True)
+    ['action']
     """
+    if one and is_key(keys):
+        return [cast(str, keys)]
     if isinstance(keys, str):
         raise TypeError(f"{name} must be a list of keys, got the string {keys!r}: write [{keys!r}]")
-    return keys
+    if isinstance(keys, (list, tuple, set, frozenset, KeysView, Iterator)):
+        listed = list(keys)
+        if all(map(is_key, listed)):
+            return listed
+    raise TypeError(
+        _text(name, f"be {'a key or ' * one}a list of keys (strings or tuples of strings)", shown(keys))
+    )
+
+
+def need_tensors(**named: object) -> None:
+    """Check that each argument is a tensor.
+
+    Raises:
+        TypeError: one is not.
+
+    >>> need_tensors(value=torch.zeros(2), count=[1, 2])
+    Traceback (most recent call last):
+    ...
+    TypeError: count must be a tensor, got [1, 2]
+    """
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(_text(name, "be a tensor", shown(value)))
+
+
+def torch_device(name: str, value: object) -> torch.device:
+    """Return a device after checking that the argument is one, or the name or number of one.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> torch_device("storing_device", "cpu")
+    device(type='cpu')
+    >>> torch_device("device", "gpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: device must be a torch device such as 'cpu' or 'cuda:0', got 'gpu'
+    """
+    if isinstance(value, torch.device):
+        return value
+    try:
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            return torch.device(value)
+    except (RuntimeError, ValueError):
+        pass
+    raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", shown(value)))
+
+
+def file_path(name: str, value: object) -> Path:
+    """Return a path after checking that the argument is a string or a path.
+
+    Raises:
+        TypeError: it is not.
+
+    >>> file_path("path", 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: path must be a path (a string or a pathlib.Path), got 3
+    """
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", shown(value)))
+
+
+def seed_number(name: str, value: object) -> int:
+    """Return a seed after checking that torch's generators take it.
+
+    Raises:
+        ValueError: it is no integer, or has more than 64 bits.
+
+    >>> seed_number("seed", 1.5)
+    Traceback (most recent call last):
+    ...
+    ValueError: seed must be an integer from 0 to 18446744073709551615, got 1.5
+    """
+    return whole_number(name, value, 0, 2**64 - 1)
 
 
 def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -235,10 +391,13 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """Return a random generator (None: torch's global one) after checking that it is one of the CPU.
 
     Raises:
-        ValueError: it is not.
+        TypeError: it is no generator.
+        ValueError: it is one of another device.
 
     >>> cpu_generator(None)
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(_text("generator", "be a torch.Generator or None", shown(generator)))
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator must be a CPU generator (draws are made on the host), got {generator.device}"
@@ -246,8 +405,12 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     return generator
 
 
-def need_rows(batch: object) -> None:
+def need_rows(batch: object, *, values: bool = False) -> None:
     """Raise TypeError if a batch is not a tensordict, such as a buffer or another library's sample.
+
+    Args:
+        batch: what came.
+        values: the rows are read, so a batch on the device meta, which has none, is an error, too.
 
     >>> need_rows([1, 2])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -259,6 +422,8 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+    if values and getattr(getattr(batch, "device", None), "type", None) == "meta":
+        raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
 
 def legal_options(
@@ -326,6 +491,9 @@ def writer_number(writer: object) -> int:
     >>> writer_number(3)
     3
     """
-    if isinstance(writer, bool) or not isinstance(writer, SupportsIndex) or not 0 <= index(writer) < 2**23:
-        raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
-    return index(writer)
+    try:
+        if isinstance(writer, SupportsIndex) and not isinstance(writer, bool) and 0 <= index(writer) < 2**23:
+            return index(writer)
+    except (TypeError, RuntimeError):  # a tensor of several numbers, or of none
+        pass
+    raise ValueError(f"writer must be in [0, 2**23), got {shown(writer)}")

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import floating_dtype, not_a_string
+from flatroll.layout.checks import flags, floating_dtype, key_names, need_tensors, shown
 from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
@@ -43,7 +43,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
 
     Raises:
         TypeError: the two dtypes differ, or are complex.
-        ValueError: ``dtype`` is not floating.
+        ValueError: ``dtype`` is not floating, or the two shapes or devices differ.
 
     >>> encode_delta(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0]))
     tensor([ 0.5000, -1.0000], dtype=torch.float16)
@@ -51,6 +51,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     tensor([10], dtype=torch.uint8)
     """
     floating_dtype("dtype", dtype)
+    _check_pair("next_obs", obs, next_obs)
     if obs.dtype != next_obs.dtype or obs.is_complex():
         raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")
     if obs.is_floating_point():
@@ -72,22 +73,32 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
         delta: what `encode_delta` gave, same shape.
 
     Raises:
-        TypeError: an integer or bool observation with a delta of another dtype.
+        TypeError: an integer or bool observation with a delta of another dtype, or a complex one.
+        ValueError: the two shapes or devices differ.
 
     >>> decode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([10], dtype=torch.uint8))
     tensor([4], dtype=torch.uint8)
     """
+    _check_pair("delta", obs, delta)
     if obs.is_floating_point():
         wide = torch.promote_types(obs.dtype, delta.dtype)
         return (obs.to(wide) + delta.to(wide)).to(obs.dtype)
     if delta.dtype != obs.dtype:
         raise TypeError(
-            f"a {obs.dtype} observation needs a delta of its own dtype (encode_delta writes it so), "
-            f"got {delta.dtype}"
+            f"delta must have the dtype of obs, {obs.dtype} (encode_delta writes it so), got {delta.dtype}"
         )
     if obs.dtype is torch.bool:
         return obs ^ delta
     return (signed(obs) + signed(delta)).view(obs.dtype)
+
+
+def _check_pair(name: str, obs: Tensor, other: Tensor) -> None:
+    """Raise unless ``other``, an argument of that name, is a tensor as large as ``obs`` on the same device."""
+    need_tensors(**{"obs": obs, name: other})
+    if obs.shape != other.shape or obs.device != other.device or obs.layout != other.layout:
+        raise ValueError(
+            f"{name} must have the shape, device and layout of obs, got {shown(other)} for {shown(obs)}"
+        )
 
 
 def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) -> None:
@@ -164,9 +175,8 @@ class RestoreNextObservation:
         dtype = None if restore_dtype == "root" else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
-        self.in_keys = (
-            None if in_keys is None else [as_tuple(key) for key in not_a_string("in_keys", in_keys)]
-        )
+        flags(drop_delta=drop_delta)
+        self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
         self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
         self.drop_delta = drop_delta
 

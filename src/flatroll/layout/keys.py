@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import did_you_mean
+from flatroll.layout.checks import did_you_mean, need_keys, need_rows, shown
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -212,9 +212,16 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
 
     Raises:
         KeyError: the column is missing; the text is that of :func:`missing_marker`.
+        TypeError: ``batch`` is no tensordict, or ``key`` is no key.
     """
-    column: Tensor | None = batch.get(key, None)
+    try:
+        column: Tensor | None = batch.get(key, None)
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        need_rows(batch)
+        need_keys(key=key)
+        raise
     if column is None:
+        need_rows(batch)
         raise missing_marker(key, batch.keys(True, True), default)
     return column
 
@@ -255,12 +262,16 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         key: the column's name, for the error.
 
     Raises:
-        ValueError: the column has another shape.
+        TypeError: the column is no tensor.
+        ValueError: it has another shape.
     """
+    need_rows(batch)
+    if not isinstance(column, Tensor):
+        raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
     if column.shape == batch.batch_size:
         return column
     if column.shape == (*batch.batch_size, 1):
-        return column.squeeze(-1)
+        return column.select(-1, 0)
     raise ValueError(
         f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
         f"got {tuple(column.shape)}"
@@ -278,6 +289,7 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     >>> observation_keys(TensorDict({"pos": column, "next": {"pos": column, "reward": column}}, [2]))
     ['pos']
     """
+    need_rows(batch)
     next_entries = batch.get(NEXT, None)
     next_names = set() if next_entries is None else {as_tuple(key) for key in next_entries.keys(True, True)}
     roots: list[NestedKey] = []

@@ -6,7 +6,8 @@ from typing import TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, key_list, next_key, require
+from flatroll.layout.checks import expect, flags, key_names
+from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, next_key, require
 
 TD = TypeVar("TD", bound=TensorDictBase)
 
@@ -48,6 +49,18 @@ def step_mdp(
     >>> sorted(ahead.keys()), ahead["observation"]
     (['done', 'observation'], tensor([1.]))
     """
+    expect("tensordict", tensordict, TensorDictBase, "a tensordict of rows")
+    if next_tensordict is not None:
+        expect("next_tensordict", next_tensordict, TensorDictBase, "a tensordict or None")
+    flags(
+        keep_other=keep_other,
+        exclude_reward=exclude_reward,
+        exclude_done=exclude_done,
+        exclude_action=exclude_action,
+    )
+    rewards = key_names("reward_keys", reward_keys, one=True)
+    dones = key_names("done_keys", done_keys, one=True)
+    actions = key_names("action_keys", action_keys, one=True)
     require(tensordict, NEXT)
     if tensordict.get(OBSERVATION, None) is not None:
         require(tensordict, next_key(OBSERVATION))
@@ -57,12 +70,8 @@ def step_mdp(
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        ahead = ahead.select(*([] if exclude_action else key_list(action_keys)))
+        ahead = ahead.select(*([] if exclude_action else actions))
     ahead.update(following)
-    left_out = [
-        *(key_list(reward_keys) if exclude_reward else ()),
-        *(key_list(done_keys) if exclude_done else ()),
-        *(key_list(action_keys) if exclude_action else ()),
-    ]
+    left_out = rewards * exclude_reward + dones * exclude_done + actions * exclude_action
     ahead = ahead.exclude(*left_out).filter_empty_()
     return cast(TD, ahead if next_tensordict is None else next_tensordict.update(ahead))

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import expect, file_path, key_names, need_keys
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     IS_INIT,
@@ -129,11 +130,12 @@ class Conversion:
         done_keys: Iterable[NestedKey] = DONE_KEYS,
         reward_keys: Iterable[NestedKey] = REWARD_KEYS,
     ) -> None:
+        need_keys(done_key=done_key)
         self.done_key = done_key
-        self.shift_key = shift_key
-        self.is_full_key = is_full_key
-        self.done_keys = {plain_key(key) for key in done_keys}
-        self.reward_keys = {plain_key(key) for key in reward_keys}
+        self.shift_key = expect("shift_key", shift_key, str, "a string")
+        self.is_full_key = expect("is_full_key", is_full_key, str, "a string")
+        self.done_keys = set(map(plain_key, key_names("done_keys", done_keys)))
+        self.reward_keys = set(map(plain_key, key_names("reward_keys", reward_keys)))
 
 
 class TED2Flat(Conversion):
@@ -185,6 +187,7 @@ class TED2Flat(Conversion):
             ValueError: an entry has a name that the flat form uses itself, ``shift`` is out of range, or a flag has
                 more values than one per row.
         """
+        expect("data", data, TensorDictBase, "a tensordict of rows")
         data, in_time_order = self._in_time_order(data)
         shape = data.batch_size
         markers = data.select(IS_INIT, self.done_key, TRAJ_IDS, MASK, strict=False)
@@ -217,7 +220,7 @@ class TED2Flat(Conversion):
         ):
             flat.set_non_tensor(name, value)
         if path is not None:
-            flat.memmap_(str(path))
+            flat.memmap_(str(file_path("path", path)))
         _column(flat, (LENGTHS,), stops[:0], len(stops)).copy_(stops.diff(prepend=stops.new_tensor([-1])))
         for key, column in entries.items():
             if key[0] == NEXT and key[1:] in shifted:

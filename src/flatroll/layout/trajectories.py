@@ -1,6 +1,6 @@
 """From a flat batch to one entry per trajectory (padded or nested tensors), and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.checks import expect, need_keys, need_rows, shown
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     DONE,
@@ -68,8 +69,12 @@ def split_trajectories(
     >>> [x.tolist() for x in split_trajectories(batch, as_nested=True)["x"].unbind()]
     [[1, 2], [3], [4]]
     """
-    if as_nested not in (True, False, torch.jagged, torch.strided):
-        raise TypeError(f"as_nested must be True, False, torch.jagged or torch.strided, got {as_nested!r}")
+    need_rows(batch, values=True)
+    need_keys(optional=True, prefix=prefix, trajectory_key=trajectory_key, done_key=done_key)
+    if not any(as_nested is one for one in (True, False, torch.jagged, torch.strided)):
+        raise TypeError(
+            f"as_nested must be True, False, torch.jagged or torch.strided, got {shown(as_nested)}"
+        )
     traj_key, mask_key = _keys(prefix, trajectory_key)
     if (
         traj_key == TRAJ_IDS
@@ -121,13 +126,18 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     tensor([1, 2, 3, 4])
     """
     if not isinstance(parts, TensorDictBase):
+        if not isinstance(parts, Iterable) or isinstance(parts, Tensor):
+            raise TypeError(f"parts must be a tensordict or a sequence of them, got {shown(parts)}")
         trajectories = list(parts)
         if not trajectories:
-            raise ValueError("join needs at least one trajectory, got an empty sequence")
+            raise ValueError("parts must hold at least one trajectory, got an empty sequence")
         for i, part in enumerate(trajectories):
+            expect(f"parts[{i}]", part, TensorDictBase, "a tensordict")
             if part.batch_dims != 1:
                 raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
         return cast(TensorDictBase, TensorDict.cat(trajectories))
+    need_keys(mask_key=mask_key)
+    need_rows(parts, values=True)
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
     mask = marker(parts, mask_key)
@@ -168,6 +178,8 @@ def mark_cuts(
     >>> marked["next", "done"], marked["next", "truncated"]
     (tensor([False,  True,  True]), tensor([False,  True, False]))
     """
+    need_rows(batch)
+    need_keys(done_key=done_key, truncated_key=truncated_key)
     done, truncated = marker(batch, done_key), marker(batch, truncated_key)
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done

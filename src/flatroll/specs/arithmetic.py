@@ -39,7 +39,7 @@ def as_double(numbers: Tensor) -> Tensor:
 def whole_range(dtype: torch.dtype) -> tuple[int, int]:
     """The least and the largest number up to which a dtype holds all whole numbers."""
     if dtype.is_complex:
-        raise ValueError(f"numbers in a range cannot be {dtype}: choose a dtype of real numbers")
+        raise ValueError(f"dtype must be one of real numbers in a range, got {dtype}")
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point:
@@ -51,10 +51,11 @@ def whole_range(dtype: torch.dtype) -> tuple[int, int]:
 
 def check_holds(dtype: torch.dtype | None, least: int, most: int) -> None:
     """Raise ValueError unless a dtype holds the categories from ``least`` to ``most``."""
-    assert dtype is not None  # specs of numbers have one
+    if dtype is None:
+        raise TypeError("dtype must be a torch dtype, such as torch.int64, got None")
     low, high = whole_range(dtype)
     if least < low or most > high:
-        raise ValueError(f"{dtype} cannot hold the categories {least} to {most}: choose a wider dtype")
+        raise ValueError(f"dtype {dtype} cannot hold the categories {least} to {most}: choose a wider one")
 
 
 class Limits(NamedTuple):

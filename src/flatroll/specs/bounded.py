@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import one_of, torch_device
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
-from flatroll.specs.shapes import Shape, grid, shorten
+from flatroll.specs.shapes import Shape, as_numbers, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
 
 
@@ -36,7 +36,8 @@ class NumberSpec(TensorSpec):
 
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
-        domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
+        if domain is None or (isinstance(domain, str) and not domain):
+            domain = self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
         TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
@@ -89,8 +90,13 @@ class Bounded(NumberSpec, Ranged):
         domain: str | None = None,
     ) -> None:
         dtype = self._dtype_or_default(dtype)
-        if device is None:
-            device = next((bound.device for bound in (low, high) if isinstance(bound, Tensor)), None)
+        if device is not None:
+            device = torch_device("device", device)
+        else:
+            device = next(
+                (bound.device for bound in (low, high) if isinstance(bound, Tensor) and not bound.is_meta),
+                None,
+            )
         bounds = {name: _bound(name, value, dtype, device) for name, value in (("low", low), ("high", high))}
         if shape is None:
             if not any(bound.ndim for bound in bounds.values()):
@@ -320,16 +326,16 @@ class UnboundedDiscrete(Unbounded):
     _default_dtype = torch.int64
 
 
-def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: Device) -> Tensor:
+def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """A bound as a tensor of the dtype, which must be able to hold it."""
     if value is None:
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
     if dtype.is_complex:
-        raise ValueError(f"numbers between bounds cannot be {dtype}: choose a dtype of real numbers")
+        raise ValueError(f"dtype must be one of real numbers between bounds, got {dtype}")
     # A float in float64, or torch rounds it to float32, 1e39 to inf; the largest ints are in uint64 alone.
     large = isinstance(value, int) and value >= 2**63
     wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
-    given = torch.as_tensor(value, device=device, dtype=wide)
+    given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")
     bound = given.to(dtype)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, shown, torch_device, whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
-from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
+from flatroll.specs.shapes import Operation, Shape, as_numbers, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
 
 
@@ -48,7 +48,7 @@ class Numbered(Ranged):
         if mask is None:
             self._parameters.pop("mask", None)
             return
-        given, counts = torch.as_tensor(mask, device=self.device), self._counts()
+        given, counts = as_numbers("mask", mask, self.device), self._counts()
         if given.dtype is not torch.bool:
             raise ValueError(f"the mask must be bool, got {given.dtype}")
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
@@ -361,6 +361,7 @@ class OneHot(Encoded):
         mask: Numbers | None = None,
     ) -> None:
         n = as_count("n", n)
+        flags(use_register=use_register)
         sizes = as_shape((n,) if shape is None else shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
@@ -457,10 +458,12 @@ class MultiCategorical(Numbered):
         *,
         start: Numbers = 0,
     ) -> None:
-        counts = torch.as_tensor(nvec, device=device)
+        flags(remove_singleton=remove_singleton)
+        device = None if device is None else torch_device("device", device)
+        counts = as_numbers("nvec", nvec, device)
         counts = counts.reshape(1) if counts.ndim == 0 else counts
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
-            raise ValueError(f"nvec must hold whole numbers of at least 1, got {nvec!r}")
+            raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
         counts = counts.long()
         sizes = as_shape(counts.shape if shape is None else shape)
         if sizes[-1:] != counts.shape[-1:]:
@@ -471,7 +474,7 @@ class MultiCategorical(Numbered):
         self.remove_singleton = remove_singleton
         full = (*self._frame.shape, sizes[-1])
         try:
-            first = torch.as_tensor(start, device=device).long().expand(full)
+            first = as_numbers("start", start, device).long().expand(full)
             self._parameters = {
                 "nvec": shorten(counts.expand(full), 1).clone(),
                 "start": shorten(first, 1).clone(),
@@ -591,7 +594,6 @@ class MultiCategorical(Numbered):
 
     @override
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
-        assert dtype is not None
         low, counts = self._parameters["start"], self._parameters["nvec"]
         least, most = int(low.min()), int((low + counts - 1).max())
         check_holds(dtype, least, most)
@@ -631,9 +633,10 @@ class MultiOneHot(Encoded):
         use_register: bool = False,
         mask: Numbers | None = None,
     ) -> None:
+        flags(use_register=use_register)
         if use_register:
             raise ValueError("use_register=True is for one category: take OneHot")
-        counts = torch.as_tensor(nvec).long().reshape(-1)
+        counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()
         sizes = as_shape((total,) if shape is None else shape)
@@ -700,9 +703,10 @@ class Binary(Ranged):
     ) -> None:
         if n is None and shape is None:
             raise TypeError("n or shape must be given")
-        sizes = as_shape((n or 0,) if shape is None else shape)
+        n = None if n is None else as_count("n", n)
+        sizes = as_shape(n if shape is None else shape)
         last = sizes[-1] if sizes else 1
-        self.n = as_count("n", last if n is None else n)
+        self.n = as_count("n", last) if n is None else n
         if last != self.n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
         self.value_dims = min(1, len(sizes))
@@ -738,5 +742,8 @@ class Binary(Ranged):
 
 
 def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
-    """A whole number of at least ``least``, also one of NumPy or torch, such as the ``n`` of a Gymnasium space."""
-    return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least)
+    """A whole number from ``least`` to 2**62, also one of NumPy or torch, such as the ``n`` of a Gymnasium space."""
+    try:
+        return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least, 2**62)
+    except (TypeError, RuntimeError) as error:  # an array of several numbers
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from error

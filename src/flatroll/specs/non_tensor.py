@@ -9,6 +9,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import flags, whole_number
 from flatroll.specs.shapes import Shape
 from flatroll.specs.tensor_spec import Device, TensorSpec
 
@@ -49,6 +50,10 @@ class NonTensor(TensorSpec):
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims say the same thing: pass one of them")
+        if batched is not None:
+            flags(batched=batched)
+        if feature_dims is not None:
+            whole_number("feature_dims", feature_dims, 0)
         self.batched, self._feature_dims = bool(batched), feature_dims
 
     @property

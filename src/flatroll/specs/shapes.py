@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatroll.layout.checks import shown
+
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
 #: An operation on the first k dims of a tensor, which leaves those after them alone.
 Operation: TypeAlias = Callable[[Any], Any]
@@ -18,14 +20,37 @@ Operation: TypeAlias = Callable[[Any], Any]
 ANY_LENGTH = 16_381
 
 
-def as_shape(*shape: Shape) -> torch.Size:
-    """A shape given as an int, as a sequence, or as several ints.
+def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
+    """A shape given as an int, as a sequence, or as several ints; TypeError by that name if it is none.
 
     >>> as_shape(3), as_shape((2, 3)), as_shape(2, 3)
     (torch.Size([3]), torch.Size([2, 3]), torch.Size([2, 3]))
     """
     sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
-    return torch.Size([operator.index(size) for size in sizes])
+    try:
+        made = torch.Size([operator.index(size) for size in sizes])
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{name} must be an int or a sequence of ints, got {shown(sizes)}") from error
+    if any(size >= 2**63 for size in made):
+        raise ValueError(f"{name} must have dims below 2**63, got {tuple(made)}")
+    return made
+
+
+def as_numbers(
+    name: str, value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+
+    >>> as_numbers("low", [1, 2])
+    tensor([1, 2])
+    """
+    try:
+        numbers = torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name} must be a number, an array or a tensor, got {shown(value)}") from error
+    if numbers.is_meta:
+        raise TypeError(f"{name} must be a tensor with values, got one on the device meta")
+    return numbers
 
 
 def shorten(parameter: Tensor, kept: int = 0) -> Tensor:

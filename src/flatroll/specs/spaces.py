@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensor_collection
 
+from flatroll.layout.checks import expect, flags, torch_device
 from flatroll.layout.keys import is_entry
 from flatroll.specs.arithmetic import is_whole
 from flatroll.specs.bounded import Bounded, Unbounded
@@ -40,8 +41,8 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     >>> as_spec(spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]))["0"]
     Categorical(shape=(), n=2, dtype=torch.int64)
     """
-    batch = as_shape(batch_size)
-    spec = _spec_of(space, device)
+    batch = as_shape(batch_size, name="batch_size")
+    spec = _spec_of(space, None if device is None else torch_device("device", device))
     return spec.expand(*batch, *spec.shape) if batch else spec
 
 
@@ -93,6 +94,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     >>> as_space(as_spec(spaces.MultiDiscrete([3, 3], start=[0, 2])))
     MultiDiscrete([3 3], start=[0 2])
     """
+    expect("spec", spec, TensorSpec, "a spec", hint="as_spec makes one of a Gymnasium space")
     if -1 in spec.shape:
         raise ValueError(f"no Gymnasium space has dims of any length, got shape {tuple(spec.shape)}")
     if getattr(spec, "mask", None) is not None:
@@ -147,6 +149,8 @@ def make_composite_from_td(
     >>> make_composite_from_td(TensorDict({"a": torch.zeros(4, 3)}, [4]))["a"]
     UnboundedContinuous(shape=(4, 3), dtype=torch.float32)
     """
+    expect("data", data, TensorDictBase, "a tensordict")
+    flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
     specs: dict[str, TensorSpec] = {}
     value: Any
     for key, value in data.items(is_leaf=is_entry):

@@ -11,6 +11,7 @@ from tensordict import lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import expect, whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.composite import Composite, SpecLike, is_key
 from flatroll.specs.shapes import Operation, Shape, as_shape
@@ -30,7 +31,10 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
     >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 2, (4,))])
     Stacked(shape=(2, -1), 2 of BoundedContinuous, dim=0, dtype=torch.float32)
     """
-    specs = list(specs)
+    specs = list(expect("specs", specs, (list, tuple), "a list of specs"))
+    for i, spec in enumerate(specs):
+        expect(f"specs[{i}]", spec, TensorSpec, "a spec")
+    whole_number("dim", dim, -(2**31))
     if specs and all(spec == specs[0] for spec in specs[1:]):
         _, at = _stacked_shape(specs, dim)
         wider = specs[0].unsqueeze(at)
@@ -355,7 +359,7 @@ class StackedComposite(Parallel, Composite):
 def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
     """The shape of a stack, -1 where sizes differ, and the dim counted from the front."""
     if not specs:
-        raise ValueError("there must be at least one spec to stack")
+        raise ValueError("specs must hold at least one spec")
     first = specs[0]
     for spec in specs[1:]:
         same = all(isinstance(s, Composite) for s in (first, spec)) or _kind(spec) is _kind(first)

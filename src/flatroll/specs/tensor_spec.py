@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import flags, shown, torch_device
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
@@ -19,6 +20,7 @@ from flatroll.specs.shapes import (
     Gather,
     Operation,
     Shape,
+    as_numbers,
     as_shape,
     dims_used,
     frame_of,
@@ -58,8 +60,8 @@ def as_dtype(dtype: DType) -> torch.dtype:
         return named
     try:
         return torch.from_numpy(np.zeros(0, dtype)).dtype
-    except TypeError as error:
-        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {dtype!r}") from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {shown(dtype)}") from error
 
 
 class TensorSpec(ABC):
@@ -99,7 +101,7 @@ class TensorSpec(ABC):
     ) -> None:
         self.shape = as_shape(shape)
         self._space = space
-        self.device = self._default_device if device is None else torch.device(device)
+        self.device = self._default_device if device is None else torch_device("device", device)
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
@@ -380,6 +382,8 @@ class TensorSpec(ABC):
             return f"a tensor was expected, got {type(value).__name__}"
         if value.is_meta:
             return "a tensor with values was expected, got one on the device meta"
+        if value.layout is not torch.strided:
+            return f"a dense tensor was expected, got one with the layout {value.layout}"
         if value.dtype is not self.dtype:
             return f"dtype {self.dtype} was expected, got {value.dtype}"
         if not self._fits(value.shape):
@@ -420,7 +424,7 @@ class TensorSpec(ABC):
         """
         problem = self.problem(value)
         if problem is not None:
-            raise OutsideSpec(problem)
+            raise OutsideSpec(f"value is not in the spec: {problem}")
 
     def problem(self, value: object) -> str | None:
         """Say what is wrong with a value, or return None if it is in the domain."""
@@ -451,10 +455,10 @@ class TensorSpec(ABC):
         """Return a value that is inside as it is, or else the closest one inside. It never leaves NaN."""
         if self.is_in(value):
             return value
-        if not isinstance(value, Tensor) or not self._fits(value.shape):
+        dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        if not dense or not self._fits(value.shape):
             raise ValueError(
-                f"a tensor of shape {tuple(self.shape)}, after any batch dims, was expected, got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+                f"value must be a tensor of shape {tuple(self.shape)}, after any batch dims, got {shown(value)}"
             )
         return self.closest(value)
 
@@ -473,10 +477,14 @@ class TensorSpec(ABC):
             OutsideSpec: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
+        flags(ignore_device=ignore_device)
         if not isinstance(value, Tensor):
             # In float64, where torch rounds a list to float32; a copy, because torch takes no negative strides.
-            value = np.ascontiguousarray(value).reshape(np.shape(value))
-        given = torch.as_tensor(value)
+            try:
+                value = np.ascontiguousarray(value).reshape(np.shape(value))
+            except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, say
+                raise TypeError(f"value must be an array or a tensor, got {shown(value)}") from error
+        given = as_numbers("value", value)
         if not ignore_device:
             given = given.to(self.device)
         tensor = self._fit_shape(self._cast(given))

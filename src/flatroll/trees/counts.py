@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from flatroll.buffers import Draw, RandomSampler, Ring
 from flatroll.buffers.samplers.sampler import StoredColumns
-from flatroll.layout.checks import number
-from flatroll.layout.keys import NestedKey, key_list, plain_key, require
+from flatroll.layout.checks import key_names, need_rows, need_tensors, number
+from flatroll.layout.keys import NestedKey, plain_key, require
 from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 
 
@@ -30,7 +30,7 @@ class StateCounter:
     """
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation") -> None:
-        self.keys = key_list(keys)
+        self.keys = _of_state(keys)
         self._states, self._counts = RowNumbers(self.keys), GrowingColumns()
 
     def __len__(self) -> int:
@@ -63,10 +63,19 @@ class StateCounter:
         return counts.reshape(batch.batch_size)
 
 
+def _of_state(keys: Sequence[NestedKey] | NestedKey) -> list[NestedKey]:
+    """The argument ``keys`` as a list; an error if it names no entry."""
+    names = key_names("keys", keys, one=True)
+    if not names:
+        raise ValueError("keys must name at least one entry, got an empty list")
+    return names
+
+
 def _columns_of(batch: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
     """The entries that make a state, as columns ``[N, *F]``."""
+    need_rows(batch, values=True)
     for key in keys:
-        require(batch, key)
+        need_tensors(**{f"batch[{key!r}]": require(batch, key)})
     return list(flat_columns(batch, keys).values())
 
 
@@ -100,7 +109,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     >>> first_of_state(TensorDict({"x": torch.tensor([7, 8, 7])}, [3]), "x")
     tensor([ True,  True, False])
     """
-    names = key_list(keys)
+    names = _of_state(keys)
     states = RowNumbers(names).insert(_columns_of(batch, names))
     # Numbers go up by one at each new state, so the running maximum does just there.
     highest = states.cummax(0).values if len(states) else states
@@ -132,8 +141,8 @@ class CountSampler(RandomSampler):
     """
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation", power: float = 1.0) -> None:
-        self.keys = key_list(keys)
-        self.power = number("power", power, least=0)
+        self.keys = _of_state(keys)
+        self.power = float(number("power", power, least=0))
         self._storage: Any = None
         self._drawn_from: tuple[tuple[int, int], int] | None = None
         self._sums = torch.empty(0, dtype=torch.float64)

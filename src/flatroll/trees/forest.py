@@ -10,14 +10,13 @@ from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import expect, key_names, whole_number
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import (
     MASK,
     NEXT_KNOWN,
     NestedKey,
     as_tuple,
-    key_list,
     marker,
     next_key,
     observation_keys,
@@ -30,6 +29,12 @@ from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
+
+
+def _named(name: str, keys: object) -> list[NestedKey]:
+    """An argument that is one key, a list of keys or None, as a list."""
+    return [] if keys is None else key_names(name, keys, one=True)
+
 
 _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
@@ -100,19 +105,22 @@ class MCTSForest:
         excluded_keys: Sequence[NestedKey] | None = None,
         consolidated: bool | None = None,
     ) -> None:
-        self.done_keys = key_list(done_keys) or _DONE_KEYS
-        self.reward_keys = key_list(reward_keys) or ["reward"]
+        for name, one in (("data_map", data_map), ("node_map", node_map)):
+            if one is not None:
+                expect(name, one, TensorDictMap, "a TensorDictMap or None")
+        self.done_keys = _named("done_keys", done_keys) or _DONE_KEYS
+        self.reward_keys = _named("reward_keys", reward_keys) or ["reward"]
         # tensordict gives `in_keys` a wider type than keys have.
         of_nodes: list[Any] = [] if node_map is None else list(node_map.in_keys)
         of_data: list[Any] = [] if data_map is None else list(data_map.in_keys)
-        self.observation_keys = key_list(observation_keys) or key_list(of_nodes)
+        self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
         if data_map is not None and not self.observation_keys:
             raise ValueError(
                 "data_map needs observation_keys or node_map beside it, to tell them from actions"
             )
-        of_data = [key for key in key_list(of_data) if key not in self.observation_keys]
-        self.action_keys = key_list(action_keys) or of_data or ["action"]
-        self.excluded_keys = {plain_key(as_tuple(key)) for key in excluded_keys or ()}
+        of_data = [key for key in of_data if key not in self.observation_keys]
+        self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
+        self.excluded_keys = {plain_key(as_tuple(key)) for key in _named("excluded_keys", excluded_keys)}
         needed = self.excluded_keys & {*self.observation_keys, *self.action_keys, "observation"}
         if needed:
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, function, shown, whole_number
 from flatroll.trees.rows import RowNumbers
 
 
@@ -82,6 +82,7 @@ class SipHash(nn.Module):
 
     def __init__(self, as_tensor: bool = True) -> None:
         super().__init__()
+        flags(as_tensor=as_tensor)
         self.as_tensor = as_tensor
 
     @override
@@ -119,11 +120,15 @@ class RandomProjectionHash(SipHash):
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
         super().__init__(as_tensor)
-        self.n_components = whole_number("n_components", 16 if n_components is None else n_components)
-        if not dtype_cast.is_floating_point:
-            raise TypeError(f"dtype_cast must be a floating-point dtype, got {dtype_cast}")
+        self.n_components = whole_number(
+            "n_components", 16 if n_components is None else n_components, 1, 2**31
+        )
+        if not isinstance(dtype_cast, torch.dtype) or not dtype_cast.is_floating_point:
+            raise TypeError(f"dtype_cast must be a floating-point dtype, got {shown(dtype_cast)}")
         self.dtype_cast = dtype_cast
-        self.init_method = nn.init.normal_ if init_method is None else init_method
+        self.init_method: Callable[[Tensor], Any] = nn.init.normal_
+        if init_method is not None:
+            self.init_method = function("init_method", init_method, "a function that fills a tensor in place")
         self.register_buffer("transform", None)
 
     def fit(self, x: Tensor) -> None:

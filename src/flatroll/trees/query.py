@@ -10,7 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.keys import NestedKey, key_list, missing_marker
+from flatroll.layout.checks import flags, function, key_names, need_keys
+from flatroll.layout.keys import NestedKey, missing_marker
 from flatroll.layout.tensordict_seam import get_entry
 from flatroll.trees.rows import RowNumbers
 
@@ -58,7 +59,11 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        keys: list[NestedKey] = [cast(Any, unravel_key(key)) for key in key_list(in_keys)]
+        need_keys(index_key=index_key, hash_key=hash_key)
+        flags(clone=clone)
+        keys: list[NestedKey] = [
+            cast(Any, unravel_key(key)) for key in key_names("in_keys", in_keys, one=True)
+        ]
         index_key, hash_key = cast(Any, unravel_key(index_key)), cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
@@ -71,6 +76,12 @@ class QueryModule(TensorDictModuleBase):
             raise ValueError(
                 f"hash_module must have one module for each of the {len(keys)} in_keys, got {len(hash_module)}"
             )
+        for module in hash_module or ():
+            function("hash_module", module, "a module or a function of rows")
+        if hash_to_int is not None:
+            function("hash_to_int", hash_to_int, "a function of hashes")
+        if aggregator is not None:
+            function("aggregator", aggregator, "a function of hashes")
         # Modules among them are registered, so that state_dict() has their state.
         self.hash_module = hash_module
         for i, module in enumerate(hash_module or ()):

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels import return_scan
+from flatroll.layout.checks import need_tensors, number, shown
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def puct(
@@ -39,6 +42,8 @@ def puct(
     >>> puct(values, counts, torch.tensor([0.4, 0.6]), torch.tensor([7, 7]), c=1.0, unvisited=0.0)
     tensor([0.6732, 1.0392])
     """
+    _need_edges(value=value, count=count, prior=prior, parent=parent)
+    c, unvisited = float(number("c", c)), float(number("unvisited", unvisited))
     visits = _visits(count, parent).to(prior.dtype)
     mean = torch.where(count > 0, value, unvisited)
     return mean + c * prior * visits.sqrt() / (1 + count)
@@ -61,9 +66,26 @@ def ucb(value: Tensor, count: Tensor, parent: Tensor, c: float = 2**0.5) -> Tens
     >>> ucb(torch.tensor([0.5, 0.0, 0.1]), torch.tensor([3, 0, 1]), torch.tensor([7, 7, 9]), c=1.0)
     tensor([1.1051,    inf, 0.1000])
     """
+    _need_edges(value=value, count=count, parent=parent)
+    c = float(number("c", c))
     visits = _visits(count, parent).to(value.dtype).clamp(min=1)
     bound = value + c * (visits.log() / count.clamp(min=1)).sqrt()
     return torch.where(count > 0, bound, float("inf"))
+
+
+def _need_edges(**columns: Tensor) -> None:
+    """Raise unless all columns, of which one is ``parent``, are real tensors ``[E]`` on one device."""
+    need_tensors(**columns)
+    parent = columns["parent"]
+    if parent.ndim != 1 or parent.dtype not in _INTEGERS or parent.is_sparse:
+        raise ValueError(f"parent must be an integer tensor [E], got {shown(parent)}")
+    for name, column in columns.items():
+        like = column.shape == parent.shape and column.device == parent.device
+        if not like or column.is_complex() or column.is_sparse:
+            raise ValueError(
+                f"{name} must be a real tensor of the shape and device of parent, got {shown(column)} "
+                f"beside {shown(parent)}"
+            )
 
 
 def _visits(count: Tensor, parent: Tensor) -> Tensor:
@@ -88,6 +110,9 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     >>> best_edges(torch.tensor([0.1, 3.0, 2.0, 3.0]), torch.tensor([5, 5, 4, 5]))
     (tensor([4, 5]), tensor([2, 1]))
     """
+    _need_edges(score=score, parent=parent)
+    if not score.is_floating_point():
+        raise TypeError(f"score must be a floating tensor, got {shown(score)}")
     if bool(score.isnan().any()):
         raise ValueError(f"score must not be NaN, it is at edge {int(score.isnan().nonzero()[0, 0])}")
     parents, number = torch.unique(parent, return_inverse=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tensordict import TensorDictBase
 
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import key_names, need_rows, whole_number
 from flatroll.layout.inspect import rules
 from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
@@ -84,7 +84,9 @@ def audit(
     ...     print(finding)
     row 2 [step_count] step_count is not one more than in the row before
     """
-    need_rows(batch)
+    need_rows(batch, values=True)
+    whole_number("limit", limit)
+    named = None if keys is None else key_names("keys", keys)
     if batch.batch_dims != 1:
         text = (
             f"the batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
@@ -92,7 +94,7 @@ def audit(
         return [Finding(WHOLE_BATCH, "batch_size", text)]
     if batch.shape[0] == 0:
         return []
-    observations = observation_keys(batch) if keys is None else list(keys)
+    observations = observation_keys(batch) if named is None else named
     unpadded = rules.UnpaddedRows(batch, observations)
     breaches = list(rules.shapes_and_dtypes(batch, observations))
     if not unpadded.has_marker:

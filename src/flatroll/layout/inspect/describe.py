@@ -36,7 +36,7 @@ def describe(batch: TensorDictBase) -> str:
     next.done    [1]    bool             1      3
     observation  [4]    float32         16     48
     """
-    need_rows(batch)
+    need_rows(batch, values=True)
     n = batch.batch_size.numel()
     total, rows = 0, []
     for key in batch.keys(True, True, is_leaf=is_entry):

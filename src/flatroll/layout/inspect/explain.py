@@ -4,7 +4,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import need_rows, whole_number
 from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import (
     DELTA,
@@ -50,14 +50,14 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     The value after it is 0: nothing is bootstrapped.
     Its next observation is unknown: no column, no row and no final holds it.
     """
-    need_rows(batch)
+    need_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    n = batch.shape[0]
+    n, i = batch.shape[0], whole_number("i", i, -(2**63))
     if not -n <= i < n:
-        raise IndexError(f"row {i} is out of range: the batch has {n} rows, 0..{n - 1}")
+        raise IndexError(f"i={i} is no row: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
     return Text("\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)]))
 
@@ -80,7 +80,12 @@ class _Row:
     def number(self, key: NestedKey, i: int) -> int | None:
         """The integer column ``key`` at row ``i``; None if the batch does not have it."""
         column = self.batch.get(key, None)
-        return None if column is None else int(flat_column(column, self.batch, key)[i])
+        if column is None:
+            return None
+        numbers = flat_column(column, self.batch, key)
+        if numbers.is_floating_point() or numbers.is_complex():
+            raise TypeError(f"batch[{key!r}] must hold integers, got {numbers.dtype}")
+        return int(numbers[i])
 
     def where(self) -> str:
         """Its number, what the columns call it, and its place in the run."""

@@ -121,10 +121,12 @@ def same(x: Tensor, y: Tensor) -> Tensor:
 def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """The marker ``key`` as ``[N]``; None if it is missing, of a wrong shape or kind of dtype."""
     column = batch.get(key, None)
-    if column is None or column.shape not in (batch.batch_size, (*batch.batch_size, 1)):
+    if not isinstance(column, Tensor) or column.shape not in (batch.batch_size, (*batch.batch_size, 1)):
         return None
     wants_bool = CONTRACT[key][1] is torch.bool
-    if wants_bool != (column.dtype is torch.bool) or (not wants_bool and column.is_floating_point()):
+    if wants_bool != (column.dtype is torch.bool) or (
+        not wants_bool and (column.is_floating_point() or column.is_complex())
+    ):
         return None
     flat: Tensor = column.reshape(batch.batch_size)
     return flat
