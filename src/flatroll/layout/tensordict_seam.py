@@ -281,7 +281,7 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
                 for key, part in zip(action_keys, parts.values(), strict=True):
                     set_entry(batch, key, part.rsample() if part.has_rsample else part.sample())
                 return batch
-            log_prob_keys: list[Any] = sampler.log_prob_keys
+            log_prob_keys: list[Any] = sampler.log_prob_keys or []
             if len(log_prob_keys) == len(action_keys):
                 for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
                     action, log_prob, base = draw(part, reparametrize=part.has_rsample)
