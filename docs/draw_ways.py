@@ -17,10 +17,10 @@ from benchmarks.shape.hops import NOT_PRODUCT, PACKAGE, make_calls
 DOCS = Path(__file__).parent
 BATCH = """# One batch through the library
 
-Every function of the library that handles a batch, from the env to the gradient: in the order of the first call, with the
-first sentence of its docstring. The program uses CartPole with three markers, a `Collector`, a compact `ReplayBuffer`
-with a `SliceSampler`, `GAE` and `ClipPPOLoss`. A function is listed again if a later stage calls it again.
-`python -m docs.draw_ways` writes this page; [one save](one_save.md) lists the functions of `dumps` and `loads`.
+Every function of the library that handles a batch, from the env to the gradient: in the order of the first call, with
+the first sentence of its docstring. The program uses CartPole with three markers, a `Collector`, a compact
+`ReplayBuffer` with a `SliceSampler`, `GAE` and `ClipPPOLoss`. A function is listed again if a later stage calls it
+again. `python -m docs.draw_ways` writes this page; [one save](one_save.md) lists the functions of `dumps` and `loads`.
 """
 SAVE = """# One save through the library
 
