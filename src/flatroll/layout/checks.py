@@ -441,6 +441,8 @@ def sizes(name: str, value: object) -> tuple[int, ...]:
     ...
     TypeError: shape must be a tuple of integers, got 3
     """
+    if type(value) is tuple and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return value
     if not isinstance(value, (list, tuple)):
         raise TypeError(_text(name, "be a tuple of integers", shown(value)))
     return tuple(whole_number(name, size, 0) for size in value)

@@ -54,9 +54,7 @@ class JointCategorical(Distribution):
         start: Tensor | int = 0,
     ) -> None:
         floating_tensor("logits", logits)
-        if type(nvec) is not tuple or set(map(type, nvec)) != {int}:
-            nvec = sizes("nvec", nvec)
-        shape = sizes("shape", shape)
+        nvec, shape = sizes("nvec", nvec), sizes("shape", shape)
         if not nvec or logits.shape[-1:] != (sum(nvec),):
             raise ValueError(
                 f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
@@ -197,6 +195,10 @@ class Gaussian(Independent):  # type: ignore[type-arg]
 
 def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
     """Raise TypeError or ValueError unless these are means and deviations with ``event_dims`` dims of an action."""
+    like = type(loc) is type(scale) is Tensor and (loc.shape, loc.device) == (scale.shape, scale.device)
+    plain = like and loc.is_floating_point() and loc.layout is scale.layout is torch.strided
+    if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
+        return  # at each call of a policy
     floating_tensor("loc", loc)
     floating_tensor("scale", scale, loc.device, "loc")
     if loc.shape != scale.shape:
@@ -211,6 +213,8 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
 
 def _bound(name: str, end: Tensor | float, loc: Tensor, event_dims: int) -> Tensor | float:
     """Return a bound after checking that it is a number, or a tensor with one for each number of an action."""
+    if type(end) is float and end == end:
+        return end
     if not isinstance(end, Tensor):
         return float(number(name, end))
     dense_tensor(name, end)
