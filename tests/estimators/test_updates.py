@@ -142,8 +142,8 @@ def test_any_optimizer_steps() -> None:
 
 
 def test_adam_takes_its_fused_step_where_that_was_left_open() -> None:
-    loss = LOSSES["A2CLoss"]()
-    groups = [
+    loss: Any = LOSSES["A2CLoss"]()
+    groups: list[Any] = [
         {"params": list(loss.actor_network.parameters())},
         {"params": list(loss.critic_network.parameters()), "fused": False},
     ]
@@ -151,7 +151,13 @@ def test_adam_takes_its_fused_step_where_that_was_left_open() -> None:
     state = optimizer.state_dict()
     update_step(loss, optimizer, max_grad_norm=0.5)(rows(10))
     assert [group["fused"] for group in optimizer.param_groups] == [True, False]
-    for options in ({"foreach": True}, {"foreach": False}, {"capturable": True}, {"differentiable": True}):
+    choices: list[Any] = [
+        {"foreach": True},
+        {"foreach": False},
+        {"capturable": True},
+        {"differentiable": True},
+    ]
+    for options in choices:
         kept = torch.optim.AdamW(loss.parameters(), lr=0.01, **options)
         update_step(loss, kept)
         assert kept.param_groups[0]["fused"] is None, options
