@@ -507,8 +507,8 @@ def vtrace_advantage_estimate(
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
     # One weight for both uses if the thresholds are equal; autograd still needs the unclipped ratio.
-    rho = _clipped("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
-    c = rho if same else _clipped("c_thresh", ratio, c_thresh)
+    rho = _clip_ratio("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
+    c = rho if same else _clip_ratio("c_thresh", ratio, c_thresh)
     discount = series.factor("gamma", gamma)
     weights = series.column(rho), series.column(c)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
@@ -516,7 +516,7 @@ def vtrace_advantage_estimate(
     return series.restored(advantage), series.restored(target)
 
 
-def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, in_place: bool = False) -> Tensor:
+def _clip_ratio(name: str, ratio: Tensor, threshold: float | Tensor, *, in_place: bool = False) -> Tensor:
     """``min(ratio, threshold)``, written over ``ratio`` if ``in_place``."""
     if isinstance(threshold, Tensor):
         read = threshold.device.type == "cpu" and not is_tracing()

@@ -50,7 +50,7 @@ def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     return column if mask is None else torch.where(mask, column, 0.0)
 
 
-def without_rubbish(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
+def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
     """Return a shallow copy of the batch in which floating entries ``keys`` are 0 in padding rows.
 
     Padding (rows where ``mask_key`` is False) may contain anything. A loss that excludes such a row still multiplies
@@ -59,7 +59,7 @@ def without_rubbish(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[N
     >>> from tensordict import TensorDict
     >>> mask = torch.tensor([True, False])
     >>> padded = TensorDict({"observation": torch.tensor([1.0, float("nan")]), "mask": mask}, [2])
-    >>> without_rubbish(padded, "mask", ["observation"])["observation"].tolist()
+    >>> zero_padding(padded, "mask", ["observation"])["observation"].tolist()
     [1.0, 0.0]
     """
     copy, real = batch.copy(), marker(batch, mask_key)

@@ -295,7 +295,7 @@ class _Graph:
                 longer[column] = column.index_select(0, index)
                 torch._dynamo.mark_dynamic(longer[column], 0)
         moments = [x for group in self._moments() for column in group for x in column]
-        with self._undone(moments):
+        with self._restoring(moments):
             self._call({key: longer[x] for key, x in columns.items()}, batch.batch_dims, batch.device)
         self.step.compile_seconds += time.perf_counter() - start
 
@@ -306,7 +306,7 @@ class _Graph:
         names = {id(x): name for name, x in self.loss.named_parameters() if x.requires_grad}
         groups: list[Any] = self.optimizer.param_groups
         asked = [[x for x in group["params"] if id(x) in names] for group in groups]
-        with self._undone([]), torch.enable_grad():
+        with self._restoring([]), torch.enable_grad():
             total, _ = self.step.losses_of(self.loss, batch.copy())
             found = torch.autograd.grad(total, [x for own in asked for x in own], allow_unused=True)
         reached = iter([gradient is not None for gradient in found])
@@ -316,7 +316,7 @@ class _Graph:
         self.names = [names[id(x)] for _, own in self.groups for x in own]
 
     @contextmanager
-    def _undone(self, moments: list[Tensor]) -> Iterator[None]:
+    def _restoring(self, moments: list[Tensor]) -> Iterator[None]:
         """Context manager: restore weights, moments, buffers and random state at the end."""
         modules = list(self.loss.modules())
         held = [dict(module._buffers) for module in modules]  # a loss may replace the tensor

@@ -168,7 +168,7 @@ class ColumnStorage(Storage):
         plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
         return plain * self.capacity - self.nbytes
 
-    def _know(self) -> Known:
+    def _find_known(self) -> Known:
         """Find what holds of the columns there are."""
         known = Known(self.columns, self.device, self.compiled)
         self.known = known if self.columns else None
@@ -190,7 +190,7 @@ class ColumnStorage(Storage):
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
         known, count = self.known, next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
-            known = self._know()
+            known = self._find_known()
         source = None
         if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
             source = known.host.find(columns, count)
@@ -202,7 +202,7 @@ class ColumnStorage(Storage):
         skip = 0 if whole or count <= self.max_size else count - self.capacity
         late = None
         if final is not None:
-            late = self._late_final(
+            late = self._check_final(
                 read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
             )
         if skip:
@@ -212,14 +212,14 @@ class ColumnStorage(Storage):
             return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        marked = columns if keys is None or not self.lanes else self._marked(columns, keys, count)
+        marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
 
     @staticmethod
-    def _late_final(
+    def _check_final(
         final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
     ) -> Final:
         """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
@@ -233,7 +233,7 @@ class ColumnStorage(Storage):
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
         return final
 
-    def _marked(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
+    def _marker_columns(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
         """The columns by which fragments are found; rows of lanes come step by step, one of each lane, and where they
         have no ids, the lane's number is the id."""
         if keys.traj in columns:
@@ -246,7 +246,7 @@ class ColumnStorage(Storage):
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
         from_final: Columns = {} if final is None else final.next
-        marked = self._marked(columns, keys, count) if self.lanes else columns
+        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
@@ -300,7 +300,7 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        host = (self.known or self._know()).host
+        host = (self.known or self._find_known()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
             written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
@@ -331,7 +331,7 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         assert rows.fragments is not None
-        known, source, pool = self.known or self._know(), rows.source, self.pool
+        known, source, pool = self.known or self._find_known(), rows.source, self.pool
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
@@ -370,7 +370,7 @@ class ColumnStorage(Storage):
         # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns, (self.known or self._know()).memory)
+        check_kinds(columns, (self.known or self._find_known()).memory)
         fixed = (
             set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         )
@@ -412,7 +412,7 @@ class ColumnStorage(Storage):
             )
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
-            known = self._know()
+            known = self._find_known()
         # First the columns that one call copies, then each of the others by itself.
         columns: Columns = {} if known.host is None else known.host.take(slots, keys)
         later: Columns = {}  # the rows that follow, of the entries that are kept once

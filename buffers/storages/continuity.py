@@ -151,11 +151,13 @@ class LinkCheck:
             return
         if self.pool is not None:
             columns, tails = self.rows.columns, self.rows.tails
-            self.agree[:] = self.pool.agreeing(self.ring, self.fragments, self.before, columns, tails, keys)
+            self.agree[:] = self.pool.compare_heads(
+                self.ring, self.fragments, self.before, columns, tails, keys
+            )
             return
         wrong: Array = np.zeros(len(at), np.bool_)
         for key in keys:
-            said, came = self._said_and_came(key, at)
+            said, came = self._expected_and_actual(key, at)
             wrong |= differ(said, came).numpy(force=True)
         self.agree[at] = np.where(wrong, -1, 1)
 
@@ -178,10 +180,10 @@ class LinkCheck:
             ValueError: a fragment does not continue the trajectory that its id names.
         """
         for key in keys:
-            wrong = unlike[self._false(key, unlike)] if len(unlike) else unlike
+            wrong = unlike[self._find_false(key, unlike)] if len(unlike) else unlike
             if not len(wrong):
                 continue
-            trusted = self._trusted(key)
+            trusted = self._is_trusted(key)
             if trusted is False:
                 self.storage.not_compared.add(key)
                 continue
@@ -193,53 +195,53 @@ class LinkCheck:
                 )
             self.before[wrong] = self.slots[wrong] = -1
 
-    def _false(self, key: NestedKey, at: Array) -> Array:
+    def _find_false(self, key: NestedKey, at: Array) -> Array:
         """Which of the fragments ``at`` have another value than a next value that is known; bool."""
-        said, came = self._said_and_came(key, at)
+        said, came = self._expected_and_actual(key, at)
         false = _values_differ(said, came).numpy(force=True)
         stored, given = self.storage.columns.get(NEXT_KNOWN), self.rows.columns.get(NEXT_KNOWN)
         if stored is not None and given is not None:
             false &= self._rows_before(stored, given, at).reshape(-1).numpy(force=True)
         return np.asarray(false)
 
-    def _said_and_came(self, key: NestedKey, at: Array) -> tuple[Tensor, Tensor]:
+    def _expected_and_actual(self, key: NestedKey, at: Array) -> tuple[Tensor, Tensor]:
         """The next values that the fragments ``at`` should begin with, and their first values; both ``[n, ...]``."""
-        came = take_rows(self.rows.columns[key], _on(self.rows.columns[key], self.fragments.firsts[at]))
+        came = take_rows(self.rows.columns[key], _rows_on(self.rows.columns[key], self.fragments.firsts[at]))
         if self.pool is None:
             name = next_key(key)
             said = self._rows_before(self.storage.columns[name], self.rows.columns[name], at)
         else:
             tails, before = self.rows.tails[key], self.before[at]
-            said = take_rows(tails, _on(tails, np.maximum(-2 - before, 0)))
+            said = take_rows(tails, _rows_on(tails, np.maximum(-2 - before, 0)))
             outer = np.flatnonzero(before >= 0)
             entries = torch.from_numpy(self.ring.tail_entries(before[outer]))
-            put_rows(said, _on(said, outer), self.pool.entries[key].take(entries).to(said.device))
+            put_rows(said, _rows_on(said, outer), self.pool.entries[key].take(entries).to(said.device))
         return said.to(came.device), came
 
     def _rows_before(self, stored: Column, given: Tensor, at: Array) -> Tensor:
         """Values of the rows that the fragments ``at`` continue, ``stored`` or ``given`` in the batch."""
         before = self.before[at]
         inner = self.fragments.lasts[np.maximum(-2 - before, 0)]  # of stored ones any row, which is replaced
-        values = take_rows(given, _on(given, inner))
+        values = take_rows(given, _rows_on(given, inner))
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             taken = stored.take(torch.from_numpy(self.slots[at[outer]]))
-            put_rows(values, _on(values, outer), taken.to(values.device))
+            put_rows(values, _rows_on(values, outer), taken.to(values.device))
         return values
 
-    def _trusted(self, key: NestedKey) -> bool | None:
+    def _is_trusted(self, key: NestedKey) -> bool | None:
         """Whether rows inside trajectories say the next row's value: in the batch, else among the latest stored
         ones; None if there are none."""
         columns, lasts = self.rows.columns, self.fragments.lasts
         inside = np.ones(self.rows.count, np.bool_)
         inside[lasts] = False
-        at = _on(columns[key], np.flatnonzero(inside))
+        at = _rows_on(columns[key], np.flatnonzero(inside))
         if self.pool is None and len(at):
             now, later = columns[key], columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
         # Rows inside the fragments of a compact batch agree, those where a run goes on in the next one may not.
         joined = np.flatnonzero(self.fragments.joined)
-        if len(joined) and bool(self._false(key, joined).any()):
+        if len(joined) and bool(self._find_false(key, joined).any()):
             return False
         if len(at):
             return True
@@ -258,7 +260,7 @@ class LinkCheck:
         return values[key]
 
 
-def _on(column: Tensor, numbers: Array) -> Tensor:
+def _rows_on(column: Tensor, numbers: Array) -> Tensor:
     """Row numbers on the device of ``column``."""
     return torch.from_numpy(numbers).to(column.device)
 

@@ -239,7 +239,7 @@ class TensorStorage(ColumnStorage):
         # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
         steps = self.capacity // self.lanes.numel()
         self._given: Any = pytree.tree_map(
-            _with_own_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+            _copy_shared_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
         )
         self._first_columns: dict[NestedKey, Tensor] = {}
 
@@ -291,10 +291,10 @@ class TensorStorage(ColumnStorage):
         return {key: TensorColumn(self._first_columns[key]) for key in like}
 
 
-def _with_own_rows(leaf: Any) -> Any:
+def _copy_shared_rows(leaf: Any) -> Any:
     """A tensor, or a tensordict of them, copied where values share memory: a row written would change others."""
     if isinstance(leaf, TensorDictBase):
-        return leaf.apply(_with_own_rows)
+        return leaf.apply(_copy_shared_rows)
     if leaf.layout is not torch.strided:
         return leaf
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))

@@ -21,8 +21,8 @@ from flatroll.estimators.masked import (
     mask_and,
     masked_mean,
     on_host,
-    without_rubbish,
     zero_masked,
+    zero_padding,
 )
 from flatroll.layout import checks
 from flatroll.layout.boundaries import run_starts, steps_into_run
@@ -211,7 +211,7 @@ class LossModule(TensorDictModuleBase):
         """Compute the losses: see the class for the two ways to call it."""
         if not is_tensor_collection(tensordict):
             columns = () if tensordict is None else (tensordict, *args)
-            return self._of_columns(*columns, **entries)
+            return self._call_on_columns(*columns, **entries)
         losses = super().__call__(tensordict, *args, **entries)
         selected = self._out_keys_apparent
         return losses if selected is self._out_keys else losses.select(*selected)
@@ -224,7 +224,7 @@ class LossModule(TensorDictModuleBase):
 
     # builds the tensordict, and the tuple
     @dispatch(source="_keyword_keys", dest="_tuple_keys")  # type: ignore[untyped-decorator]
-    def _of_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
+    def _call_on_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
         """Compute the losses of tensors by keyword."""
         if unknown:
             raise TypeError(
@@ -292,7 +292,7 @@ class LossModule(TensorDictModuleBase):
                     "is 0: draw longer slices or burn in fewer rows"
                 )
         padded = real is not None and get_entry(batch, keys["mask"]) is not None
-        readable = without_rubbish(batch, keys["mask"], self.in_keys) if padded else batch
+        readable = zero_padding(batch, keys["mask"], self.in_keys) if padded else batch
         return LossInputs(batch, readable, mask, real=real)
 
     @property

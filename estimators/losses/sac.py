@@ -195,13 +195,13 @@ class SoftActorCritic(OffPolicyLoss):
                 raise self.missing(inputs, key, ACTION)
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
-        with self._apart(critics):
+        with self._detach_shared(critics):
             values = self.critic_values(critics, read)
-        chosen = [self._of_action(inputs, value) for value in values]  # of each critic, [*B]
+        chosen = [self._action_value(inputs, value) for value in values]  # of each critic, [*B]
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
-        aim = self._entropy_aim(inputs, values[0]) if isinstance(aim, str) else aim
+        aim = self._auto_target_entropy(inputs, values[0]) if isinstance(aim, str) else aim
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -212,7 +212,7 @@ class SoftActorCritic(OffPolicyLoss):
             losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
         return nest(losses | value_losses)
 
-    def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
+    def _detach_shared(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: detach parameters shared with the actor from the value losses."""
         shared = self.separate_losses
         return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
@@ -229,7 +229,7 @@ class SoftActorCritic(OffPolicyLoss):
         """Return the next state's soft value ``[*B]``: the actor's expected value plus ``alpha * entropy``."""
         raise NotImplementedError(f"{type(self).__name__} must define _next_value")
 
-    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
+    def _action_value(self, inputs: LossInputs, value: Tensor) -> Tensor:
         """Return the value ``[*B]`` of the batch's action from a critic's output."""
         return value
 
@@ -239,9 +239,9 @@ class SoftActorCritic(OffPolicyLoss):
         """Return the actor's loss and the (expected) log-probability of its actions, both ``[*B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
 
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
         """Return the target of ``target_entropy="auto"``."""
-        raise NotImplementedError(f"{type(self).__name__} must define _entropy_aim")
+        raise NotImplementedError(f"{type(self).__name__} must define _auto_target_entropy")
 
 
 class SACLoss(SoftActorCritic):
@@ -352,7 +352,7 @@ class SACLoss(SoftActorCritic):
             dist = dist if delayed is None else distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
-        with self._apart(self.value_network):
+        with self._detach_shared(self.value_network):
             value = self._state_value(self.value_network, read)
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
 
@@ -368,10 +368,10 @@ class SACLoss(SoftActorCritic):
         self, dist: Distribution, work: TensorDictBase, critics: nn.ModuleList, alpha: float
     ) -> Tensor:
         """Return the minimum value of a sampled action minus ``alpha`` times its log-probability, ``[*B]``."""
-        with_action, log_prob = self._acted(dist, work)  # one sample for the expectation over actions
+        with_action, log_prob = self._sample_action(dist, work)  # one sample for the expectation over actions
         return self.minimum_value(critics, with_action) - alpha * log_prob
 
-    def _acted(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+    def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
         copy, actions, log_probs = shallow_copy(work), self.keys_of("action"), []
         for key, part in components(dist).items():
@@ -391,7 +391,7 @@ class SACLoss(SoftActorCritic):
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        (with_action, log_prob), critics = self._acted(dist, work), self.qvalue_network
+        (with_action, log_prob), critics = self._sample_action(dist, work), self.qvalue_network
         # gradients flow through the critics into the action, not into their parameters
         if torch.compiler.is_compiling():
             value = self.minimum_value(
@@ -403,7 +403,7 @@ class SACLoss(SoftActorCritic):
         return alpha * log_prob - value, log_prob
 
     @override
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
         # minus the number of action dims, summed over all parts
         rows, dims = inputs.batch.batch_size.numel(), 0
         for key in self.keys_of("action"):
@@ -479,7 +479,7 @@ class DiscreteSACLoss(SoftActorCritic):
         return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the expectation, exactly
 
     @override
-    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
+    def _action_value(self, inputs: LossInputs, value: Tensor) -> Tensor:
         return value_of_action(value, self.entry(inputs, "action"), self.action_space)
 
     @override
@@ -493,7 +493,7 @@ class DiscreteSACLoss(SoftActorCritic):
         return loss, (probability * log_prob).sum(-1)
 
     @override
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
         return self.target_entropy_weight * math.log(value.shape[-1])  # log A: uniform actions
 
 

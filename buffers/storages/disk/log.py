@@ -399,7 +399,7 @@ class RowLog:
                     self._note()
                 block = next(block for block in self._blocks if block.first <= first < block.limit)
                 stop = min(end, block.limit)
-                self.folder.append(self._encoded(block, first, stop), first=first)
+                self.folder.append(self._encode_rows(block, first, stop), first=first)
                 self._appended = True
                 self._refresh()
             # Rows that the ring has given up go with the file that they are in, but not before this run adds to them.
@@ -421,7 +421,7 @@ class RowLog:
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 
-    def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
+    def _encode_rows(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""
         assert self.layout is not None
         low, high = first - block.first, stop - block.first

@@ -149,7 +149,7 @@ class DiskStorage(ColumnStorage):
                     "the first write removes the others from the folder. Pass a larger max_size to keep them",
                     stacklevel=2,
                 )
-            layout = self._noted(folder)
+            layout = self._read_layout(folder)
             self._choose_forms(layout, frame_stack, codec, compact_obs)
             if max_size is None and not len(rows) and not read_only:
                 raise ValueError(f"max_size must be given for a new folder, {path} has no rows")
@@ -256,7 +256,7 @@ class DiskStorage(ColumnStorage):
         stats = self._log.folder.stats()
         return stats["bytes"] // stats["rows"] if stats["rows"] else super().bytes_per_row
 
-    def _noted(self, folder: Folder) -> Layout | None:
+    def _read_layout(self, folder: Folder) -> Layout | None:
         """What the folder notes of its rows; None if it is new."""
         if folder.version is None:
             if len(folder.segments):
@@ -437,7 +437,7 @@ class DiskStorage(ColumnStorage):
             # Which fragments begin with what the row before them says comes next: their first rows are read.
             heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
             at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
-            agree = self.pool.agreeing(ring, at, before, heads, rows.tails, [])
+            agree = self.pool.compare_heads(ring, at, before, heads, rows.tails, [])
         return Links(before, slots, agree)
 
     @override
@@ -531,7 +531,7 @@ class DiskStorage(ColumnStorage):
         """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
-    def linkable(self, head: int) -> tuple[list[Segment], int]:
+    def find_linkable(self, head: int) -> tuple[list[Segment], int]:
         """Return the files of the rows from ``head`` of the ring on, to the last one when they were `held`, and the
         number of the first of them."""
         first = self._offset + head
@@ -543,7 +543,7 @@ class DiskStorage(ColumnStorage):
         log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
         return super().tables(pool_rows) | {"log": log}
 
-    def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
+    def link_rows(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
         """Return the state of :attr:`tables` with the rows of ``version``, which ``ring`` counts; they are read once
         and checked, a file at a time, and nothing changes.
 

@@ -286,7 +286,7 @@ class SteadyFile(io.RawIOBase):
     def truncate(self, size: int | None = None, /) -> int:
         self._end = self._position if size is None else size
         if self._failure is None:
-            with self._noted():
+            with self._recording():
                 os.ftruncate(self._descriptor, self._end)
         return self._end
 
@@ -294,7 +294,7 @@ class SteadyFile(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         size = memoryview(data).nbytes
         if self._failure is None:
-            with self._noted():
+            with self._recording():
                 os.lseek(self._descriptor, self._position, os.SEEK_SET)
                 write(self._descriptor, data)
         if self._failure is not None:
@@ -309,7 +309,7 @@ class SteadyFile(io.RawIOBase):
         view = view[: max(0, self._end - first)]
         view[:] = bytes(len(view))
         done = 0
-        with self._noted():
+        with self._recording():
             while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
                 done += got
         for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view
@@ -320,7 +320,7 @@ class SteadyFile(io.RawIOBase):
         return len(view)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         """Keep an error instead of raising it."""
         try:
             yield

@@ -637,7 +637,7 @@ class Folder:
         needed = needed.union(*(manifest.names for manifest in self._kept))
         listing = Listing.of(self.path)
         unused = {name for name in listing.rows if str(name) not in needed}
-        inside = covered(unused, listing.rows) if unused else set()
+        inside = find_covered(unused, listing.rows) if unused else set()
         # Manifests before their files: a kill leaves no version that misses some. A power loss may, of those that are
         # not kept: they need no sync of their own.
         loose = [
@@ -826,11 +826,11 @@ def _lock(path: Path) -> int:
         raise PermissionError(error.errno, text) from None
 
 
-def covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
+def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
     """Those of ``names`` whose rows another file of ``present`` has, too, which is larger or not in ``names``.
 
     >>> a, b, c = (RowsName(*rows, "0badcafe", 1) for rows in [(0, 9), (0, 4), (9, 12)])
-    >>> covered({b, c}, {a, b, c}) == {b}
+    >>> find_covered({b, c}, {a, b, c}) == {b}
     True
     """
     found = set()

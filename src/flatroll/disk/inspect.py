@@ -303,7 +303,7 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     first_rows, last_rows = starts.nonzero().squeeze(-1), ends.nonzero().squeeze(-1)
     run_of_row = starts.cumsum(0) - 1
     done = columns.get(_DONE)
-    joins = _joins(columns, first_rows, last_rows)
+    joins = _number_trajectories(columns, first_rows, last_rows)
     trajectory = joins[run_of_row]
     count = int(joins.max()) + 1
     # the last row of the last run of each trajectory
@@ -314,7 +314,9 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     return Trajectories(trajectory.bincount(), returns, None if done is None else done[lasts])
 
 
-def _joins(columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor) -> Tensor:
+def _number_trajectories(
+    columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor
+) -> Tensor:
     """Number of the trajectory of each run, int64 ``[runs]``, in order of the trajectories' first runs."""
     ids, done, is_init = columns.get(_IDS), columns.get(_DONE), columns.get(_INIT)
     runs = torch.arange(len(first_rows))

@@ -284,7 +284,7 @@ class Segment:
         They stay as long as somebody holds one of the tensors, also after the file is removed. What is written into
         them stays in this process, and never goes to the file.
         """
-        return _assembled(self.schema, self._maps[1])
+        return _assemble(self.schema, self._maps[1])
 
     def read(self, targets: Mapping[str, Tensor] | None = None) -> dict[str, Column]:
         """Read all rows, with checksums, into new memory.
@@ -317,7 +317,7 @@ class Segment:
                 tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
-        return _assembled(self.schema, tensors)
+        return _assemble(self.schema, tensors)
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
         """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk, or if
@@ -476,7 +476,7 @@ def chain_of_names(names: Iterable[RowsName], first: int | None = None) -> list[
     return chain
 
 
-def _assembled(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column]:
+def _assemble(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column]:
     """The columns that the tensors of a file make."""
     columns: dict[str, Column] = {}
     for name, column in schema.items():

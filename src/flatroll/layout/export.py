@@ -189,7 +189,7 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
             place = tuple(map(int, found["place"].split(",")))
             parts.setdefault(found["name"], {})[place] = column
         else:
-            wholes[name] = _stacked(name, column, record.get(name)) if column.dtype == object else column
+            wholes[name] = _stack(name, column, record.get(name)) if column.dtype == object else column
     for name, (dtype, shape) in record.items():
         if not prod(shape):
             wholes[name] = np.empty((len(frame), *shape), dtype)
@@ -197,11 +197,11 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
         shape = _shape_of_parts(name, places, record.get(name))
         wholes[name] = np.stack([places[place] for place in np.ndindex(*shape)], 1).reshape(-1, *shape)
     shapes = {name: entry[1] for name, entry in record.items()}
-    shaped = {name: _shaped(name, column, shapes.get(name), separator) for name, column in wholes.items()}
+    shaped = {name: _reshape(name, column, shapes.get(name), separator) for name, column in wholes.items()}
     return _assemble(shaped.items(), separator)
 
 
-def _stacked(name: str, column: Array, recorded: _Recorded | None) -> Array:
+def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
     """A column of arrays as one array ``[N, ...]``."""
     if not len(column) and recorded is not None:
         return np.empty((0, *recorded[1]), recorded[0])
@@ -232,7 +232,7 @@ def _shape_of_parts(
     return shape
 
 
-def _shaped(name: str, column: Array, shape: Sequence[int] | None, separator: str) -> Array:
+def _reshape(name: str, column: Array, shape: Sequence[int] | None, separator: str) -> Array:
     """A column with the recorded shape of its rows, or with that which flat batches have for its name."""
     if shape is not None:
         return column.reshape(len(column), *shape)
@@ -314,7 +314,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
         if size != 1 or pyarrow.types.is_fixed_size_list(field.type):
             column = column.reshape(len(table), size)
         shape = None if record is None else _noted_shape(field.name, record)
-        entries[field.name] = _shaped(field.name, column, shape, separator)
+        entries[field.name] = _reshape(field.name, column, shape, separator)
     return _assemble(entries.items(), separator)
 
 

@@ -87,7 +87,7 @@ class Moments(nn.Module):
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
                     chosen = None if counted is None else counted[start : start + _PART]
-                    fresh = _merged(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
+                    fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
             raise _not_finite(columns)
         self._count(fresh)
@@ -103,7 +103,7 @@ class Moments(nn.Module):
         with torch.no_grad():  # a copy to a device need not be waited for, one from it must be
             moved = tuple(x.to(to, non_blocking=to.type != "cpu") for x in fresh)
             own = (self.count, self.mean, self.var)
-            for buffer, value in zip(own, _merged(own, moved), strict=True):
+            for buffer, value in zip(own, _merge(own, moved), strict=True):
                 buffer.copy_(value)
 
     def _rate(self, epsilon: float) -> Tensor:
@@ -122,7 +122,7 @@ class Moments(nn.Module):
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
 
-def _merged(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of two parts together."""
     (count, mean, var), (more, mean_of_more, var_of_more) = one, other
     total = count + more

@@ -80,7 +80,7 @@ def draw(
     root = _root(dist)
     if root is not None:
         base = root.rsample(shape) if reparametrize else root.sample(shape)
-        return *_through(dist, base), base
+        return *_apply_transforms(dist, base), base
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
         choice = torch.multinomial(dist.probs, 1, True)  # as sample() does; both methods take twice as long
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
@@ -101,13 +101,13 @@ def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
     if _root(dist) is None:
         log_prob: Tensor = dist.log_prob(action)
         return log_prob
-    made, log_prob = _through(dist, base)
+    made, log_prob = _apply_transforms(dist, base)
     close = torch.isclose(made, action.to(made.dtype), rtol=1e-4, atol=1e-6)
     if action.is_cpu and not torch.compiler.is_compiling() and bool(close.all()):
         return log_prob
     inverted = _inverse(dist, action)
     same = close if close.shape == base.shape else close.all(-1, keepdim=True)
-    return _through(dist, torch.where(same, base, inverted))[1]
+    return _apply_transforms(dist, torch.where(same, base, inverted))[1]
 
 
 def saturated(dist: Distribution, action: Tensor) -> Tensor | None:
@@ -146,16 +146,16 @@ def _root(dist: Distribution) -> Distribution | None:
     return within if transformed else None
 
 
-def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
     """The sample that a base sample makes, and its log-probability."""
     if _knows_base(dist):
         return dist.from_base(base)
     if _is_independent(dist):
-        sample, log_prob = _through(dist.base_dist, base)
+        sample, log_prob = _apply_transforms(dist.base_dist, base)
         return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
     if not _is_transformed(dist):
         return base, dist.log_prob(base)
-    sample, log_prob = _through(dist.base_dist, base)
+    sample, log_prob = _apply_transforms(dist.base_dist, base)
     parts = _parts(dist)
     # the dims of an event before each part, from that of the first one's input
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)

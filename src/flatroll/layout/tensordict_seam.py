@@ -141,7 +141,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     None if it is another one, or if its attributes are not all like those in ``plain``.
     """
     own_kind: Any = type(network)
-    if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _acts_alike(own_kind)):
+    if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _has_same_call(own_kind)):
         return None
     # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
     if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
@@ -163,7 +163,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
 
 
 @cache
-def _acts_alike(actor: type) -> bool:
+def _has_same_call(actor: type) -> bool:
     """Whether a class of actors inherits all that sampling takes from ``ProbabilisticTensorDictSequential``."""
     names = ("__call__", "forward", "get_dist", "get_dist_params", "dist_sample_keys", "log_prob_keys")
     base = ProbabilisticTensorDictSequential

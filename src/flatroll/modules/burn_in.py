@@ -77,7 +77,9 @@ class BurnIn:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
         self.burn_in = whole_number("burn_in", burn_in, 0)
-        self.out_keys = list(self._primed()) if out_keys is None else [without_next(key) for key in out_keys]
+        self.out_keys = (
+            list(self._initial_states()) if out_keys is None else [without_next(key) for key in out_keys]
+        )
         if not self.out_keys:
             raise ValueError(
                 "the modules have no recurrent state: no part of them has make_tensordict_primer(). Pass a GRUModule "
@@ -105,7 +107,7 @@ class BurnIn:
             return td
         marked = td.clone(recurse=False)
         absent = [key for key in self.out_keys if td.get(key, None) is None]
-        for key, first in (self._primed() if absent else {}).items():
+        for key, first in (self._initial_states() if absent else {}).items():
             if key in absent:
                 marked.set(key, first.to(td.device).expand(len(td), *first.shape))
         parts = self._divide(marked, ends)
@@ -154,7 +156,7 @@ class BurnIn:
         final = burnt[burnt > 0].cumsum(0) - 1
         return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 
-    def _primed(self) -> dict[NestedKey, Tensor]:
+    def _initial_states(self) -> dict[NestedKey, Tensor]:
         """The states that the modules' parts declare, with the value that episodes start from."""
         states: dict[NestedKey, Tensor] = {}
         for part in (part for module in self.modules for part in module.modules()):

@@ -129,8 +129,8 @@ class set_recurrent_mode:
             )
 
         @functools.wraps(function)
-        def in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def run_in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with set_recurrent_mode(self._mode, burn_in=self._burn_in):
                 return function(*args, **kwargs)
 
-        return in_mode
+        return run_in_mode

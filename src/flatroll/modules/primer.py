@@ -57,7 +57,7 @@ class TensorDictPrimer:
                 f"got {list(numbers)}"
             )
         self.defaults: dict[NestedKey, Tensor] = {
-            key: _filled(key, value, numbers[key]) if key in numbers else value
+            key: _fill(key, value, numbers[key]) if key in numbers else value
             for key, value in primers.items()
         }
 
@@ -78,7 +78,7 @@ class TensorDictPrimer:
         return primed
 
 
-def _filled(key: NestedKey, like: Any, number: float) -> Tensor:
+def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     """A tensor of the shape and dtype of a space or spec, filled with a number."""
     shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
     if shape is None:

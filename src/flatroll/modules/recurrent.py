@@ -118,13 +118,13 @@ class RecurrentModule(StatefulModule):
         Raises:
             ValueError: the network is bidirectional, or ``recurrent_backend`` is one of the stock network.
         """
-        return self._based(NETWORKS[self.net.mode][1])
+        return self._switch_network(NETWORKS[self.net.mode][1])
 
     def make_cudnn_based(self) -> Self:
         """Switch to ``nn.GRU`` or ``nn.LSTM`` (cuDNN on CUDA); keeps the weights."""
-        return self._based(NETWORKS[self.net.mode][0])
+        return self._switch_network(NETWORKS[self.net.mode][0])
 
-    def _based(self, kind: type[nn.RNNBase]) -> Self:
+    def _switch_network(self, kind: type[nn.RNNBase]) -> Self:
         net = with_weights_of(kind, self.net)
         check_backend(self.recurrent_backend, net)
         setattr(self, net.mode.lower(), net)

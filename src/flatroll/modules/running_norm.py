@@ -149,7 +149,7 @@ class RunningNorm(TensorDictModuleBase):
         # All next observations, and first ones of episodes. Written as rows, those are the rows, without the first of
         # a run that a window before this one has shown as its last next observation, and what follows the run ends.
         counted = None if is_init is None else is_init | ~starts_from(ends).reshape(-1)
-        following, follows = self._following(batch, rows, ends.reshape(-1), final)
+        following, follows = self._next_observations(batch, rows, ends.reshape(-1), final)
         if real is not None:
             counted = real if counted is None else counted & real
             follows = None if follows is None else follows & real
@@ -192,7 +192,7 @@ class RunningNorm(TensorDictModuleBase):
                 stacklevel=2,
             )
 
-    def _following(
+    def _next_observations(
         self, batch: TensorDictBase, rows: Tensor, ends: Tensor, final: TensorDictBase | None
     ) -> tuple[Tensor, Tensor | None]:
         """Next observations ``[K, *shape]``, and which of them follow a run's end, bool ``[K]``; None: all do."""

@@ -302,7 +302,7 @@ def run_with_burn_in(
     step = steps_into_run(starts)
     head, entry = step < burn_in, step == burn_in
     if torch.compiler.is_compiling():
-        return _of_fixed_shape(over_runs, rows, stored, starts | entry, head, entry)
+        return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
     # numbers of the rows of both parts, each of which is a flat batch of shorter runs
     first, rest = (flag.nonzero().squeeze(1) for flag in (head, ~head))
     with torch.no_grad():
@@ -328,7 +328,7 @@ def run_with_burn_in(
     return merged(head_out, out), tuple(map(merged, head_after, after))
 
 
-def _of_fixed_shape(
+def _run_fixed_shapes(
     over_runs: OverRuns, rows: Tensor, stored: States, starts: Tensor, head: Tensor, entry: Tensor
 ) -> tuple[Tensor, States]:
     """The same by two passes over all rows: no shape depends on where runs begin."""

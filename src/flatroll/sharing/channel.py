@@ -184,7 +184,7 @@ class Channel:
         """Whether a message was read that nobody has taken."""
         return bool(self._messages)
 
-    def hung_up(self) -> bool:
+    def is_hung_up(self) -> bool:
         """Whether the other end is closed, or closed for writing, now. One system call: cheap enough for each step."""
         if not self._ended and self.wait(0):
             self.feed()
@@ -308,10 +308,10 @@ class Door:
                 "a handle has no name that a pickle could hold: pass it to a process as an argument of "
                 "multiprocessing.Process(args=...), or send it through a Channel"
             )
-        return _arrived, (DupFd(self.fileno()),)
+        return _rebuild_door, (DupFd(self.fileno()),)
 
 
-def _arrived(duplicate: Any) -> Door:
+def _rebuild_door(duplicate: Any) -> Door:
     return Door(duplicate.detach())
 
 

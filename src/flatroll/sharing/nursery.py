@@ -311,7 +311,7 @@ class Worker:
             if message is not None:
                 message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
-                raise WorkerDied(f"{self.name} (pid {self.pid}) {self._how_it_ended()}")
+                raise WorkerDied(f"{self.name} (pid {self.pid}) {self._exit_status()}")
             left = None if deadline is None else deadline - monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(
@@ -319,7 +319,7 @@ class Worker:
                 )
             wait_for_any(self.sources(), left)  # type: ignore[arg-type]
 
-    def _how_it_ended(self) -> str:
+    def _exit_status(self) -> str:
         code = self.exitcode
         if code is None:
             return "was killed, since the process that starts workers is gone"
@@ -374,11 +374,11 @@ class _Helper:
                 if self._control.has_messages():  # READY, which stays there: Ctrl-C cannot lose it
                     self._ready = True
                 elif self._control.ended:
-                    raise self._gone()
+                    raise self._ended_error()
                 else:
                     self._control.wait()
 
-    def _gone(self) -> RuntimeError:
+    def _ended_error(self) -> RuntimeError:
         return RuntimeError(
             "the process that starts workers is gone: it was killed, or the nursery is closed"
         )
@@ -399,7 +399,7 @@ class _Helper:
                 self._control.feed()
                 if broken := self._control.pop(BROKEN):
                     broken[1].throw("the process that starts workers")
-            raise self._gone() from None
+            raise self._ended_error() from None
         finally:
             for sent in (theirs, reported):
                 sent.forget()

@@ -75,9 +75,9 @@ class Failure:
         except Exception:  # likewise for __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
-        return failure if failure._unpickled() is not None else Failure(name, text, trace, None, ends)
+        return failure if failure._unpickle() is not None else Failure(name, text, trace, None, ends)
 
-    def _unpickled(self) -> Exception | None:
+    def _unpickle(self) -> Exception | None:
         """The error itself; None where it cannot be made again, as one of a class that only its process can import."""
         if self.pickled is None:
             return None
@@ -97,7 +97,7 @@ class Failure:
         """
         if self.ends:
             return WorkerDied(f"ended by {self.name}: {self.text}")
-        return self._unpickled() or RuntimeError(f"{self.name}: {self.text}")
+        return self._unpickle() or RuntimeError(f"{self.name}: {self.text}")
 
     def throw(self, name: str) -> NoReturn:
         """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""

@@ -287,7 +287,7 @@ class Composite(TensorSpec):
         """The entries that are not None."""
         return {name: spec for name, spec in self._specs.items() if spec is not None}
 
-    def _each(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
+    def _map_specs(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
         specs = {name: None if spec is None else change(spec) for name, spec in self._specs.items()}
         return self._copy_with(_specs=specs, _locked=False, **attributes)
 
@@ -299,7 +299,7 @@ class Composite(TensorSpec):
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names
-        return self._each(
+        return self._map_specs(
             lambda spec: spec.map_dims(operation, dims), shape=shape, _frame=frame, _names=names
         )
 
@@ -308,7 +308,7 @@ class Composite(TensorSpec):
         if dest is None:
             return self
         moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
-        return self._each(lambda spec: spec.to(dest), **moved)
+        return self._map_specs(lambda spec: spec.to(dest), **moved)
 
     def clear_device_(self) -> Self:
         """Forget the device of the whole, that of each entry stays."""
@@ -319,7 +319,7 @@ class Composite(TensorSpec):
 
     @override
     def clone(self) -> Self:
-        return self._each(lambda spec: spec.clone())
+        return self._map_specs(lambda spec: spec.clone())
 
     # --- values -------------------------------------------------------------------------------------------------
 

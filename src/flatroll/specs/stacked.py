@@ -67,7 +67,7 @@ class Parallel(TensorSpec):
             return list(value.unbind())
         return list(value.unbind(value.ndim - self.ndim + self.dim))
 
-    def _each_spec(self, change: Callable[[Any], Any]) -> Self:
+    def _map_specs(self, change: Callable[[Any], Any]) -> Self:
         return type(self)(*map(change, self.specs), dim=self.dim)
 
     @override
@@ -123,11 +123,11 @@ class Parallel(TensorSpec):
 
     @override
     def to(self, dest: torch.dtype | Device) -> Self:
-        return self if dest is None else self._each_spec(lambda spec: spec.to(dest))
+        return self if dest is None else self._map_specs(lambda spec: spec.to(dest))
 
     @override
     def clone(self) -> Self:
-        return self._each_spec(lambda spec: spec.clone())
+        return self._map_specs(lambda spec: spec.clone())
 
     def _draw_all(self, shape: Shape, draw: Callable[[Any], Any]) -> Any:
         added = 0 if shape is None else len(as_shape(shape))
@@ -340,7 +340,7 @@ class StackedComposite(Parallel, Composite):
 
     @override
     def empty(self) -> Self:
-        return self._each_spec(lambda spec: spec.empty())
+        return self._map_specs(lambda spec: spec.empty())
 
     @override
     def present(self) -> dict[str, TensorSpec]:
@@ -457,11 +457,11 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
         sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
     if isinstance(first, Stacked):
         rest = [size for d, size in enumerate(sizes) if d != first.dim]
-        return Stacked(*(_emptied(spec, rest) for spec in first.specs), dim=first.dim)
-    return _emptied(first, sizes)
+        return Stacked(*(_drop_rows(spec, rest) for spec in first.specs), dim=first.dim)
+    return _drop_rows(first, sizes)
 
 
-def _emptied(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
+def _drop_rows(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
     """The spec with nothing along the dims whose size is 0; the other sizes are its own."""
     index = tuple(slice(0, 0) if size == 0 else slice(None) for size in sizes)
     return spec.map_dims(lambda tensor: tensor[index], len(sizes))

@@ -269,7 +269,7 @@ class FlatReplayBuffer(ReplayBuffer):
         step[TERMINATED], step[TRUNCATED] = ended, timeouts
         # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
         # them, but for the first one after a load.
-        step[IS_INIT] = self._left(step) if self._loaded else self._none
+        step[IS_INIT] = self._find_abandoned(step) if self._loaded else self._none
         steps = self.writer.steps
         try:
             self.writer.write(step)
@@ -280,7 +280,7 @@ class FlatReplayBuffer(ReplayBuffer):
                 if self.pos == self.buffer_size:
                     self.full, self.pos = True, 0
 
-    def _left(self, step: Mapping[NestedKey, Any]) -> Array:
+    def _find_abandoned(self, step: Mapping[NestedKey, Any]) -> Array:
         """Which envs do not go on from the last row written, bool ``[E]``."""
         left = self._none.copy()
         if len(self.writer):

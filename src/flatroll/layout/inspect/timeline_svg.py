@@ -260,10 +260,10 @@ class _Picture:
         for run in range(len(runs.first)):
             pieces = range(first_piece[run], first_piece[run + 1])
             path = "".join(f"M{x[k]:g} {y[k]:g}H{end[k]:g}" for k in pieces)
-            lines.append(f'<path d="{path}"><title>{self._told(run, trajectories)}</title></path>')
+            lines.append(f'<path d="{path}"><title>{self._tooltip(run, trajectories)}</title></path>')
         return [*lines, "</g>"]
 
-    def _told(self, run: int, trajectories: Ints | None) -> str:
+    def _tooltip(self, run: int, trajectories: Ints | None) -> str:
         """What the tooltip of a run says."""
         runs = self.runs
         first, length = int(runs.first[run]), int(runs.length[run])
