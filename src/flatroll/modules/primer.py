@@ -13,15 +13,14 @@ from flatroll.layout.keys import NestedKey
 class TensorDictPrimer:
     """Holds the initial recurrent states of episodes, by state key.
 
-    It is no transform of a TorchRL env, whose own class of this name has to know the env's specs: there write
+    It is not a TorchRL env transform; TorchRL's class of this name needs the env's specs. There write
     ``torchrl.envs.TensorDictPrimer({key: Unbounded(x.shape) for key, x in primer.defaults.items()},
     expand_specs=True)``, and the modules of this package run in that env.
 
     Args:
-        primers: for each state key the value of one row, such as ``[num_layers, hidden_size]``; or what has the
-            ``shape`` and ``dtype`` of one, such as a Gymnasium space or a spec.
-        default_value: number that fills those which come as a shape; or a dict with one for each of their keys.
-            Default: 0.
+        primers: for each state key the value of one row, such as ``[num_layers, hidden_size]``; or an object with its
+            ``shape`` and ``dtype``, such as a Gymnasium space or a spec.
+        default_value: fill value of entries given by shape; or a dict with one per key. Default: 0.
 
     Attributes:
         defaults: for each state key the value of one row.
@@ -69,7 +68,7 @@ class TensorDictPrimer:
 
         Args:
             batch_size: number of rows, or a batch shape ``[*B]``.
-            device: where to put them; default: where they are.
+            device: target device; default: their own.
         """
         shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         primed = TensorDict({}, batch_size=shape, device=device)

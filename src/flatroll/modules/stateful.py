@@ -1,4 +1,4 @@
-"""Base class of the recurrent modules: keys, states and checks; steps in rollouts, runs in training."""
+"""Base class of the recurrent modules: keys, states and checks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ from flatroll.modules.primer import TensorDictPrimer
 
 
 class StatefulOptions(TypedDict, total=False):
-    """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` says what each means."""
+    """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` documents them."""
 
     in_key: NestedKey | None
     in_keys: Sequence[NestedKey] | None
@@ -59,9 +59,8 @@ def _key_list(
 class StatefulModule(TensorDictModuleBase):
     """A tensordict module with a recurrent state, carried from each row of a run to the next.
 
-    A subclass names its default state keys, sets ``input_size`` and says how it makes one step
-    (:meth:`step`) and goes over runs (:meth:`over_runs`). Each state stands in the tensordict as
-    ``[*B, *state_shape]``.
+    A subclass defines its default state keys, sets ``input_size`` and implements one step (:meth:`step`) and whole
+    runs (:meth:`over_runs`). Each state is in the tensordict as ``[*B, *state_shape]``.
 
     Args:
         state_shape: layers and features of one row's state.
@@ -90,7 +89,7 @@ class StatefulModule(TensorDictModuleBase):
         **unknown: object,
     ) -> None:
         super().__init__()
-        for name in unknown:  # named by the class that the caller has written, not by this one
+        for name in unknown:  # names the caller's class, not this one
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         one_of("state", state, ("stored", "zero"))
         states = self.state_keys
@@ -114,7 +113,7 @@ class StatefulModule(TensorDictModuleBase):
 
     @property
     def weight(self) -> Tensor:
-        """One of the module's weights, to read the dtype and device from."""
+        """A weight of the module, which determines dtype and device."""
         raise NotImplementedError
 
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
@@ -168,7 +167,7 @@ class StatefulModule(TensorDictModuleBase):
         """Return the initial states of episodes: zeros ``[num_layers, hidden_size]`` for each state key.
 
         Raises:
-            RuntimeError: an out key is not ``("next", in_key)``, so that no one could carry the state.
+            RuntimeError: an out key is not ``("next", in_key)``, so the state cannot be carried.
         """
         for key, out in zip(self._state_in, self._state_out, strict=True):
             if as_tuple(out) != next_key(key):
@@ -206,7 +205,7 @@ class StatefulModule(TensorDictModuleBase):
         return state
 
     def _refuse_thinned_states(self, batch: TensorDictBase, starts: Tensor) -> None:
-        """Where only some rows keep their state, runs must begin there; looked at only where that is no host sync."""
+        """Check that runs begin at rows with stored states; skipped where it would sync with the host."""
         has_state = batch.get(HAS_STATE, None)
         if has_state is None or self.state == "zero":
             return

@@ -1,4 +1,4 @@
-"""`FlatReplayBuffer`: Stable-Baselines3 keeps its transitions in a replay buffer of flatroll."""
+"""`FlatReplayBuffer`: a flatroll replay buffer for Stable-Baselines3."""
 
 import math
 import os
@@ -244,7 +244,7 @@ class FlatReplayBuffer(ReplayBuffer):
 
     @override
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Sequence[Any]) -> None:
-        """Write one step of all envs, as SB3 hands it over: ``next_obs`` has the true last observations of episodes.
+        """Write one step of all envs, as SB3 passes it: ``next_obs`` has the true last observations of episodes.
 
         Raises:
             ValueError: another number of envs, or observations or actions of other shapes than the spaces say.
