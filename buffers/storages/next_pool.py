@@ -61,7 +61,7 @@ class NextPool:
     """Stores the next observations that no stored row holds, one entry each, and reads them back.
 
     A row's next observation is the observation of the row that continues it, if that agrees bit by bit;
-    otherwise it is kept here. So nothing is assumed about the batches: what they say comes back.
+    otherwise it is kept here. Reading is therefore always exact, whatever the batches contain.
 
     Args:
         pairs: root keys kept once.

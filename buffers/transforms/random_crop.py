@@ -13,7 +13,7 @@ from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
 class RandomCropTensorDict(Transform):
-    """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``, at a random start.
+    """Crops ``sub_seq_len`` consecutive steps of each trajectory of a batch ``[*B, T]``, at a random start.
 
     Each element of the batch gets a start of its own, uniform over all that leave room, the last one among them. For
     storages whose rows are whole trajectories, ``extend(batch)`` with ``[B, T]``; flat rows are sliced by
