@@ -1,7 +1,7 @@
-"""What the programs share: options, envs, and what surrounds a training: evaluations, log, checkpoints, films.
+"""Helpers shared by the programs: options, envs, evaluations, log, checkpoints, films.
 
-A program is a file of this folder with a table ``OPTIONS``: each option's name, default and meaning. `parse` reads the
-table without importing the program, so that ``python -m flatroll run NAME --help`` answers before torch is loaded.
+A program is a file in this folder with a table ``OPTIONS``: name, default and meaning of each option. `parse` reads the
+table without importing the program, so ``python -m flatroll run NAME --help`` prints before torch is loaded.
 """
 
 import argparse

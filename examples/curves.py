@@ -1,6 +1,6 @@
-"""Draws learning curves over seeds: the interquartile mean of a program's runs, and its 95 % interval.
+"""Draws learning curves over seeds: the interquartile mean of the runs of a program, and its 95 % interval.
 
-``python -m flatroll.examples.curves out/ppo_continuous --out curves.png`` reads each ``ENV-seedN/log.csv`` below this
+``python -m flatroll.examples.curves out/ppo_continuous --out curves.png`` reads each ``ENV-seedN/log.csv`` in this
 folder and draws a line for each program and env (``pip install "flatroll[plot]"``).
 """
 

@@ -1,8 +1,7 @@
-"""DQN on vector observations, at the settings of CleanRL's ``dqn``.
+"""DQN on vector observations, with the settings of CleanRL's ``dqn``.
 
-``python -m flatroll run dqn`` balances CartPole. Single transitions come from a replay buffer, which is part of the
-checkpoint: each save writes the rows that are new. A run that was stopped, or killed, goes on when the same command is
-given again.
+``python -m flatroll run dqn`` trains on CartPole. It samples single transitions from a replay buffer, which is part of
+the checkpoint; each save writes only new rows. To resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Hindsight experience replay on bit flipping (Andrychowicz et al. 2017): DQN that learns from goals it did not mean.
+"""Hindsight experience replay on bit flipping (Andrychowicz et al. 2017): DQN that learns from any goal it reached.
 
-``python -m flatroll.examples.hindsight`` trains with hindsight goals, and with ``--without`` on the env's own goals
-only, of which random actions reach one in thousands. Each step flips one of n bits; the goal is another n bits, and the
-reward is -1 until they are equal, which ends the episode.
+``python -m flatroll.examples.hindsight`` trains with hindsight goals, with ``--without`` only on the env's own goals,
+which random actions reach once in thousands of episodes. Each step flips one of n bits. The goal is another set of n
+bits, and the reward is -1 until both are equal, which ends the episode.
 """
 
 import argparse

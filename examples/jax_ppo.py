@@ -1,4 +1,4 @@
-"""PPO on a JAX simulator: gymnax's CartPole, stepped by one compiled call, learned from with torch.
+"""PPO on a JAX simulator: gymnax's CartPole, stepped by one compiled call, with updates in torch.
 
 ``python -m flatroll.examples.jax_ppo --picture out/jax_ppo.png`` needs gymnax (``pip install gymnax``).
 """

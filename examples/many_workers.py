@@ -1,12 +1,12 @@
-"""Soft actor-critic on Pendulum, collected in this process, by processes beside it, or by actors of a Ray cluster.
+"""Soft actor-critic on Pendulum, collected in this process, in several processes, or by actors of a Ray cluster.
 
     python -m flatroll.examples.many_workers here
     python -m flatroll.examples.many_workers processes --workers 4
     python -m flatroll.examples.many_workers ray --workers 4
 
-Only `make_collector` knows where the envs are. In each case this process learns, with one update for each row, and
-publishes the policy's new weights after each window. Processes and actors collect meanwhile, with weights that are some
-windows old: the lag, which is printed.
+Only `make_collector` depends on where the envs run. In each case this process learns, with one update per row, and
+publishes the policy's new weights after each window. Meanwhile, processes and actors collect with weights that are some
+windows old; the program prints this lag.
 """
 
 import argparse

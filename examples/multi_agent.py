@@ -1,9 +1,9 @@
-"""Several agents, one policy: PPO with shared weights and a central critic.
+"""Multi-agent PPO with shared weights and a central critic.
 
-``python -m flatroll run multi_agent`` trains VMAS' balance (``pip install "flatroll[agents]"``), ``--env NAME``
-another of its scenarios, ``--env mpe2.simple_spread_v3:parallel_env`` a game of PettingZoo, by the function that makes
-it. Each agent of each game is a row. The policy sees its own observation, the critic those of the whole team:
-`agents_of` finds the rows of one game at one time. To resume a run, give the same command again.
+``python -m flatroll run multi_agent`` trains on VMAS' balance (``pip install "flatroll[agents]"``), ``--env NAME`` on
+another VMAS scenario, ``--env mpe2.simple_spread_v3:parallel_env`` on a PettingZoo game, given by the function that
+creates it. Each agent of each game has its own rows. The policy sees its own observation, the critic those of the whole
+team: `agents_of` finds the rows of one game at one time. To resume a run, repeat the command.
 """
 
 import argparse

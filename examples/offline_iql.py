@@ -1,9 +1,9 @@
-"""Implicit Q-learning from a Minari data set, without an env until the evaluation.
+"""Implicit Q-learning from a Minari data set; an env is used only for the evaluation.
 
-``python -m flatroll run offline_iql`` makes a set of Pendulum, played by a controller of which six in ten actions are
-random, stores it as a buffer on disk, and learns a better policy from it; ``--data`` takes a set of yours, of the same
-``--env``. The loss is TorchRL's, on rows as they are (``pip install "flatroll[minari,torchrl]"``). Frames are updates
-here. A run that was stopped, or killed, goes on when the same command is given again.
+``python -m flatroll run offline_iql`` creates a data set of Pendulum with a controller that takes 60 % random actions,
+stores it as a buffer on disk, and learns a better policy from it. ``--data`` uses your own set for the same ``--env``.
+The loss is TorchRL's, on flat rows (``pip install "flatroll[minari,torchrl]"``). Frames are updates in this program. To
+resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse

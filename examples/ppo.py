@@ -1,7 +1,7 @@
-"""PPO on vector observations and discrete actions: the training loop and nothing else.
+"""PPO on vector observations and discrete actions: only the training loop.
 
-``python -m flatroll.examples.ppo`` balances CartPole. The programs of ``python -m flatroll run`` also log, evaluate,
-checkpoint and resume; ``ppo_continuous`` is the one for continuous actions.
+``python -m flatroll.examples.ppo`` trains on CartPole. The programs of ``python -m flatroll run`` also log, evaluate,
+checkpoint and resume; for continuous actions, use ``ppo_continuous``.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""PPO for continuous control, at the settings of CleanRL's ``ppo_continuous_action``.
+"""PPO for continuous control, with the settings of CleanRL's ``ppo_continuous_action``.
 
-``python -m flatroll run ppo_continuous --env HalfCheetah-v5`` trains it (``pip install "gymnasium[mujoco]"``), with
-``--env envpool:HalfCheetah-v4`` on envpool. Observations are normalised by the networks, rewards by the estimator; the
-rows stay raw. A run that was stopped, or killed, goes on when the same command is given again.
+``python -m flatroll run ppo_continuous --env HalfCheetah-v5`` trains on MuJoCo (``pip install "gymnasium[mujoco]"``),
+``--env envpool:HalfCheetah-v4`` on envpool. The networks normalise observations, the estimator scales rewards, and the
+rows stay raw. To resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse

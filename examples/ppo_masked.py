@@ -1,8 +1,9 @@
-"""PPO with a Dict observation, a MultiDiscrete action and masks of the legal actions.
+"""PPO with a Dict observation, a MultiDiscrete action and masks of legal actions.
 
-``python -m flatroll run ppo_masked`` trains a robot in a warehouse: each step it chooses a direction, and whether to
-pick up. Walls and empty cells make choices illegal; the networks read the mask, so no illegal action is ever drawn. Any
-other env whose Dict observation has an ``"action_mask"`` can be given. To resume, give the same command again.
+``python -m flatroll run ppo_masked`` trains a robot in a warehouse, which chooses in each step a direction, and whether
+to pick up. Walls and empty cells make choices illegal. The networks read the mask, so no illegal action is ever
+sampled. ``--env`` takes any other env whose Dict observation has an ``"action_mask"``. To resume a run, repeat the
+command.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""PPO from pixels, at the settings of CleanRL's ``ppo_atari_envpool``: a CNN of four stacked frames.
+"""PPO from pixels, with the settings of CleanRL's ``ppo_atari_envpool``: a CNN on four stacked frames.
 
-``python -m flatroll run ppo_pixels`` plays Pong of envpool (``pip install "flatroll[envpool]"``); ``--env ALE/Pong-v5``
-that of Gymnasium (``pip install "gymnasium[atari]" opencv-python``). Actor and critic share the CNN. A batch holds each
-stack once: next observations are read from the row behind. A run that was stopped, or killed, goes on when the same
-command is given again.
+``python -m flatroll run ppo_pixels`` trains on envpool's Pong (``pip install "flatroll[envpool]"``), ``--env
+ALE/Pong-v5`` on Gymnasium's (``pip install "gymnasium[atari]" opencv-python``). Actor and critic share the CNN. A batch
+holds each stack once: next observations are read from the following row. To resume a run that was stopped or killed,
+repeat the command.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Recurrent double DQN on CartPole with hidden velocities, trained on slices from a replay buffer.
 
-``python -m flatroll run recurrent_dqn`` trains it. Its parts are those of R2D2: the network also sees the last action,
-runs over each slice from the state stored in its first row, whose first rows only warm the memory up, and has two
-heads, of the state's value and of the actions' advantages. Every 7,500 frames the greedy policy plays 20 episodes
-apart from the training; the weights that did best are kept. To resume a run, give the same command again.
+``python -m flatroll run recurrent_dqn`` trains it. The parts are those of R2D2: the network also sees the last action,
+runs over each slice from the state stored in its first row, uses the first rows only for burn-in, and has two heads,
+for the state's value and the actions' advantages. Every 7,500 frames, the greedy policy plays 20 episodes in another
+env, and the best weights are kept. To resume a run, repeat the command.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Recurrent PPO, on CartPole with hidden velocities by default: all parts of flatroll, from env to pictures.
+"""Recurrent PPO, by default on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
 
 ``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. Without velocities
-the policy needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays
-near 50. Tasks of POPGym (``pip install popgym``) are ``--env popgym:popgym-RepeatPreviousEasy-v0`` and so on. To resume
-a run that was stopped, give the same command again.
+the policy needs memory: with the GRU the mean return exceeds 450 (of 500), without it (``--memoryless``) it stays near
+50. For tasks of POPGym (``pip install popgym``), use ``--env popgym:popgym-RepeatPreviousEasy-v0`` and so on. To resume
+a run that was stopped, repeat the command.
 """
 
 import argparse

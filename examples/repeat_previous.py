@@ -1,7 +1,7 @@
 """Recurrent PPO on a memory task: name the card suit shown three steps ago (popgym's RepeatPrevious).
 
-``python -m flatroll.examples.repeat_previous`` trains a GRU and, with ``--memoryless``, the same sizes without memory.
-A policy that remembers returns 1; one that guesses among four suits returns -0.5 on average.
+``python -m flatroll.examples.repeat_previous`` trains a GRU, with ``--memoryless`` layers of the same sizes without
+memory. Perfect memory gives a return of 1, guessing among four suits -0.5 on average.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Soft actor-critic for continuous control, trained on single transitions from a replay buffer.
 
-``python -m flatroll run sac`` swings up Pendulum. For MuJoCo take the settings of CleanRL's ``sac_continuous_action``:
-``--env HalfCheetah-v5 --num-envs 1 --lr 3e-4 --start 5000 --frames 1000000``. One Adam minimises the sum of the three
-losses: the gradient of each reaches its own networks only. A run that was stopped, or killed, goes on when the same
-command is given again.
+``python -m flatroll run sac`` trains on Pendulum. For MuJoCo, use the settings of CleanRL's ``sac_continuous_action``:
+``--env HalfCheetah-v5 --num-envs 1 --lr 3e-4 --start 5000 --frames 1000000``. One Adam optimizer minimises the sum of
+the three losses, because each loss has gradients only for its own networks. To resume a run that was stopped or killed,
+repeat the command.
 """
 
 import argparse

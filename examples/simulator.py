@@ -1,8 +1,9 @@
 """PPO on a simulator that returns torch tensors: mjlab's Cartpole, on the CPU or a GPU.
 
-``pip install mjlab`` in an environment of its own, then ``python -m flatroll.examples.simulator``. It prints the mean
-reward of a step (1 is the best) and saves its curve. mjlab hides the last observation of an episode unless
-``auto_reset`` is off: so flatroll resets the rows that ended, and GAE bootstraps from true last observations.
+Run ``pip install mjlab`` in a separate environment, then ``python -m flatroll.examples.simulator``. It prints the mean
+reward per step (the maximum is 1) and saves its curve. mjlab hides the last observation of an episode unless
+``auto_reset`` is off. Here it is off: flatroll resets the rows that ended, and GAE bootstraps from the true last
+observations.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Monte Carlo tree search (Kocsis and Szepesvári 2006) in a maze, on a forest that is kept between moves.
+"""Monte Carlo tree search (Kocsis and Szepesvári 2006) in a maze, with a forest that is kept between moves.
 
-``python -m flatroll.examples.tree_search`` plays some mazes by search and by random actions. Each simulation goes down
-known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds what it saw to
-an `MCTSForest`. Ways that lead to the same cell share what is known of it, and the next move starts from it.
+``python -m flatroll.examples.tree_search`` plays some mazes by search and by random actions. Each simulation follows
+known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds its rows to an
+`MCTSForest`. Paths to the same cell share their statistics, and the next move reuses them.
 """
 
 import argparse

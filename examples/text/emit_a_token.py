@@ -1,7 +1,7 @@
-"""PPO teaches a two-layer language model with random weights to emit a token, from flat batches without padding.
+"""Teaches a randomly initialised two-layer language model to emit a token, with PPO on flat batches without padding.
 
 ``python -m flatroll.examples.text.emit_a_token`` trains a tokenizer and a GPT-2 of two layers, downloads nothing, and
-saves the learning curve as ``out/emit_a_token.png``. Needs ``pip install "flatroll[text,plot]"``.
+saves the learning curve as ``out/emit_a_token.png``. It needs ``pip install "flatroll[text,plot]"``.
 """
 
 import argparse
