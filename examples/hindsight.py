@@ -118,9 +118,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bits", type=int, default=12, help="bits to flip, and steps (%(default)s)")
-    parser.add_argument("--frames", type=int, default=40_000, help="frames to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
-    parser.add_argument("--without", action="store_true", help="learn from the env's own goals only")
+    parser.add_argument("--frames", type=int, default=40_000, help="number of frames (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
+    parser.add_argument("--without", action="store_true", help="learn only from the env's own goals")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     result = train(args.bits, args.frames, args.seed, not args.without)

@@ -107,11 +107,11 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "place", choices=PLACES, nargs="?", default="here", help="where envs are (%(default)s)"
+        "place", choices=PLACES, nargs="?", default="here", help="where the envs run (%(default)s)"
     )
-    parser.add_argument("--workers", type=int, default=4, help="processes, or actors (%(default)s)")
-    parser.add_argument("--frames", type=int, default=10_000, help="rows to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="number of processes or actors (%(default)s)")
+    parser.add_argument("--frames", type=int, default=10_000, help="number of rows (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = train(args.place, args.workers, args.frames, args.seed)

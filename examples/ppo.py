@@ -54,10 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--env", default="CartPole-v1", help="an id, or envpool:ID (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=32, help="stepped at once (default: %(default)s)")
-    parser.add_argument("--frames", type=int, default=500_000, help="to learn from (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument(
+        "--env", default="CartPole-v1", help="a Gymnasium id, or envpool:ID (default: %(default)s)"
+    )
+    parser.add_argument("--num-envs", type=int, default=32, help="number of envs (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=500_000, help="number of frames (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args.env, args.frames, args.seed, args.num_envs)

@@ -126,9 +126,11 @@ def train(
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memoryless", action="store_true", help="the same sizes without memory")
+    parser.add_argument(
+        "--memoryless", action="store_true", help="use layers of the same sizes without memory"
+    )
     parser.add_argument("--frames", type=int, default=300_000)
-    parser.add_argument("--k", type=int, default=3, help="how many cards ago")
+    parser.add_argument("--k", type=int, default=3, help="number of steps to remember")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

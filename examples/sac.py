@@ -20,18 +20,18 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("Pendulum-v1", "an id of Gymnasium, or envpool:ID"),
-    "frames": (20_000, "to learn from"),
-    "num_envs": (4, "envs stepped at once; one update for each row"),
+    "env": ("Pendulum-v1", "a Gymnasium id, or envpool:ID"),
+    "frames": (20_000, "number of frames"),
+    "num_envs": (4, "number of envs; there is one update per row"),
     "start": (1_000, "frames with random actions, before the first update"),
-    "capacity": (1_000_000, "rows that the buffer keeps"),
-    "batch_size": (256, "rows of an update"),
-    "lr": (1e-3, "learning rate of actor and temperature at the beginning"),
-    "q_lr": (1e-3, "learning rate of the critics at the beginning"),
-    "last_lr": (1.0, "share of the learning rates that is left at the end; they fall linearly"),
+    "capacity": (1_000_000, "capacity of the buffer, in rows"),
+    "batch_size": (256, "rows per update"),
+    "lr": (1e-3, "initial learning rate of actor and temperature"),
+    "q_lr": (1e-3, "initial learning rate of the critics"),
+    "last_lr": (1.0, "final learning rates as a fraction of the initial ones; they fall linearly"),
     "gamma": (0.99, "discount"),
     "norm": (False, "the networks normalise observations by their running mean and deviation"),
-    "tau": (0.005, "share of the weights that the target networks take at each update"),
+    "tau": (0.005, "update rate of the target networks"),
     "save_every": (10_000, "frames between two checkpoints"),
     "eval_every": (10_000, "frames between two evaluations"),
 }

@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Play, and return the share of mazes solved by search and at random."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mazes", type=int, default=10)
-    parser.add_argument("--simulations", type=int, default=30, help="for each move")
+    parser.add_argument("--simulations", type=int, default=30, help="simulations per move")
     parser.add_argument("--picture", type=Path, help="draw the tree of a search for the first move")
     args = parser.parse_args(arguments)
     solved = {"search": 0.0, "random": 0.0}

@@ -141,7 +141,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--updates", type=int, default=40, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and tokens (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
