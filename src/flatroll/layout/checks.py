@@ -1,4 +1,4 @@
-"""The vocabulary of argument checks: each names the argument, says what it must be and what came.
+"""Argument checks: each error names the argument, what it must be and what was passed.
 
 | check | wants |
 |---|---|
@@ -12,9 +12,13 @@
 | `need_keys` | each argument the name of an entry: a string or a tuple of strings |
 | `key_names` | a list of keys |
 | `need_tensors` | each argument a tensor |
+| `dense_tensor` | a dense tensor of real numbers, on a given device |
+| `floating_tensor` | likewise, of a floating dtype |
+| `blame_entries` | (says which entry made a call fail) |
 | `torch_device` | a device, or its name |
 | `file_path` | a path |
 | `seed_number` | a seed of torch's generators |
+| `sizes` | the sizes of a shape |
 | `floating_dtype` | a floating dtype |
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
@@ -22,8 +26,8 @@
 | `legal_options` | a mask that leaves each choice an option |
 | `warn_of_scales` | rows of one scale |
 
-Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
-``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
+Each returns the checked value, for assignments such as ``self.slots = whole_number("slots", slots)``. ``hint`` is a
+suggested fix, added after a colon. Arguments that Python or torch already check well need no check.
 """
 
 import os
@@ -36,8 +40,9 @@ from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
-#: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
+#: Attribute that collectors set on a batch whose observations were scaled by changing statistics.
 SCALED = "scaled_by_running_statistics"
 
 T = TypeVar("T")
@@ -70,7 +75,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         name: of the argument, for the error.
         value: of the argument.
         least: default 1.
-        most: included; default None, no upper limit.
+        most: included; default None, what 64 bits hold.
         hint: a way out, added to the error.
 
     Raises:
@@ -87,10 +92,11 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         isinstance(value, (int, np.integer))
         and not isinstance(value, bool)
         and least <= value
-        and (most is None or value <= most)
+        and value <= (2**63 - 1 if most is None else most)
     ):
         return int(value)
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    limits += ", of 64 bits" if most is None and isinstance(value, int) and value >= 2**63 else ""
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
@@ -130,7 +136,7 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
+    # float first: a protocol check takes as long as the rest of the function.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", shown(value), hint))
     try:
@@ -155,7 +161,7 @@ def number(
         limits = f"be {'at most' if below is None else 'below'} {high}"
     else:
         limits = "be a number"
-    raise ValueError(_text(name, limits, shown(value), hint))
+    raise ValueError(_text(name, limits, real if isinstance(value, torch.Tensor) else shown(value), hint))
 
 
 def did_you_mean(got: object, known: Iterable[object]) -> str:
@@ -320,6 +326,54 @@ def need_tensors(**named: object) -> None:
             raise TypeError(_text(name, "be a tensor", shown(value)))
 
 
+def dense_tensor(
+    name: str, value: object, device: torch.device | None = None, owner: str = "the others"
+) -> torch.Tensor:
+    """Return an argument after checking that it is a dense tensor of real numbers.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument.
+        device: where it must be; default None, anywhere.
+        owner: what else is there, in words.
+
+    Raises:
+        TypeError: it is no tensor, a sparse one, or one of complex numbers.
+        ValueError: it is on another device.
+
+    >>> dense_tensor("reward", [1.0, 2.0])
+    Traceback (most recent call last):
+    ...
+    TypeError: reward must be a tensor, got list: torch.as_tensor(reward)
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(_text(name, "be a tensor", type(value).__name__, f"torch.as_tensor({name})"))
+    if value.layout is not torch.strided or value.is_complex():
+        raise TypeError(_text(name, "be a dense tensor of real numbers", f"{value.dtype}, {value.layout}"))
+    if device is not None and value.device != device:
+        raise ValueError(_text(name, f"be on {device} like {owner}", value.device, f"{name}.to({device})"))
+    return value
+
+
+def floating_tensor(
+    name: str, value: object, device: torch.device | None = None, owner: str = "the others"
+) -> torch.Tensor:
+    """Return an argument after checking that it is a :func:`dense_tensor` of a floating dtype.
+
+    Raises:
+        TypeError, ValueError: it is not.
+
+    >>> floating_tensor("logits", torch.tensor([1, 2]))
+    Traceback (most recent call last):
+    ...
+    TypeError: logits must be floating, got torch.int64: cast it, e.g. with .float()
+    """
+    tensor = dense_tensor(name, value, device, owner)
+    if not tensor.is_floating_point():
+        raise TypeError(_text(name, "be floating", tensor.dtype, "cast it, e.g. with .float()"))
+    return tensor
+
+
 def torch_device(name: str, value: object) -> torch.device:
     """Return a device after checking that the argument is one, or the name or number of one.
 
@@ -373,6 +427,27 @@ def seed_number(name: str, value: object) -> int:
     return whole_number(name, value, 0, 2**64 - 1)
 
 
+def sizes(name: str, value: object) -> tuple[int, ...]:
+    """Return the sizes of a shape after checking that they are integers of at least 0.
+
+    Raises:
+        TypeError: it is no list or tuple.
+        ValueError: one of them is no such integer.
+
+    >>> sizes("shape", [3, 4])
+    (3, 4)
+    >>> sizes("shape", 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: shape must be a tuple of integers, got 3
+    """
+    if type(value) is tuple and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(_text(name, "be a tuple of integers", shown(value)))
+    return tuple(whole_number(name, size, 0) for size in value)
+
+
 def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return a dtype after checking that it is a floating one.
 
@@ -388,7 +463,7 @@ def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a random generator (None: torch's global one) after checking that it is one of the CPU.
+    """Return a random generator (None: torch's global one) after checking that it is a CPU generator.
 
     Raises:
         TypeError: it is no generator.
@@ -426,6 +501,44 @@ def need_rows(batch: object, *, values: bool = False) -> None:
         raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
 
+#: What Python and torch raise for an entry of a wrong class, dtype, shape or device.
+BLAMED = (RuntimeError, TypeError, IndexError, AttributeError)
+
+
+def blame_entries(
+    caller: str, batch: TensorDictBase, keys: Iterable[str | tuple[str, ...]], error: Exception
+) -> None:
+    """Say which entry of a batch is at fault, after a call has failed; nothing is looked at before that.
+
+    Args:
+        caller: whose call has failed.
+        batch: what it was called with.
+        keys: the entries that it reads.
+        error: how it failed; a note says which dtype, shape and device each entry has.
+
+    Raises:
+        TypeError: an entry is no dense tensor of real numbers.
+        ValueError: two entries are on two devices.
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict({"reward": torch.zeros(2, dtype=torch.complex64)}, [2])
+    >>> blame_entries("GAE", batch, ["reward"], RuntimeError())
+    Traceback (most recent call last):
+    ...
+    TypeError: batch['reward'] must be a dense tensor of real numbers, got torch.complex64, torch.strided
+    """
+    read, device = [], None
+    for key in keys:
+        column = batch.get(key, None)
+        if column is not None:
+            try:
+                device = dense_tensor(f"batch[{key!r}]", column, device).device
+            except (TypeError, ValueError) as wrong:
+                raise wrong from error
+            read.append(f"{key!r}: {shown(column)}")
+    error.add_note(f"{caller} read {', '.join(read)}")
+
+
 def legal_options(
     name: str,
     mask: torch.Tensor,
@@ -435,20 +548,20 @@ def legal_options(
     strict: bool = True,
     real: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Split a mask of legal actions into those of its choices; a choice without an option is an error.
+    """Split a mask of legal actions by choice; a choice without a legal option is an error.
 
-    Errors are looked for on the CPU only, where this waits for nothing; elsewhere such a choice allows all its options.
+    This is checked on the CPU only, without a sync; on other devices such a choice allows all its options.
 
     Args:
         name: of the mask, for the error.
         mask: True (or 1) where an option is legal, ``[*B, sum(counts)]``.
         counts: number of options of each choice. Default None: there is one choice.
         each: what an element of the batch is, for the error.
-        strict: False: as elsewhere on the CPU, too.
+        strict: if False, allow all options of such a choice on the CPU, too.
         real: bool ``[*B]``, the elements that count. Default None: all.
 
     Returns:
-        Of each choice a bool ``[*B, count]``.
+        A bool ``[*B, count]`` per choice.
 
     Raises:
         ValueError: a choice of a real element has no option.
@@ -474,7 +587,7 @@ def legal_options(
 
 
 def warn_of_scales(stacklevel: int) -> None:
-    """Warn that a buffer keeps rows which a running normalisation has put on different scales."""
+    """Warn that a buffer stores rows scaled differently by a running normalisation."""
     warnings.warn(
         "NormalizeObservation scales each row by the statistics of its step, so the rows of a buffer differ in scale: "
         "store raw observations and normalise in the network or in samples, or freeze it (update_running_mean=False)",
@@ -483,7 +596,7 @@ def warn_of_scales(stacklevel: int) -> None:
 
 
 def writer_number(writer: object) -> int:
-    """Return the number of something that writes to a buffer, the high bits of its trajectories' ids.
+    """Return a writer number, the high bits of trajectory ids, after checking it.
 
     Raises:
         ValueError: it is no integer from 0 to 2**23 - 1.

@@ -1,4 +1,4 @@
-"""GRUModule and LSTMModule: a network, stepped in rollouts and run over the runs of a flat batch in training."""
+"""GRUModule and LSTMModule: single steps in rollouts, whole runs of a flat batch in training."""
 
 from typing import ClassVar, NamedTuple, Self, Unpack, cast
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import flags, one_of
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
-from flatroll.modules.networks import GRU, LSTM, NETWORKS, with_weights_of
+from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, with_weights_of
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
-#: From so many rows on, a step of the stock LSTM is faster on the CPU than that of a cell.
+#: From this many rows on, a step of the stock LSTM is faster on the CPU than a cell's.
 STOCK_ROWS = 256
 
 
@@ -32,7 +32,7 @@ class NetworkSizes(NamedTuple):
 
 
 class RecurrentOptions(StatefulOptions, total=False):
-    """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` says what each means."""
+    """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` documents them."""
 
     recurrent_backend: str
     recurrent_recompute: str
@@ -43,6 +43,7 @@ def _wrapped_network(
     mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, python_based: bool
 ) -> nn.RNNBase:
     """The network to wrap: the existing one, or a new one of these sizes."""
+    flags(batch_first=sizes.batch_first, python_based=python_based)
     name, (stock, of_operators) = mode.lower(), NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
     if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
@@ -57,7 +58,9 @@ def _wrapped_network(
     if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
-        return (of_operators if python_based else stock)(**sizes._asdict())
+        options = sizes._asdict()
+        check_sizes(**{name: x for name, x in options.items() if name != "batch_first"})
+        return (of_operators if python_based else stock)(**options)
     if not isinstance(network, (stock, of_operators)):
         raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(network).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:
@@ -72,8 +75,8 @@ def _wrapped_network(
 class RecurrentModule(StatefulModule):
     """Base of :class:`GRUModule` and :class:`LSTMModule`: runs a recurrent network on a tensordict's rows.
 
-    A subclass names its kind of network and its default state keys. Each state stands in the tensordict as
-    ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
+    A subclass defines its kind of network and default state keys. Each state is in the tensordict as ``[*B,
+    num_layers, hidden_size]`` (twice the layers if bidirectional).
 
     Args:
         network: an existing network of that kind, or None.
@@ -118,13 +121,13 @@ class RecurrentModule(StatefulModule):
         Raises:
             ValueError: the network is bidirectional, or ``recurrent_backend`` is one of the stock network.
         """
-        return self._based(NETWORKS[self.net.mode][1])
+        return self._switch_network(NETWORKS[self.net.mode][1])
 
     def make_cudnn_based(self) -> Self:
         """Switch to ``nn.GRU`` or ``nn.LSTM`` (cuDNN on CUDA); keeps the weights."""
-        return self._based(NETWORKS[self.net.mode][0])
+        return self._switch_network(NETWORKS[self.net.mode][0])
 
-    def _based(self, kind: type[nn.RNNBase]) -> Self:
+    def _switch_network(self, kind: type[nn.RNNBase]) -> Self:
         net = with_weights_of(kind, self.net)
         check_backend(self.recurrent_backend, net)
         setattr(self, net.mode.lower(), net)
@@ -154,7 +157,7 @@ class RecurrentModule(StatefulModule):
                 after.append(torch.lstm_cell(rows, before, *weights))
             rows = after[-1][0]
         hidden, *cells = zip(*after, strict=True)
-        # stacked, hence in memory of its own: an in-place activation on the output leaves the state alone
+        # stacking copies: an in-place activation on the output must not change the state
         stacked = torch.stack(hidden, 1)
         return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
 
@@ -162,7 +165,7 @@ class RecurrentModule(StatefulModule):
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         if self.recurrent_recompute == "none" or not torch.is_grad_enabled():
             return self._over_runs(rows, stored, starts)
-        # keeps the inputs alone, and runs the recurrence once more for the backward pass, with the same dropout
+        # saves only the inputs, and reruns the recurrence for the backward pass, with the same dropout
         result: tuple[Tensor, States] = checkpoint(self._over_runs, rows, stored, starts, use_reentrant=False)
         return result
 
@@ -194,14 +197,14 @@ class RecurrentModule(StatefulModule):
 class GRUModule(RecurrentModule):
     """A GRU on tensordict rows: single steps in rollouts, whole runs in training, with equal results.
 
-    :class:`set_recurrent_mode` chooses between the two modes; where it is not used, ``default_recurrent_mode`` does.
+    :class:`set_recurrent_mode`, or else ``default_recurrent_mode``, selects one of two modes.
 
-    * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True, and
-      the state so used is written back to its in_key, so that a stored batch holds what the step started
-      from. A missing state is zeros if all rows are is_init rows.
-    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, cut where
-      :func:`flatroll.layout.run_starts` says. Each run starts from the state stored at its first row, which
-      is the state the rollout used there: the recorded outputs are computed again, without padding.
+    * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True and written
+      back to its in_key, so that a stored batch has the state before each step. A missing state is zeros if all rows
+      are is_init rows.
+    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, separated by
+    :func:`flatroll.layout.run_starts`. Each run starts from the state stored at its first row, which the rollout used
+    there: the recorded outputs are recomputed without padding.
       With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
 
     The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row
