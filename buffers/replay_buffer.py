@@ -4,7 +4,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,18 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer, from_plain, to_plain
-from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
+from flatroll.layout.checks import (
+    SCALED,
+    as_numbers,
+    cpu_generator,
+    expect,
+    file_path,
+    flags,
+    function,
+    need_tensors,
+    warn_of_scales,
+    whole_number,
+)
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, as_space, make_composite_from_td
@@ -133,6 +144,17 @@ class ReplayBuffer(Facts):
     ) -> None:
         if storage is not None:
             expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        if sampler is not None:
+            expect("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
+        if writer is not None:
+            expect("writer", writer, Writer, "a writer such as RoundRobinWriter()")
+        if collate_fn is not None:
+            function("collate_fn", collate_fn, "a function of a sample")
+        if prefetch is not None:
+            whole_number("prefetch", prefetch, 0)
+        flags(shared=shared)
+        if compilable is not None:
+            flags(compilable=compilable)
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
             raise ValueError("shared=True needs rows that other processes see: use LazyMemmapStorage")
@@ -185,6 +207,7 @@ class ReplayBuffer(Facts):
             ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
+        flags(invert=invert)
         if not invert and reads_others(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
@@ -382,9 +405,11 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots = slots_of(index, self.storage.lanes)
+        slots, priorities = slots_of(index, self.storage.lanes), as_numbers("priority", priority)
+        if generation is not None:
+            need_tensors(generation=generation)
         with self.lock:
-            self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
+            self.sampler.update_priority(self.ring, slots, priorities, generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
@@ -412,6 +437,8 @@ class ReplayBuffer(Facts):
             RuntimeError: the buffer is empty, or holds no trajectory long enough.
             ValueError: no batch size, or one that does not fit the sampler.
         """
+        if return_info is not False and return_info is not True:
+            flags(return_info=return_info)
         sample, info, _ = self.next_sample(batch_size)
         return (sample, info) if return_info else sample
 
@@ -685,7 +712,8 @@ class ReplayBuffer(Facts):
                 priorities do not fit together.
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
-        self._load(state)
+        expect("state", state, Mapping, "what state_dict returned")
+        self._load(dict(state))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
         """Restore a state. ``ring``, which `_check_state` returned of it while the buffer had the ring ``checked_for``,
@@ -771,8 +799,10 @@ class ReplayBuffer(Facts):
         >>> other[:]
         tensor([0, 1, 2])
         """
-        options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
+        flags(sync=sync, overwrite=overwrite, wait=wait)
+        options = SaveOptions(sync, whole_number("keep", keep), overwrite)
+        folder = file_path("path", path).absolute()
+        self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -794,8 +824,12 @@ class ReplayBuffer(Facts):
             ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
                 same), or damaged files, named; a folder of a later version of the package.
         """
+        flags(strict=strict)
+        if version is not None:
+            whole_number("version", version)
+        folder = file_path("path", path)
         self.saves.join()
-        _, apply = self.load_version(Path(path), version, strict)
+        _, apply = self.load_version(folder, version, strict)
         apply()
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:

@@ -304,7 +304,9 @@ def as_tensor(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
-    raise TypeError(f"a {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object")
+    raise TypeError(
+        f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
+    )
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
@@ -336,7 +338,10 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
         # A named tuple's entries are known by their fields' names, too.
-        batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
+        named = isinstance(batch, tuple) and isinstance(name, str)
+        if isinstance(batch, list) and not isinstance(name, int):
+            raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")
+        batch = getattr(batch, name) if named else batch[name]
     return batch
 
 

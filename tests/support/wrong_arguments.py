@@ -474,6 +474,7 @@ def _buffers() -> Iterator[Case]:
             names={
                 "slice_len": "num_slices slice_len batch_size",
                 "num_slices": "slice_len batch_size",
+                "max_policy_lag": "policy_version",
                 "compile": "compile",
             },
             long=("max_capacity",),
@@ -514,10 +515,14 @@ def _buffers() -> Iterator[Case]:
         buffer.extend(batch())
         buffer.sample()
 
+    user = ("collate_fn", "transform")
+
     def made() -> dict[str, Any]:
         return {"storage": buffers.LazyTensorStorage(64), "batch_size": 4}
 
-    yield Case("ReplayBuffer", buffers.ReplayBuffer, made, circulate, names={"transform": "transforms"})
+    yield Case(
+        "ReplayBuffer", buffers.ReplayBuffer, made, circulate, names={"transform": "transforms"}, called=user
+    )
     more = [
         "sampler",
         "writer",
@@ -530,13 +535,20 @@ def _buffers() -> Iterator[Case]:
         "checkpointer",
         "shared",
     ]
-    yield Case("TensorDictReplayBuffer", buffers.TensorDictReplayBuffer, made, circulate, tuple(more[1:]))
+    yield Case(
+        "TensorDictReplayBuffer",
+        buffers.TensorDictReplayBuffer,
+        made,
+        circulate,
+        tuple(more[1:]),
+        called=user,
+    )
 
     def prioritized() -> dict[str, Any]:
         return {**made(), "alpha": 0.6, "beta": 0.4}
 
     for name in ("TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer"):
-        yield Case(name, getattr(buffers, name), prioritized, circulate, tuple(more[2:]))
+        yield Case(name, getattr(buffers, name), prioritized, circulate, tuple(more[2:]), called=user)
     one = filled()
     lists = buffers.ReplayBuffer(storage=buffers.ListStorage(8), batch_size=2)
     lists.extend([1, 2, 3])
@@ -616,6 +628,7 @@ def _rollouts() -> Iterator[Case]:
         lambda made: next(iter(made)),
         long=("frames_per_batch", "total_frames", "init_random_frames", "trajs_per_batch"),
         names={"create_env_fn": "env envs"},
+        called=("create_env_fn", "policy", "postproc", "pre_collect_hook", "post_collect_hook"),
     )
     yield Case(
         "rollout",

@@ -18,6 +18,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.layout.checks import expect, flags
 from flatroll.wrappers.arrays import Tree, map_tree, select
 from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
@@ -101,6 +102,8 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         reuse_buffer: bool = False,
         record_actions: bool = False,
     ) -> None:
+        expect("script", script, Script, "a Script")
+        flags(reuse_buffer=reuse_buffer, record_actions=record_actions)
         self.script, self.num_envs = script, script.num_envs
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space

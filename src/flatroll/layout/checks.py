@@ -12,6 +12,7 @@
 | `need_keys` | each argument the name of an entry: a string or a tuple of strings |
 | `key_names` | a list of keys |
 | `need_tensors` | each argument a tensor |
+| `as_numbers` | a number, an array or a tensor with values, as a tensor |
 | `torch_device` | a device, or its name |
 | `file_path` | a path |
 | `seed_number` | a seed of torch's generators |
@@ -318,6 +319,23 @@ def need_tensors(**named: object) -> None:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(_text(name, "be a tensor", shown(value)))
+
+
+def as_numbers(
+    name: str, value: object, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+
+    >>> as_numbers("low", [1, 2])
+    tensor([1, 2])
+    """
+    try:
+        numbers = torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
+    if numbers.is_meta:
+        raise TypeError(f"{name} must be a tensor with values, got one on the device meta")
+    return numbers
 
 
 def torch_device(name: str, value: object) -> torch.device:
