@@ -16,7 +16,7 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from flatroll.layout.checks import one_of, torch_device, whole_number
+from flatroll.layout.checks import one_of, shown, torch_device, whole_number
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
@@ -320,7 +320,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     for known in AutoresetMode:
         if known.value.lower() == plain:
             return known
-    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {mode!r}")
+    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {shown(mode)}")
 
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:

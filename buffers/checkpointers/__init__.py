@@ -1,1 +1,1 @@
-"""How a buffer's rows and tables go to disk and come back: checkpointers, and the log of the rows in a folder."""
+"""Saving and loading a buffer's rows and tables: checkpointers, and the log of rows in a folder."""

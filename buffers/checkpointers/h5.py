@@ -28,13 +28,13 @@ _FORMAT = 1
 _LINE = "h5"
 _LENGTHS = "#lengths"
 _CHUNK_BYTES = 2**20
-_WORDS = {1: torch.uint8, 2: torch.int16}  # of dtypes that NumPy does not have
+_WORDS = {1: torch.uint8, 2: torch.int16}  # for dtypes that NumPy lacks
 
 
 class H5StorageCheckpointer(FlatStorageCheckpointer):
-    """Writes one HDF5 file, ``path/checkpoint.h5``: the columns end to end, the tables, and no group per trajectory.
+    """Writes one HDF5 file, ``path/checkpoint.h5``, with one dataset per column and the buffer's tables.
 
-    Every save writes all rows, beside the old file, whose name it then takes. Each chunk has a checksum. Needs the
+    Every save writes all rows to a new file, which then replaces the old one. Each chunk has a checksum. Requires the
     extra ``h5``.
 
     Args:
@@ -95,7 +95,7 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise DamagedFileError(f"{file}: {error}") from None
         except PermissionError:
             raise
-        # What h5py raises for what is no HDF5, or is damaged.
+        # Errors that h5py raises for damaged or non-HDF5 files.
         except (OSError, KeyError, RuntimeError) as error:
             raise DamagedFileError(f"{file} cannot be read: {error}") from None
         except ValueError as error:
@@ -104,11 +104,11 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
 
 
 class H5Writer:
-    """Writes a file of rows and a state; it takes what `Folder` takes, and nothing is there before ``publish``.
+    """Writes a file of rows and a state, with the interface of `Folder`; the file appears with ``publish``.
 
     Attributes:
-        end: number of the row to come.
-        segments: none that could be kept.
+        end: number of the next row.
+        segments: always empty, because no segment can be kept.
     """
 
     segments: tuple[()] = ()
@@ -125,14 +125,14 @@ class H5Writer:
         self.end = 0
 
     def close(self) -> None:
-        """Remove the file, if it was not published."""
+        """Remove the file if it was not published."""
         self._h5.close()
         self._file.close()
         with suppress(OSError):
             files.remove(self._beside)
 
     def _remove_stale(self) -> None:
-        """Remove what processes left that died while they saved: files that nobody has locked."""
+        """Remove files of processes that died while saving: files without a lock."""
         for name in files.names(self._path.parent):
             if name.startswith(f"{self._path.name}.") and name.endswith(files.TEMPORARY):
                 with suppress(OSError):
@@ -140,14 +140,14 @@ class H5Writer:
                     files.remove(self._path.with_name(name))
 
     def drop_before(self, row: int) -> None:
-        """Leave out rows before this one, as far as they are not in the file already."""
-        if row > self.end and self._first is not None:  # rows are missing between: those before are of no use
+        """Skip rows before this one that are not in the file yet."""
+        if row > self.end and self._first is not None:  # after a gap, earlier rows are useless
             self._h5.pop("rows")
             self._rows, self._first = self._h5.create_group("rows"), None
         self.end = max(self.end, row)
 
     def append(self, columns: Mapping[str, Column]) -> None:
-        """Write rows after those that are there."""
+        """Append rows."""
         first = next(iter(columns.values()))
         count = len(first.lengths if isinstance(first, Ragged) else first)
         for name, column in columns.items():
@@ -184,7 +184,7 @@ class H5Writer:
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
     ) -> Version:
-        """Write the state, and give the file its name."""
+        """Write the state and rename the file."""
         self._h5.attrs["format"] = _FORMAT
         first = self.end if self._first is None else self._first
         self._h5.attrs["rows"] = (first, self.end, first if head is None else head)
@@ -209,7 +209,7 @@ class H5Writer:
 class _H5Rows:
     """The rows of a file, as a segment.
 
-    Rows that were overwritten while the file was written come before the row ``head``: it begins there.
+    It begins at row ``head``; earlier rows were overwritten while the file was written.
     """
 
     def __init__(self, datasets: Mapping[str, Any], first: int, head: int, end: int) -> None:
@@ -217,7 +217,7 @@ class _H5Rows:
         self.first, self.end, self.rows = head, end, end - head
 
     def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
-        """All columns, checked, in new memory: nothing is read into ``targets``."""
+        """Read and check all columns in new memory; ``targets`` are not used."""
         tensors = {name: _read_dataset(name, data) for name, data in self._datasets.items()}
         columns: dict[str, Column] = {}
         for name, values in tensors.items():
@@ -238,7 +238,7 @@ class _H5Rows:
 
 
 def _read(h5: Any) -> LoadedVersion:
-    """The version in a file; DamagedFileError if there is none."""
+    """Return the version in a file; DamagedFileError if there is none."""
     if str(form := _attribute(h5, "format")) not in (str(_FORMAT), "None"):
         raise ValueError(f"the file has format {form}, known here is {_FORMAT}: install a later flatroll")
     try:
@@ -259,7 +259,7 @@ def _read(h5: Any) -> LoadedVersion:
 
 
 def _read_dataset(name: str, data: Any) -> Tensor:
-    """The values of a dataset that was checked."""
+    """Return the values of a checked dataset."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
     dtype: Any = values.dtype
     if isinstance(noted := _attribute(data, "dtype"), bytes):
@@ -274,14 +274,14 @@ def _read_dataset(name: str, data: Any) -> Tensor:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Numbers or bytes of fixed length; None for strings, which HDF5 keeps on a heap: a damaged one is read forever."""
+    """Return numbers or bytes of fixed length; None for strings: a damaged HDF5 string heap makes h5py loop."""
     attributes = owner.attrs
     plain = name in attributes and attributes.get_id(name).dtype.kind in "iuS"
     return attributes[name] if plain else None
 
 
 def _name_of(values: Tensor) -> Any:
-    """The name of a dtype as an attribute."""
+    """Return the dtype name stored as an attribute."""
     return np.bytes_(str(values.dtype).removeprefix("torch."))
 
 
@@ -289,7 +289,7 @@ def _to_numpy(values: Tensor) -> Any:
     plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     try:
         return plain.numpy()
-    except TypeError:  # bfloat16 and others that NumPy does not have
+    except TypeError:  # bfloat16 and others that NumPy lacks
         return plain.view(_WORDS[plain.element_size()]).numpy()
 
 

@@ -1,5 +1,4 @@
-"""Checkpointers: those that turn rows of a storage into columns of files and back, those of storages whose rows are
-files already, and which one a storage has."""
+"""Checkpointers: for storages whose rows are written to files, and for storages that are on disk already."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,23 +47,23 @@ from flatroll.layout.keys import NestedKey, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest
 
 T = TypeVar("T")
-#: The checkpointers whose columns have these parts, which others do not read.
+#: Checkpointers whose columns have these parts; others cannot read them.
 _WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
-_STARTS = "#starts"  # bool per row: a run begins here
-_AFTER = "#after"  # next values that are not those of the row after
-_CONVERTED = "#converted"  # what save hooks made of many rows, as bytes at the first of them
-#: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many, or another form of them.
+_STARTS = "#starts"  # bool per row: whether a run begins here
+_AFTER = "#after"  # next values that differ from the next row's values
+_CONVERTED = "#converted"  # output of save hooks for several rows, as bytes in the first one
+#: A hook receives rows (a batch, or a list of items) and returns as many rows, or another object for them.
 Hook: TypeAlias = Callable[..., Any]
 Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
 
 
 class Span(NamedTuple):
-    """Rows in a file, to be read.
+    """Rows to read from a file.
 
     Attributes:
-        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
-        read: reads them: what :meth:`StorageCheckpointerBase.dump` gave, given targets by name, tensors ``[N, ...]``
-            to read a column into where its dtype and shape are those of the file (else it comes in new memory).
+        slots: int64 ``[N]``, slot of each row; -1 for rows that are no longer stored, which come first.
+        read: reads them: returns the result of :meth:`StorageCheckpointerBase.dump`. Its argument is targets by name,
+            tensors ``[N, ...]``; a column is read into its target if dtype and shape match, else into new memory.
     """
 
     slots: Tensor
@@ -72,14 +71,13 @@ class Span(NamedTuple):
 
 
 class StorageCheckpointerBase(ABC):
-    """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
+    """Base class of checkpointers, which determine how ``buffer.dumps`` writes the rows of a storage.
 
-    ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
-    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`,
-    which links files and copies no rows. The same kind reads what was written.
-    For another form of the columns, a subclass implements :meth:`dump` and :meth:`restore`. For files of another
-    kind it also overrides :meth:`open`, which returns a `RowWriter`, and :meth:`load_with`, as
-    `H5StorageCheckpointer` does.
+    ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, sets one. By default a storage of tensors has a
+    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, and one on disk a
+    `DiskStorageCheckpointer`, which links files and copies no rows. Load with the same class that wrote the files.
+    To change the form of columns, a subclass implements :meth:`dump` and :meth:`restore`. To write other files it
+    also overrides :meth:`open`, which returns a `RowWriter`, and :meth:`load_with`, as `H5StorageCheckpointer` does.
     """
 
     def __init__(self) -> None:
@@ -87,52 +85,52 @@ class StorageCheckpointerBase(ABC):
         self._load_hooks: list[Hook] = []
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; its result is written instead.
 
         See `ReplayBuffer.register_save_hook`.
         """
         self._save_hooks.append(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
+        """Call ``hook(rows)`` on loaded rows before they are stored, to undo the save hooks."""
         self._load_hooks.append(hook)
 
     @abstractmethod
     def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
 
-        The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
+        Names, dtypes and shapes are the same for all rows. These rows are not overwritten during the call.
         """
 
     @abstractmethod
     def restore(
         self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
+        """Return the storage's ``state_dict`` of ``rows`` slots; nothing is changed.
 
         Args:
-            storage: the one that will be asked to load it.
-            tables: its state without the rows, not to be trusted.
+            storage: the storage that will load it.
+            tables: its state without the rows, untrusted.
             spans: the rows, oldest first.
-            rows: how many slots have been used.
+            rows: number of used slots.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: they do not match.
         """
 
     def check(self, storage: Storage) -> None:
-        """Raise an error if this is no checkpointer for ``storage``."""
+        """Raise an error if this checkpointer does not support ``storage``."""
         return
 
     def dump_rows(self, storage: Storage, slots: Tensor, path: Path, ring: Ring) -> dict[str, FileColumn]:
-        """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
+        """Return the result of :meth:`dump`, or of the save hooks, for these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
         rows, full = self.rows_for_hooks(storage, slots), len(ring) == ring.capacity
         converted = False
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
-                # The rows come oldest first, whatever the ring's cursor is.
+                # Rows are sorted oldest first, wherever the ring's cursor is.
                 conversion: Any = hook
                 conversion.shift, conversion.is_full = (0, True) if full else (len(slots), False)
                 rows, converted = hook(rows), True
@@ -148,22 +146,22 @@ class StorageCheckpointerBase(ABC):
         return self.dump_given(storage.structure, rows, len(slots))
 
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
-        """Return the rows in ``slots`` as hooks take them."""
+        """Return the rows in ``slots`` in the form that hooks receive."""
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
-        """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
+        """Return ``count`` rows from a hook as columns of a file; ValueError if their number differs.
 
-        ``structure`` is what kind of rows the storage keeps.
+        ``structure`` is the kind of rows in the storage.
         """
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
-        """Return the rows of which :meth:`dump_given` made ``tensors``, as the load hooks take them."""
+        """Invert :meth:`dump_given`: return the rows for the load hooks."""
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
     def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
-        """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
+        """Return a writer for the rows that ``ring`` counts; ``saved`` describes the rows already in its folder."""
         return open_folder(saved, options, ring, segment_rows)
 
     def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
@@ -181,15 +179,13 @@ class StorageCheckpointerBase(ABC):
         number: int | None,
         strict: bool,
     ) -> tuple[T, Folder | None]:
-        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
-        that knows this version, if it is one."""
+        """Return ``use(version)`` of the newest complete (or the given) version, and its folder if it is one."""
         return load_from(path, use, number, strict)
 
     def restore_version(
         self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        """Return what :meth:`restore` gives of a version whose rows ``ring`` counts, and which the load hooks change
-        back."""
+        """Return the result of :meth:`restore` for a version with ``ring``'s rows, after the load hooks."""
         if not self._load_hooks:
             return self.restore(storage, tables, spans(ring, version), ring.used)
         changed = []
@@ -218,10 +214,10 @@ class StorageCheckpointerBase(ABC):
 
 
 class TensorStorageCheckpointer(StorageCheckpointerBase):
-    """The checkpointer of storages made of tensors, in memory or in files: the rows of each column as they are.
+    """The checkpointer of storages of tensors, in memory or in files: writes the rows of each column unchanged.
 
-    Frame stacks are written as single frames, compressed rows compressed and sparse ones sparse; a compact storage
-    writes each observation once. A save after the first one writes the new rows only.
+    Frame stacks are written as single frames, compressed rows compressed and sparse rows sparse; a compact storage
+    writes each observation once. Later saves write only new rows.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=TensorStorageCheckpointer())
@@ -263,20 +259,20 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     def restore(
         self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        assert isinstance(storage, ColumnStorage)  # that is what `check` is for
+        assert isinstance(storage, ColumnStorage)  # guaranteed by `check`
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
-        # Plain rows go to their place as they come, so that one file at a time is in memory twice.
+        # Plain rows are copied to their place file by file, so that only one file is in memory twice.
         plain = {
             key: host_memory(rows, column.dtype, column.shape)
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
-        blank = torch.ones(rows, dtype=torch.bool)  # slots of no file: rows that the ring has given up
+        blank = torch.ones(rows, dtype=torch.bool)  # slots without a file: rows that the ring has dropped
         for slots, read in spans:
             first, count = int(slots[0]) if len(slots) else -1, len(slots)
-            in_place = first >= 0 and int(slots[-1]) - first == count - 1  # slots that follow each other
+            in_place = first >= 0 and int(slots[-1]) - first == count - 1  # consecutive slots
             if in_place:
                 blank[first : first + count] = False
             else:
@@ -306,7 +302,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 else:
                     parts[key].append(Part(slots, dumped))
         empty = blank.nonzero().squeeze(1)
-        if len(empty):  # zeros, whatever was in that memory
+        if len(empty):  # the memory was not initialised
             for values in plain.values():
                 put_rows(values, empty, values.new_zeros((len(empty), *values.shape[1:])))
         restored: dict[NestedKey, Any] = {
@@ -332,7 +328,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
-        assert structure is not None  # rows of tensors have one
+        assert structure is not None  # tensor rows have exactly one
         columns = structure.columns(rows)
         if {len(values) for values in columns.values()} != {count}:
             raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
@@ -350,8 +346,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 class ListStorageCheckpointer(StorageCheckpointerBase):
     """The checkpointer of `ListStorage`: items are written as JSON and tensors, without pickle.
 
-    Items may be numbers, strings, bytes, tensors, arrays, tensordicts, and dicts, lists and tuples of them; saving
-    others is a TypeError that names them.
+    Items may be numbers, strings, bytes, tensors, arrays, tensordicts, and dicts, lists and tuples of these; other
+    types raise TypeError.
     """
 
     @override
@@ -404,14 +400,14 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
 
 
 class FlatStorageCheckpointer(TensorStorageCheckpointer):
-    """Writes a next observation only where it is not, bit by bit, the observation of the row after it.
+    """Writes a next observation only where it differs bitwise from the next row's observation.
 
-    So rows in the TED format take little more than half of the space. Nothing is assumed of them: observations that are
-    not the shift of each other, as n-step ones, are written in full, and what comes back is bit-equal. All entries are
-    written, markers at the root too.
+    Rows in the TED format then take little more than half the space. It assumes nothing about the rows: next
+    observations that are not those of the next row, such as n-step ones, are written in full, and loading is
+    bit-exact. All entries are written, including markers at the root.
 
     Args:
-        done_keys, reward_keys: entries that must be among the rows, as torchrl's scripts name them; default none.
+        done_keys, reward_keys: entries that the rows must have, as in torchrl scripts; default none.
 
     >>> import tempfile
     >>> from tensordict import TensorDict
@@ -453,7 +449,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                 continue
             if now.shape != after.shape or not len(now):
                 continue
-            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row's always
+            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # always for the last row
             kept[:-1] = differ(after[:-1], now[1:])
             del dumped[later]
             dumped[later + _AFTER] = Ragged(after[kept], kept.long())
@@ -469,10 +465,10 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
 
 
 class NestedStorageCheckpointer(FlatStorageCheckpointer):
-    """A `FlatStorageCheckpointer` that also writes where trajectories begin: the column ``#starts``, bool per row.
+    """A `FlatStorageCheckpointer` that also writes the column ``#starts``, bool per row: where trajectories begin.
 
-    A reader of the files finds the trajectories by it, as `layout.run_starts` does; each file begins one. Loading does
-    not need it.
+    Readers of the files find trajectories by it, as with `layout.run_starts`; each file begins with a start. Loading
+    does not need it.
 
     Args:
         done_keys, reward_keys: see `FlatStorageCheckpointer`.
@@ -502,11 +498,11 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
 
 class DiskStorageCheckpointer:
-    """The checkpointer of `DiskStorage`: it writes no rows, since they are in files already.
+    """The checkpointer of `DiskStorage`, which links files instead of writing rows.
 
-    The files get a second name in the folder of the checkpoint (copies are made on another disk), and stay as long as
-    one of the two folders needs them. A load gives them a second name in the storage's folder, whose own rows go. The
-    folder of a checkpoint may lie within that of the storage, but cannot be the same: there the rows go on.
+    A save hard-links the files into the checkpoint's folder (on another file system it copies them); files exist as
+    long as one of the two folders needs them. A load links them into the storage's folder and drops its rows. The
+    checkpoint's folder may be inside the storage's, but not the same.
 
     >>> import tempfile, torch
     >>> from tensordict import TensorDict
@@ -525,7 +521,7 @@ class DiskStorageCheckpointer:
     """
 
     def check(self, storage: Storage) -> None:
-        """Raise TypeError if this is no checkpointer for ``storage``."""
+        """Raise TypeError if this checkpointer does not support ``storage``."""
         if not isinstance(storage, DiskStorage):
             raise TypeError(
                 f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
@@ -533,7 +529,7 @@ class DiskStorageCheckpointer:
 
     def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
         """Return a save of the rows that ``ring`` counts."""
-        assert isinstance(storage, DiskStorage)  # that is what `check` is for
+        assert isinstance(storage, DiskStorage)  # guaranteed by `check`
         _check_other(storage, saved.path)
         return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
 
@@ -545,8 +541,7 @@ class DiskStorageCheckpointer:
         number: int | None,
         strict: bool,
     ) -> tuple[T, Folder | None]:
-        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
-        that knows this version."""
+        """Return ``use(version)`` of the newest complete (or the given) version, and its folder."""
         assert isinstance(storage, DiskStorage)
         _check_other(storage, path)
         return load_from(path, use, number, strict)
@@ -554,7 +549,7 @@ class DiskStorageCheckpointer:
     def restore_version(
         self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        """Return the storage's state with the rows of ``version``, which ``ring`` counts; nothing changes."""
+        """Return the storage's state with the rows of ``version``, counted by ``ring``; nothing is changed."""
         assert isinstance(storage, DiskStorage)
         return storage.linked(tables, version, ring)
 
@@ -567,12 +562,12 @@ class DiskStorageCheckpointer:
 
 
 class FileLinks:
-    """A save that gives the files of a storage a second name.
+    """A save that links the files of a storage.
 
     Args:
-        storage: whose files are held as they are from :meth:`hold` until :meth:`close`.
-        folder: where the version goes.
-        saved: what the buffer has in the folder.
+        storage: its files are not changed between :meth:`hold` and :meth:`close`.
+        folder: folder of the version.
+        saved: the buffer's rows in the folder.
         ring: counts the rows.
     """
 
@@ -582,18 +577,18 @@ class FileLinks:
         self._head = 0
 
     def close(self) -> None:
-        """Let writers go on, and others save to the folder."""
+        """Release writers and the folder."""
         if self._held is not None:
             self._held.__exit__(None, None, None)
         self._folder.close()
 
     def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
-        """Let the storage write the files of the rows that wait in memory."""
+        """Make the storage write its rows in memory to files."""
         if not self._storage.read_only:
             self._storage.flush()
 
     def hold(self, head: int, end: int) -> None:
-        """Keep the files of the rows as they are; rows that come from now on stay in memory."""
+        """Freeze the files; new rows stay in memory from now on."""
         held = self._storage.held()
         held.__enter__()
         self._held, self._head = held, head
@@ -608,18 +603,18 @@ class FileLinks:
 
 
 class StorageEnsembleCheckpointer:
-    """The checkpointer of `StorageEnsemble`: each member's own writes its rows, to a folder of their own."""
+    """The checkpointer of `StorageEnsemble`: each member's checkpointer writes to its own folder."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-#: What says how the rows of a storage are saved.
+#: Any object that saves the rows of a storage.
 Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer
 
 
 def checkpointer_of(storage: Storage) -> Checkpointer:
-    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
+    """Return the checkpointer of ``storage``, the default one if none was set; TypeError if it does not fit."""
     if storage.checkpointer is None:
         if isinstance(storage, DiskStorage):
             storage.checkpointer = DiskStorageCheckpointer()
@@ -637,8 +632,7 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
 
 
 def hooked(storage: Storage) -> StorageCheckpointerBase:
-    """Return the checkpointer of ``storage``, which takes hooks; TypeError if it copies no rows that they could
-    change."""
+    """Return the checkpointer of ``storage`` for hooks; TypeError if it copies no rows."""
     checkpointer = checkpointer_of(storage)
     if isinstance(checkpointer, DiskStorageCheckpointer):
         raise TypeError(
@@ -648,7 +642,7 @@ def hooked(storage: Storage) -> StorageCheckpointerBase:
 
 
 def _check_other(storage: DiskStorage, path: Path) -> None:
-    """Raise ValueError if a checkpoint's folder is that of the rows."""
+    """Raise ValueError if a checkpoint's folder is the storage's."""
     if path.resolve() == Path(storage.path).resolve():
         raise ValueError(
             f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
@@ -659,8 +653,7 @@ def _check_other(storage: DiskStorage, path: Path) -> None:
 def load_from(
     path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
 ) -> tuple[T, Folder]:
-    """Return ``use(version)`` of the newest version in a folder that is whole, or of the one of this number, and the
-    folder that knows this version."""
+    """Return ``use(version)`` of a folder's newest complete (or the given) version, and the folder."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
@@ -670,7 +663,7 @@ def load_from(
 
 
 def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
-    """The rows that ``ring`` counts in a version's files; ValueError if the version has others."""
+    """Return the spans of ``ring``'s rows in a version's files; ValueError if the version has other rows."""
     head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
     for segment in version.segments:
@@ -678,13 +671,13 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
         start = segment.first % ring.capacity
         slots = torch.arange(start, start + segment.rows)
-        slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
+        slots[ring.capacity - start :] -= ring.capacity  # wrap around the end of the ring
         slots[: max(0, head - segment.first)] = -1
         yield Span(slots, segment.read)
 
 
 def _converted(column: FileColumn) -> list[tuple[int, Any]]:
-    """What save hooks made of rows, and of how many rows each part of it is."""
+    """Return the save hooks' results and the number of rows of each."""
     if (
         not isinstance(column, Ragged)
         or column.values.dtype is not torch.uint8
@@ -702,7 +695,7 @@ def _converted(column: FileColumn) -> list[tuple[int, Any]]:
 
 
 def _to_bytes(item: object, name: str) -> bytes:
-    """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
+    """Encode an item: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
         packer = Packer()
         value = packer.value(item, "state", 0)
@@ -733,12 +726,12 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
 
 
 def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
-    """The columns of a span but for where runs begin."""
+    """Return the columns of a span without run starts."""
     return {name: values for name, values in read(targets).items() if name != _STARTS}
 
 
 def _filled(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
-    """The columns of a span with all next values."""
+    """Return the columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
     for name, kept in tensors.items():

@@ -1,4 +1,4 @@
-"""How a buffer is saved: what it knows of each folder, and the two ways of its rows to one, as copies or as links."""
+"""Saving a buffer: what is known about each folder, and saves by copies or by links."""
 
 import threading
 import weakref
@@ -14,23 +14,23 @@ from flatroll.disk import Folder, Version
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
-LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # of a segment
-_PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
-_ROW_BYTES = 1000  # of a row whose size is not known
-_MOST_EDITS = 1000  # that are remembered one by one
+LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # bytes of a segment
+_PARTS = 64  # minimum segments of a full ring: the oldest also holds dropped rows
+_ROW_BYTES = 1000  # bytes of a row of unknown size
+_MOST_EDITS = 1000  # edits remembered one by one
 
 
 class SavedFolder:
-    """What a buffer has in a folder, so that the next save writes the new rows only.
+    """The state of a buffer's rows in a folder, so that the next save writes only new rows.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
 
     Attributes:
-        folder: the closed `Folder` that has saved or loaded last, which knows the versions of this run.
-        ring: counts the rows in the folder; None, or gone, if others than those of the buffer are there.
-        edits: numbers of the first and last row of each edit in place since then.
-        saving: whether a save is under way, which counts on the order of the edits.
+        folder: the closed `Folder` of the last save or load, which knows this run's versions.
+        ring: counts the rows in the folder; None or dead if the folder has other rows than the buffer.
+        edits: first and last row number of each in-place edit since then.
+        saving: whether a save is running, which relies on the order of the edits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +41,12 @@ class SavedFolder:
         self.saving = False
 
     def note(self, ring: Ring, edits: int = 0) -> None:
-        """Remember that the folder has the rows that ``ring`` counts, after the first ``edits`` of the edits."""
+        """Record that the folder has ``ring``'s rows, including the first ``edits`` edits."""
         self.ring = weakref.ref(ring)
         del self.edits[:edits]
 
     def edited(self, numbers: Tensor) -> None:
-        """Note that rows with these numbers were overwritten in place; the caller holds the lock of writers."""
+        """Record that rows with these numbers were overwritten in place; the caller holds the write lock."""
         if not len(numbers):
             return
         low, high = map(int, torch.aminmax(numbers))
@@ -56,9 +56,9 @@ class SavedFolder:
 
 
 class SavedFolders:
-    """What a buffer knows of its saves: its rows in each folder, and the save that is under way on a thread.
+    """A buffer's saves: the state of each folder, and the save that runs on a thread.
 
-    A copy of the buffer, or one in another process, knows nothing.
+    A copy of the buffer, also in another process, starts without any.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class SavedFolders:
         return SavedFolders, ()
 
     def of(self, path: Path) -> SavedFolder:
-        """What is known of a folder."""
+        """Return the state of a folder."""
         path = path.resolve()
         return self.folders.setdefault(path, SavedFolder(path))
 
     def join(self) -> None:
-        """Wait for the save on a thread; raise its error if it had one."""
+        """Wait for the save on a thread and raise its error, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -84,7 +84,7 @@ class SavedFolders:
             raise error
 
     def dumps(self, save: Callable[[], Any], wait: bool) -> None:
-        """Call ``save``; without ``wait`` on a thread, of which there is one at a time."""
+        """Call ``save``; without ``wait``, on a thread, one at a time."""
         self.join()
         if wait:
             save()
@@ -93,7 +93,7 @@ class SavedFolders:
         def run() -> None:
             try:
                 save()
-            except BaseException as error:  # kept for the caller's thread, whatever it is
+            except BaseException as error:  # re-raised in the caller's thread
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="flatroll save")
@@ -101,31 +101,31 @@ class SavedFolders:
 
 
 class Save(Protocol):
-    """One save of a buffer's rows; the buffer calls its methods in this order."""
+    """A save of a buffer's rows; the buffer calls its methods in this order."""
 
     def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
-        """Write what can be written while others write to the buffer.
+        """Write what can be written while other threads write to the buffer.
 
         Args:
-            rows: returns the numbers of the first row to save and of the row after the last one, at the moment.
+            rows: returns the current numbers of the first row to save and of the row after the last.
         """
         ...
 
     def hold(self, head: int, end: int) -> None:
-        """Take the rows ``head ... end - 1`` as they are: writers go on when this returns."""
+        """Fix the rows ``head ... end - 1``; writers continue when this returns."""
         ...
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
-        """Publish a version with these rows and what ``packer`` has."""
+        """Publish a version with these rows and the contents of ``packer``."""
         ...
 
     def close(self) -> None:
-        """Let others save to the folder, whether a version was published or not."""
+        """Release the folder, whether a version was published or not."""
         ...
 
 
 class RowWriter(Protocol):
-    """Where copies of rows go: a `Folder`, or a file that does as one.
+    """A target for copies of rows: a `Folder`, or a file with its interface.
 
     Attributes:
         end: number of the row to come.
@@ -135,11 +135,11 @@ class RowWriter(Protocol):
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """Files of rows that are there and could be written anew; with none, each save writes all rows."""
+        """Existing files of rows that can be rewritten; without any, each save writes all rows."""
         ...
 
     def drop_before(self, row: int) -> None:
-        """Forget the rows before this one; if it is after ``end``, the next row written is this one."""
+        """Drop the rows before this one; if it is after ``end``, the next row written is this one."""
         ...
 
     def append(self, columns: Mapping[str, Any]) -> None:
@@ -147,32 +147,32 @@ class RowWriter(Protocol):
         ...
 
     def replace(self, columns: Mapping[str, Any], first: int) -> Any:
-        """Write the rows of some of the ``segments`` anew."""
+        """Rewrite the rows of some of the ``segments``."""
         ...
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
     ) -> Version:
-        """Publish a version, whose rows are ``head`` ... ``end - 1``: earlier ones were overwritten meanwhile."""
+        """Publish a version with rows ``head`` ... ``end - 1``; earlier ones were overwritten meanwhile."""
         ...
 
     def close(self) -> None:
-        """Let others write; also called after an error, when nothing was published."""
+        """Release the target; also called after an error, when nothing was published."""
         ...
 
 
 class RowCopy:
     """A save that copies rows.
 
-    Writers and readers of the buffer go on while rows are copied; they wait while those that came meanwhile, at most a
-    segment, and those that were edited are copied in memory, and no longer.
+    Writers and readers of the buffer continue while rows are copied. They wait only while the rows added meanwhile
+    (at most a segment) and edited rows are copied in memory.
 
     Args:
-        saved: what the buffer has in the folder.
-        writer: of the folder.
+        saved: the buffer's rows in the folder.
+        writer: writer of the folder.
         dump: returns the rows in some slots as columns of a file.
         ring: counts the rows.
-        segment_rows: how many rows make a file.
+        segment_rows: rows per file.
     """
 
     def __init__(
@@ -194,19 +194,19 @@ class RowCopy:
         self._writer.close()
 
     def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
-        """Append rows until less than a segment is left."""
-        for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
+        """Append rows until less than a segment remains."""
+        for _ in range(4 * _PARTS):  # if writers are faster, the rest is copied while they wait
             head, end = rows()
             self._writer.drop_before(head)
             first = self._writer.end
             if end - first <= self._count:
                 return
-            # Rows that a writer overwrites meanwhile are below the head of the version, and not read again.
+            # Rows overwritten meanwhile are below the version's head and not read again.
             slots = torch.arange(first, first + self._count) % self._ring.capacity
             self._writer.append(self._dump(slots))
 
     def hold(self, head: int, end: int) -> None:
-        """Copy the rest, and what was edited in files that are there, in memory."""
+        """Copy the remaining rows and edited rows of existing files, in memory."""
         self._head, self._edits = head, len(self._saved.edits)
         self._writer.drop_before(head)
         ranges = [
@@ -233,11 +233,11 @@ class RowCopy:
 def open_folder(
     saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
 ) -> Folder:
-    """Open a folder to save the rows that ``ring`` counts, after those that the buffer has there.
+    """Open a folder to save ``ring``'s rows after the buffer's existing rows there.
 
     Raises:
-        FileExistsError: with the first change, if it holds a version that this buffer has neither saved nor loaded.
-        BlockingIOError: somebody else saves to it.
+        FileExistsError: at the first change, if it holds a version that this buffer has neither saved nor loaded.
+        BlockingIOError: another save to it is running.
     """
     folder = Folder(
         saved.path,
@@ -248,15 +248,13 @@ def open_folder(
         segment_bytes=MOST_BYTES,
         **options._asdict(),
     )
-    saved.folder = (
-        folder  # before anything is published: an interrupted save's version is known to the next one
-    )
+    saved.folder = folder  # before publishing: an interrupted save's version is then known to the next one
     if not ring.in_order or saved.ring is None or saved.ring() is not ring:
         folder.forget_rows()
     return folder
 
 
 def rows_of_a_segment(row_bytes: int, capacity: int) -> int:
-    """How many rows of so many bytes a file of a ring's rows has."""
+    """Return the number of rows per file, given the bytes per row."""
     size = row_bytes or _ROW_BYTES
     return max(1, min(max(-(-capacity // _PARTS), LEAST_BYTES // size), MOST_BYTES // size))

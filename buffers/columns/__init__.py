@@ -1,1 +1,1 @@
-"""Storage columns: the ways to store one entry of all rows (plain, frame stack, zstd, sparse, host block)."""
+"""Storage columns, which store one entry of all rows: plain, frame stack, zstd, sparse, host block."""

@@ -1,4 +1,4 @@
-"""The base class of storage columns (one entry of all stored rows), and the plain tensor column."""
+"""The base class of storage columns, which store one entry of all rows, and the plain tensor column."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from flatroll.layout.keys import NestedKey
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
-Columns = dict[NestedKey, Tensor]  # of a batch or a sample: tensors [N, ...] by key
+Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
 #: Rows of a column in the form of a file: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
-_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch indexes these only in their `signed` view
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,10 +37,10 @@ class After(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows that `Column.dump` gave, as they came back from a file: each tensor has N rows, and lengths add up.
+    """Rows from `Column.dump`, loaded from a file: each tensor has N rows, and lengths add up.
 
     Attributes:
-        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
+        slots: int64 ``[N]``, slot of each row; -1 for rows that are no longer stored, which come first.
         dumped: the tensors by name.
     """
 
@@ -49,16 +49,16 @@ class Part(NamedTuple):
 
 
 class Column(ABC):
-    """Stores one entry (say, the rewards) of all rows of a storage; subclasses choose the encoding.
+    """Stores one entry, such as the rewards, of all rows of a storage; subclasses define the encoding.
 
     A subclass sets ``dtype`` and ``shape`` and implements :meth:`write`, :meth:`put`, :meth:`take`, :meth:`pool`,
-    :meth:`grow` and :attr:`nbytes`. `ColumnStorage.make_column` puts it into a storage. Rows are written by one thread
-    at a time and read by any number; what was read of a row that was being overwritten is thrown away.
+    :meth:`grow` and :attr:`nbytes`. `ColumnStorage.make_column` puts it into a storage. One thread writes at a time
+    and any number read; readers discard a row that was overwritten during the read.
 
     Attributes:
-        dtype: of the values as they come and go.
-        shape: of one row's value.
-        row_bytes: what ``stats()`` shows as a row's bytes; override it if a row takes fewer than `value_bytes`.
+        dtype: dtype of the values.
+        shape: shape of one row's value.
+        row_bytes: a row's bytes in ``stats()``; override it if a row takes fewer than `value_bytes`.
 
     >>> class HalfColumn(Column):
     ...     '''Keeps float32 values in two bytes each.'''
@@ -102,16 +102,16 @@ class Column(ABC):
 
     @abstractmethod
     def pool(self) -> "Column":
-        """Return a new, empty column of this kind, for next observations stored apart (``compact_obs``)."""
+        """Return a new, empty column of this kind, for separately stored next observations (``compact_obs``)."""
 
     @abstractmethod
     def grow(self, rows: int) -> None:
-        """Enlarge the column to at least ``rows`` rows and keep its values: a pool grows, and so may a loaded state."""
+        """Enlarge the column to at least ``rows`` rows, keeping its values (for pools and loaded states)."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory, or of disk, that the column takes."""
+        """Bytes of memory or disk that the column uses."""
 
     @property
     def value_bytes(self) -> int:
@@ -120,25 +120,24 @@ class Column(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one stored row takes; an estimate where rows differ in size."""
+        """Bytes per stored row; an estimate if rows differ in size."""
         return self.value_bytes
 
     @property
     def saved_as(self) -> str:
-        """What a saved state calls this kind of column: columns of that name can load it."""
+        """Name of this kind of column in saved states; columns with that name can load it."""
         return type(self).__name__
 
     def dump(self, slots: Tensor) -> "Dumped":
         """Return the rows in ``slots`` (int64 ``[N]``) as tensors to write to a file, for :meth:`restore`.
 
-        Each is a tensor ``[N, ...]``, or, where rows have any number of values, a pair: the values of all rows end to
-        end, and how many each row has, int64 ``[N]``. Override both methods if rows take less space so than decoded.
+        Each is a tensor ``[N, ...]``, or for rows of variable length a pair: the concatenated values, and their
+        number per row, int64 ``[N]``. Override both methods if this takes less space than decoded rows.
         """
         return {"values": self.take(slots)}
 
     def check_dump(self, dumped: "Dumped") -> Tensor:
-        """Return the values ``[N, *shape]`` of rows that :meth:`dump`, not overridden, gave; ValueError if there are
-        none."""
+        """Return the values ``[N, *shape]`` of the default :meth:`dump`; ValueError if there are none."""
         check_dumped(dumped, {"values": False})
         values = dumped["values"]
         check_values("values", values, self.dtype, self.shape)
@@ -146,7 +145,7 @@ class Column(ABC):
         return values
 
     def restore(self, parts: Sequence["Part"], rows: int) -> dict[str, Any]:
-        """Return the :meth:`state_dict` of ``rows`` slots that ``parts`` make; ValueError if they cannot.
+        """Return the :meth:`state_dict` of ``rows`` slots made from ``parts``; ValueError if they do not fit.
 
         The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
         """
@@ -159,9 +158,9 @@ class Column(ABC):
         return {"values": self.take(torch.arange(rows))}
 
     def check_state_dict(self, state: dict[str, Any]) -> int | None:
-        """Return how many rows ``state`` holds, and change nothing; ValueError if it cannot be loaded.
+        """Return the number of rows in ``state`` without changing anything; ValueError if it cannot be loaded.
 
-        Override it along with :meth:`load_state_dict`. A column that overrides only that one is not asked (None).
+        Override it together with :meth:`load_state_dict`; if only that one is overridden, it returns None.
         """
         if type(self).load_state_dict is not Column.load_state_dict:
             return None
@@ -191,7 +190,7 @@ def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int
 
 
 def check_dumped(dumped: Dumped, expected: Mapping[str, bool]) -> None:
-    """Raise ValueError unless a part has the tensors that are ``expected``: names, and which are ragged (pairs)."""
+    """Raise ValueError unless a part has the ``expected`` tensors: their names, and whether they are ragged pairs."""
     if {name: isinstance(values, tuple) for name, values in dumped.items()} != dict(expected):
         raise damaged(f"a part has the tensors {sorted(dumped)}, expected {sorted(expected)}")
 
@@ -199,8 +198,7 @@ def check_dumped(dumped: Dumped, expected: Mapping[str, bool]) -> None:
 def scattered(
     parts: Sequence[Part], name: str, rows: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Lay the tensors ``name`` of ``parts`` (checked, ``[N, *shape]``) into their slots: ``[rows, *shape]``; slots of
-    no part are zeros.
+    """Scatter the checked tensors ``name`` ``[N, *shape]`` of ``parts`` into zeros ``[rows, *shape]``.
 
     >>> part = Part(torch.tensor([-1, 2, 0]), {"values": torch.tensor([7, 8, 9])})
     >>> scattered([part], "values", 3, torch.int64, ())
@@ -214,8 +212,7 @@ def scattered(
 
 
 def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
-    """Write the rows ``given`` ``[N, *shape]`` of a part to their ``slots`` of ``values``; -1, which come first, to
-    none.
+    """Write a part's rows ``given`` ``[N, *shape]`` to their ``slots`` of ``values``; leading -1 are skipped.
 
     >>> values = torch.zeros(3)
     >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
@@ -226,14 +223,14 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     if not len(at):
         return
     first = int(at[0])
-    if int(at[-1]) - first == len(at) - 1:  # slots follow each other: up to the end of the ring, they do
+    if int(at[-1]) - first == len(at) - 1:  # consecutive slots, up to the end of the ring
         values[first : first + len(at)] = new
     else:
         put_rows(values, at, new)
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:
-    """Compare two tensors row by row, bit by bit (a NaN equals itself): True where rows differ, bool ``[N]``.
+    """Compare two tensors row by row, bit for bit (NaN equals itself): True where rows differ, bool ``[N]``.
 
     >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     tensor([ True, False, False])
@@ -241,16 +238,16 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.resolve_neg(), right.resolve_neg()
     if left.is_complex():
         left, right = (torch.view_as_real(side.resolve_conj()) for side in (left, right))
-    # Compared as integers of the same width: floats would call 0.0 and -0.0 equal and NaN unequal to itself.
+    # Compared as integers of the same width: as floats 0.0 equals -0.0 and NaN differs from itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
     return different if different.ndim == 1 else different.flatten(1).any(1)
 
 
 def take_rows(column: Tensor, slots: Tensor) -> Tensor:
-    """Copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
+    """Return copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     plain = signed(column) if column.dtype in _UNSIGNED else column
-    if plain.ndim == 2 and plain.shape[1] == 1:  # torch reads a flat column in half the time
+    if plain.ndim == 2 and plain.shape[1] == 1:  # torch reads a flat column twice as fast
         rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
     else:
         rows = plain.index_select(0, slots)
@@ -261,13 +258,13 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write ``values`` ``[N, *shape]`` over the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     if column.dtype in _UNSIGNED:
         column, values = signed(column), signed(values)
-    if values.requires_grad:  # else the column would become part of the graph
+    if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
 
 
 def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a new tensor ``[rows, *shape]`` from a cache line on, of NumPy, which asks for large pages where they pay.
+    """Return a new cache-aligned tensor ``[rows, *shape]`` in NumPy memory, which uses huge pages.
 
     >>> host_memory(3, torch.float32, (2,)).shape
     torch.Size([3, 2])
@@ -279,7 +276,7 @@ def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
 
 
 class TensorColumn(Column):
-    """A column stored as one plain tensor ``[rows, *shape]``: the given one, which is not copied.
+    """A column stored as a plain tensor ``[rows, *shape]``, which is not copied.
 
     >>> column = TensorColumn(torch.zeros(4, 2))
     >>> column.write(1, torch.ones(2, 2))
@@ -294,7 +291,7 @@ class TensorColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        # len() of a tensor takes five times as long
+        # len() of a tensor is five times slower
         self.data[slot : slot + values.shape[0]] = values.detach() if values.requires_grad else values
 
     @override
@@ -315,7 +312,7 @@ class TensorColumn(Column):
     def grow(self, rows: int) -> None:
         if rows <= len(self.data):
             return
-        # The old tensor stays whole for who reads it on another thread.
+        # The old tensor stays valid for readers on other threads.
         larger = self.data.new_empty((rows, *self.shape))
         larger[: len(self.data)] = self.data
         self.data = larger
@@ -332,7 +329,7 @@ class TensorColumn(Column):
 
 
 def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
-    """Return those of ``columns`` that are plain tensors in host memory, whose rows are copied as bytes.
+    """Return the ``columns`` that are plain tensors in host memory; their rows can be copied as bytes.
 
     >>> columns = plain_columns({"x": TensorColumn(torch.arange(4)), "y": TensorColumn(torch.zeros(2, 4).T)})
     >>> columns.take(torch.tensor([3, 0]))

@@ -1,4 +1,4 @@
-"""A column for frame stacks that stores each frame once, although several rows contain it."""
+"""A column for frame stacks that stores each frame once."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,45 +26,43 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
-#: Makes a column of frames, given (number of frames, shape of a frame in words, integer dtype of a word).
+#: Creates a column of frames from (number of frames, frame shape in words, integer dtype of a word).
 Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
 
-# high: frames ever used, the blank one included; free, last: first and last frame of the free list, 0 if it is empty;
-# spare: its length.
+# high: frames ever used, including the blank one; free, last: first and last frame of the free list, 0 if it is
+# empty; spare: its length.
 _STATE = np.dtype([("high", "i8"), ("free", "i8"), ("last", "i8"), ("spare", "i8")])
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _NOTHING, _STORED, _BEFORE = 0, 1, 2  # as in kernels.rows.frame_rows, which needs numba
 
 
 class FrameColumn(Column):
-    """A column of frame stacks ``[stack, *frame]``: it stores each frame once, and per row frame indices.
+    """A column of frame stacks ``[stack, *frame]`` that stores each frame once, and frame indices per row.
 
-    A row's stack shares all frames but its newest with the row written just before it, or with the stored row that
-    `After` names, where they agree bit by bit; frames that equal the one before them in their stack (the repeated
-    first frame of an episode) are stored once. Whatever cannot be shared is stored in full: nothing is assumed
-    about the stacks, and what is read is bit-equal to what was written. Frames that no row names any more are used
-    again. A row costs one frame and ``4 * stack + 4`` bytes where stacks roll on.
+    A stack shares all frames but its newest with the row written before it, or with the stored row that `After`
+    names, if they agree bit for bit. Frames equal to the previous one in their stack (the repeated first frame of an
+    episode) are stored once. Everything else is stored in full, so reading is always bit-exact. Unreferenced frames
+    are reused. A row of a rolling stack costs one frame and ``4 * stack + 4`` bytes.
 
-    The frames are kept on the device as integers of the widest type that divides them, whatever their dtype; the
-    rows' frame numbers are kept on the host. Readers need no lock: they see the frames of some moment, never a
-    number out of range.
+    Frames are stored on the device as integers of the widest type that divides them, whatever their dtype; the rows'
+    frame numbers are on the host. Readers need no lock: frame numbers are always in range.
 
     Args:
         rows: number of rows.
         stack: frames per row, at least 2, oldest first.
-        shape: of one row's value, ``[stack, *frame]``.
-        dtype: of the values, any.
-        device: of the frames, default ``"cpu"``.
-        make: makes a column of frames, given (frames, shape in words, integer dtype); default is a `TensorColumn`
-            in memory. It is called again when the pool is full, for more frames.
+        shape: shape of one row's value, ``[stack, *frame]``.
+        dtype: dtype of the values, any.
+        device: device of the frames, default ``"cpu"``.
+        make: creates a column of frames from (frames, shape in words, integer dtype); default is a `TensorColumn` in
+            memory. It is called again when the pool is full.
 
     Attributes:
         frames: the `FramePool`, which :meth:`pool` columns share.
-        refs: the numbers of each row's frames in it, oldest first, int32 ``[rows, stack]``.
-        main: the column whose slots an `After` names: this one, or the one that :meth:`pool` was called of.
+        refs: frame numbers of each row, oldest first, int32 ``[rows, stack]``.
+        main: the column whose slots an `After` names: this one, or the one whose :meth:`pool` was called.
 
     Raises:
-        ValueError: a stack of less than 2, or values whose first axis is not the stack.
+        ValueError: ``stack`` is less than 2, or the first axis of the values is not the stack.
 
     >>> frames = torch.arange(10.0)
     >>> column = FrameColumn(100, 4, torch.Size([4]), torch.float32)
@@ -88,14 +86,14 @@ class FrameColumn(Column):
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
         make = partial(_in_memory, device=device) if make is None else make
-        # One frame per row, and 2 % more for the first frames of episodes; the pool grows when that is too little.
+        # One frame per row, plus 2 % for the first frames of episodes; the pool grows when needed.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self.main = self
         self.refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        # The slot before the first one (around the ring) is a candidate without a hint, too.
+        # The slot before the first one (around the ring) is a candidate even without a hint.
         slot_before = (slot - 1) % len(self.refs) if self.main is self else None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
@@ -106,12 +104,12 @@ class FrameColumn(Column):
     def _store(
         self, slots: Array, values: Tensor, after: After | None, slot_before: int | None = None
     ) -> None:
-        """Store rows, sharing frames with the rows they continue: those of ``after``, row 0 that in ``slot_before``."""
+        """Store rows, sharing frames with the rows in ``after`` and, for row 0, ``slot_before``."""
         if not len(slots):
             return
         pool, rows, stack = self.frames, len(slots), self.refs.shape[1]
         words = pool.words(values, rows, stack)
-        # hint[j]: which of the stored rows ``candidates`` new row j may continue, -1 for none.
+        # hint[j]: index in ``candidates`` of the stored row that new row j may continue, -1 for none.
         hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
         if after is not None:
             hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
@@ -120,7 +118,7 @@ class FrameColumn(Column):
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
         held = self.main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
-        # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
+        # Count the new rows' shared frames before releasing the old rows': they may be the same.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
         frames, source = pool.allocate(new), np.empty(new, np.int64)
         kernels().assign(pool.counts, self.refs, slots, shares, repeats, frames, source)
@@ -128,14 +126,14 @@ class FrameColumn(Column):
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        # The numbers first, the frames after them: a pool that has grown in between is larger, not smaller.
+        # Numbers first, then frames: if the pool changes in between, it only grows.
         refs = self.refs.take(slots.numpy(force=True), 0)
         words = self.frames.take(refs)
         return words.view(-1).view(self.dtype).view(len(slots), *self.shape)
 
     @override
     def pool(self) -> "FrameColumn":
-        # A side column names frames of the same pool; its `After` still names slots of the main column.
+        # A side column uses the same frame pool; its `After` still names slots of the main column.
         side = object.__new__(FrameColumn)
         side.dtype, side.shape = self.dtype, self.shape
         side.frames, side.main = self.frames, self.main
@@ -144,7 +142,7 @@ class FrameColumn(Column):
 
     @override
     def grow(self, rows: int) -> None:
-        if rows > len(self.refs):  # the pool of frames grows when frames are needed
+        if rows > len(self.refs):  # the frame pool grows on demand
             larger = np.zeros((rows, self.refs.shape[1]), np.int32)
             larger[: len(self.refs)] = self.refs
             self.refs = larger
@@ -161,7 +159,7 @@ class FrameColumn(Column):
     @property
     @override
     def row_bytes(self) -> int:
-        """Bytes of a row that shares all frames but one: that frame, its count, and the numbers of the stack."""
+        """Bytes of a row that shares all frames but one: the frame, its count, and the stack's frame numbers."""
         pool = self.frames
         return pool.columns[0][1].row_bytes + pool.counts.itemsize + 4 * self.shape[0]
 
@@ -172,14 +170,14 @@ class FrameColumn(Column):
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
-        """Return the frames that each row adds to those before it, and how many frames back those of its stack are."""
+        """Return the frames that each row adds, and how many frames back those of its stack are."""
         refs = self.refs.take(slots.numpy(force=True), 0)
         distinct, firsts, inverse = np.unique(refs, return_index=True, return_inverse=True)
-        order = np.argsort(firsts)  # distinct frames in the order in which rows name them first
+        order = np.argsort(firsts)  # distinct frames in order of first use
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
-        # Counted back from the frames that are there after the row, so that parts can be laid end to end.
+        # Counted backwards from the row's last frame, so that parts can be concatenated.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
         return dumped | by_row(self.frames.dump(distinct[order]), added)
@@ -208,7 +206,7 @@ class FrameColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        if self.main is not self:  # a side column gives values, so that each state stands alone
+        if self.main is not self:  # a side column saves values, so that its state is self-contained
             return super().state_dict(rows)
         return {"refs": torch.from_numpy(self.refs[:rows].copy()), "frames": self.frames.state_dict()}
 
@@ -225,24 +223,24 @@ class FrameColumn(Column):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the values from a state; :meth:`pool` columns made before become invalid."""
+        """Restore the values from a state; existing :meth:`pool` columns become invalid."""
         if self.main is not self:
             return super().load_state_dict(state)
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
-        # Rows name the blank frame while the pool is replaced, so that a reader finds every number in it.
+        # Rows refer to the blank frame while the pool is replaced, so that readers' numbers stay in range.
         self.refs[:] = 0
         self.frames.load_state_dict(state["frames"], refs)
         self.refs[: len(refs)] = refs
 
 
 def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what a column of frames dumped, cut by the ``added[i]`` frames of row i.
+    """Split a frame column's dump into the ``added[i]`` frames of each row i.
 
-    Where frames have any number of values, these numbers are a tensor of their own, ``each``.
+    If frames have variable lengths, these are a separate tensor ``each``.
     """
     cut, frames = {}, torch.from_numpy(added)
-    row = torch.repeat_interleave(frames)  # of each frame
+    row = torch.repeat_interleave(frames)  # values per frame
     for name, values in dumped.items():
         if isinstance(values, Tensor):
             cut[f"frames.{name}"] = values, frames
@@ -253,9 +251,9 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
-    """Return how many frames each row adds, and what their column dumped; ValueError if these do not fit.
+    """Return the number of frames each row adds and their column's dump; ValueError on mismatch.
 
-    It undoes `by_row`.
+    The inverse of `by_row`.
     """
     ragged = {name: pair for name, pair in dumped.items() if isinstance(pair, tuple)}
     pieces: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
@@ -279,18 +277,17 @@ def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, 
 class FramePool:
     """Reference-counted frames shared by the rows of a `FrameColumn`; frame 0 is blank and never freed.
 
-    Frames are integers ``[words]``. Frames that nobody names form a free list, linked through ``counts``: see
+    Frames are integers ``[words]``. Unreferenced frames form a free list, linked through ``counts``: see
     `flatroll.kernels.rows.frame_rows`.
 
     Attributes:
         state: the counters of the free list, one record.
-        counts: int32, how often each frame is named, or the next frame of the free list.
-        columns: (first frame, column) of each piece of memory; a tuple that is replaced as a whole, so that a reader
-            sees one or the other.
+        counts: int32, the reference count of each frame, or the next frame of the free list.
+        columns: (first frame, column) of each piece of memory; the tuple is replaced atomically for readers.
     """
 
     def __init__(self, frames: int, frame_bytes: int, device: torch.device, make: Make) -> None:
-        # Whole words are compared and copied: int64 where 8 divides the frame, else the widest that does.
+        # Compare and copy whole words: int64 if 8 divides the frame's bytes, else the widest type that does.
         self._word = next(word for word in _WORDS if frame_bytes % word.itemsize == 0)
         self._frame_bytes, self._shape = frame_bytes, (frame_bytes // self._word.itemsize,)
         self._device, self._make, self._first_size = device, make, frames
@@ -305,18 +302,18 @@ class FramePool:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
         flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
         wide = self._word.itemsize
-        # A view as wider words needs an address that is a multiple of the word, which a slice need not have.
+        # A view as wider words needs an aligned address, which a slice may not have.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
             flat = flat.clone()
         flat = flat.view(rows * stack, self._frame_bytes // flat.element_size()).view(self._word)
         return flat.view(rows, stack, *self._shape)
 
     def look_up(self, refs: Array) -> tuple[Tensor, Array]:
-        """Return frames ``[F, words]`` and where in them ``refs`` ``[K, stack]`` are, the oldest left out."""
+        """Return frames ``[F, words]`` and the indices in them of ``refs`` ``[K, stack]``, without the oldest."""
         memory = self._host_memory()
-        if memory is not None:  # all frames, in place
+        if memory is not None:  # all frames, without a copy
             return memory, refs
-        # Copies of the newer frames of each stack, one after the other; the oldest is looked at by nobody.
+        # Copies of the newer frames of each stack; the oldest is not needed.
         copies = self.take(refs[:, 1:])
         positions = np.zeros_like(refs)
         positions[:, 1:] = np.arange(len(copies)).reshape(len(refs), refs.shape[1] - 1)
@@ -326,11 +323,11 @@ class FramePool:
         """Return copies ``[refs.size, words]`` of the frames with indices ``refs`` (int32, any shape)."""
         memory, flat = self._host_memory(), refs.reshape(-1)
         if memory is not None:
-            # Memory from NumPy, which asks the system for large pages where torch does not.
+            # NumPy memory, which uses huge pages where torch's does not.
             copies = torch.from_numpy(np.empty((len(flat), *self._shape), f"i{self._word.itemsize}"))
             if torch.get_num_threads() > 1:
                 return torch.index_select(memory, 0, torch.from_numpy(flat), out=copies)
-            # One thread copies faster if it asks for the next frame before it copies this one.
+            # A single thread copies faster if it prefetches the next frame.
             frame_bytes = self._shape[0] * self._word.itemsize
             kernels().gather(memory.data_ptr(), copies.data_ptr(), frame_bytes, flat)
             return copies
@@ -338,7 +335,7 @@ class FramePool:
         (_, first), *more = self.columns
         if not more:
             return first.take(torch.from_numpy(frames))
-        # Most frames are in the first column: read all from there (the blank one for the others), then patch.
+        # Most frames are in the first column: read all from it (blank for the others), then patch.
         values = first.take(torch.from_numpy(np.where(frames < more[0][0], frames, 0)))
         for at, column, rows in self._by_column(frames, 1):
             values.index_copy_(0, at.to(values.device), column.take(rows))
@@ -354,16 +351,16 @@ class FramePool:
             column.put(rows, words.index_select(0, torch.from_numpy(source)[at].to(words.device)))
 
     def _host_memory(self) -> Tensor | None:
-        """The frames ``[F, words]`` if they are in one piece of host memory, which the kernels need; else None."""
+        """Return the frames ``[F, words]`` if they are one piece of host memory, which kernels need; else None."""
         column = self.columns[0][1]
         if len(self.columns) > 1 or not isinstance(column, TensorColumn) or self._device.type != "cpu":
             return None
         return column.data
 
     def _by_column(self, frames: Array, skip: int = 0) -> Iterator[tuple[Tensor, Column, Tensor]]:
-        """Per column that holds any of ``frames``: their positions in ``frames``, the column, their rows in it."""
+        """Yield for each column with any of ``frames``: positions in ``frames``, the column, rows in it."""
         columns = self.columns[skip:]
-        # Column c holds the frames begin ... end - 1, where end is the next column's begin.
+        # Column c has the frames begin ... end - 1, where end is the next column's begin.
         ends = [begin for begin, _ in columns[1:]] + [len(self.counts)]
         for (begin, column), end in zip(columns, ends, strict=True):
             at = np.flatnonzero((frames >= begin) & (frames < end))
@@ -371,11 +368,11 @@ class FramePool:
                 yield torch.from_numpy(at), column, torch.from_numpy(frames[at] - begin)
 
     def allocate(self, count: int) -> Array:
-        """Return the indices (int64) of ``count`` free frames; the pool grows if it has fewer.
+        """Return the indices (int64) of ``count`` free frames; the pool grows if needed.
 
-        The columns stay where they are: growing copies nothing, and a reader loses nothing.
+        Growing adds a column; existing ones are not copied or moved.
         """
-        # high - spare frames are in use (the blank one too); all others of counts are free.
+        # high - spare frames are in use, including the blank one; all others are free.
         missing = int(self.state["high"][0] - self.state["spare"][0]) + count - len(self.counts)
         if missing > 0:
             more = max(missing, len(self.counts) // 16)
@@ -391,14 +388,14 @@ class FramePool:
         wanted = frames.astype(np.int64)
         if len(self.columns) == 1:
             return self.columns[0][1].dump(torch.from_numpy(wanted))
-        # Of several columns, each with a dictionary of its own perhaps: put into one of the first one's kind.
+        # Several columns may have different dictionaries: copy all into one of the first column's kind.
         whole = self.columns[0][1].pool()
         whole.grow(len(wanted))
         whole.write(0, self.take(wanted.astype(np.int32)))
         return whole.dump(torch.arange(len(wanted)))
 
     def restore(self, parts: Sequence[Part], frames: int) -> dict[str, Any]:
-        """Return the state of ``frames`` frames that ``parts`` make, in one piece."""
+        """Return the state of ``frames`` frames made from ``parts``, in one piece."""
         return {
             "sizes": [max(frames, self._first_size)],
             "columns": [self.columns[0][1].restore(parts, frames)],
@@ -409,7 +406,7 @@ class FramePool:
         high = int(self.state["high"][0])
         begins = [begin for begin, _ in self.columns]
         sizes = np.diff([*begins, len(self.counts)]).tolist()
-        # Of each column only the frames below ``high`` were ever written.
+        # Only frames below ``high`` were ever written.
         used = [min(size, max(0, high - begin)) for size, begin in zip(sizes, begins, strict=True)]
         columns = [column.state_dict(n) for n, (_, column) in zip(used, self.columns, strict=True)]
         return {"sizes": sizes, "columns": columns}
@@ -418,7 +415,7 @@ class FramePool:
         """Return how many frames ``state`` holds; ValueError if it cannot be loaded."""
         sizes, used = state["sizes"], self._frames_in(state)
         frames = sum(used)
-        # Every piece is full, but for the last one that has frames, and those after it.
+        # All pieces are full except the last one with frames and those after it.
         for first, size, rows in zip(np.cumsum([0, *sizes]).tolist(), sizes, used, strict=False):
             if type(size) is not int or rows != min(size, max(0, frames - first)):
                 raise damaged(f"its pieces of {sizes} frames hold {used} frames")
@@ -427,13 +424,13 @@ class FramePool:
         return frames
 
     def _frames_in(self, state: dict[str, Any]) -> list[int]:
-        """The number of frames in each piece of ``state``."""
+        """Return the number of frames in each piece of ``state``."""
         return [self.columns[0][1].check_state_dict(piece) or 0 for piece in state["columns"]]
 
     def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
         """Restore the frames of a checked ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
         used = self._frames_in(state)
-        # Pieces get room for the frames they hold, the first one, if it is as long here, also for those to come.
+        # Allocate each piece for its frames; the first piece at least as long as it is here.
         keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
         sizes = [self._first_size if keep else used[0], *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
@@ -445,7 +442,7 @@ class FramePool:
         counts[0] = 0
         named = np.flatnonzero(counts)
         high = int(named[-1]) + 1 if len(named) else 1
-        # Frames below ``high`` that nobody names become the free list: each holds -1 - (the next one), 0 at the end.
+        # Unreferenced frames below ``high`` form the free list: each count is -1 - (next frame), 0 at the end.
         free = np.flatnonzero(counts[1:high] == 0) + 1
         counts[free] = -1 - np.append(free[1:], 0)
         self.state[0] = (high, free[0], free[-1], len(free)) if len(free) else (high, 0, 0, 0)
@@ -454,15 +451,15 @@ class FramePool:
 
 
 def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
-    """Find which frames of new stacks ``words``, integers ``[N, stack, words]``, are among ``stored`` ``[F, words]``.
+    """Find the frames of new stacks ``words``, integers ``[N, stack, words]``, in ``stored`` ``[F, words]``.
 
-    ``held`` ``[K, stack]`` says which of ``stored`` make the stacks of K stored rows (the oldest is not looked at), and
-    ``hint`` int64 ``[N]`` which of those rows each new row may continue, -1 for none.
+    ``held`` ``[K, stack]`` are the indices in ``stored`` of the stacks of K stored rows (the oldest is ignored);
+    ``hint`` int64 ``[N]`` is the stored row that each new row may continue, -1 for none.
 
     Returns:
-        What each row shares all frames but the newest with, int8 ``[N]``: nothing, a stored row, or the row before
-        it in the batch (0, 1, 2); whether each frame equals the one before it in its stack, bool ``[N, stack]``
-        (False where it is shared); how many frames are left, which are new.
+        The row with which each row shares all but its newest frame, int8 ``[N]``: none (0), a stored row (1), or the
+        previous row in the batch (2); whether each unshared frame equals the previous one in its stack, bool ``[N,
+        stack]``; and the number of new frames.
     """
     if words.device.type != "cpu":
         return match_by_torch(words, stored, held, hint)
@@ -472,7 +469,7 @@ def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Arra
 
 
 def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
-    """Do what `match` does with torch operations, on any device, with a single synchronisation."""
+    """Do the same as `match` in torch, on any device, with a single sync."""
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
     at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
@@ -481,11 +478,11 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     continues = ~oldest.ne(stored.index_select(0, picked).view_as(oldest)).flatten(1).any(1)
     rolls = ~words[1:, :-1].ne(words[:-1, 1:]).flatten(1).any(1)
     equal = ~words[:, 1:].ne(words[:, :-1]).any(2)
-    flags = torch.cat([continues, rolls, equal.flatten()]).numpy(force=True)  # the one wait
+    flags = torch.cat([continues, rolls, equal.flatten()]).numpy(force=True)  # the only sync
     continues_, rolls_, equal_ = np.split(flags, [len(hinted), len(hinted) + rows - 1])
     shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
     shares[1:][rolls_] = _BEFORE
-    shares[hinted[continues_]] = _STORED  # wins over the row before
+    shares[hinted[continues_]] = _STORED  # preferred to the previous row
     repeats[:, 1:] = equal_.reshape(rows, stack - 1)
     repeats[shares != _NOTHING, :-1] = False
     new = int(np.where(shares == _NOTHING, stack, 1).sum() - repeats.sum())
@@ -493,9 +490,9 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
 
 
 def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: torch.device) -> Column:
-    """A column whose memory is taken only as it is touched."""
+    """Return a column whose memory is allocated when first touched."""
     if device.type == "cpu":
-        # From NumPy, which asks the system for large pages where torch does not.
+        # NumPy memory, which uses huge pages where torch's does not.
         return TensorColumn(torch.from_numpy(np.empty((frames, *shape), f"i{word.itemsize}")))
     return TensorColumn(torch.empty((frames, *shape), dtype=word, device=device))
 

@@ -21,18 +21,18 @@ from flatroll.buffers.index.saved_tables import damaged
 
 
 class SparseColumn(Column):
-    """A lossless column that spends 4 bytes on an all-zero row and stores all other rows in full.
+    """A lossless column that uses 4 bytes for an all-zero row and stores other rows in full.
 
-    Room for the other rows is made as they come, and used again when they are overwritten.
+    Memory for non-zero rows is allocated on demand and reused.
 
-    Rows are written by one thread at a time and read by any number. A row that is being overwritten may read as its
-    old value or as some other row's; all other rows read right.
+    One thread writes at a time and any number read. Reading a row while it is overwritten may return its old value or
+    another row's; other rows are not affected.
 
     Args:
         rows: number of rows.
-        shape: of one row's value.
-        dtype: of the values, any.
-        device: where the column is kept, default ``"cpu"``.
+        shape: shape of one row's value.
+        dtype: dtype of the values, any.
+        device: device of the column, default ``"cpu"``.
 
     >>> column = SparseColumn(1000, torch.Size([1, 128]), torch.float32)
     >>> column.write(0, torch.cat([torch.ones(1, 1, 128), torch.zeros(15, 1, 128)]))
@@ -44,11 +44,11 @@ class SparseColumn(Column):
         self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
-        # Row r has the value _entries[_place[r]]; entry 0 is zeros, for ever. _spare lists the unused entries.
+        # Row r has the value _entries[_place[r]]; entry 0 is always zeros. _spare lists the unused entries.
         self._place = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._entries = torch.zeros((1, *shape), dtype=dtype, device=self.device)
         self._spare = torch.zeros(0, dtype=torch.int32, device=self.device)
-        self._written = 0  # slots below this have been written
+        self._written = 0  # slots below this were written
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -74,14 +74,14 @@ class SparseColumn(Column):
         taken, self._spare = self._spare[:count], self._spare[count:]
         places = torch.zeros_like(old)
         places[filled] = taken
-        # New entries are filled before rows point to them, and old ones are spare only once no row points there.
+        # Fill new entries before rows point to them; free old ones only after no row points there.
         self._entries.index_copy_(0, places[filled].long(), values[filled])
         self._place.index_copy_(0, slots, places)
         self._spare = torch.cat([self._spare, old[old > 0]])
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        # The places first: the entries may have grown since, but never shrink.
+        # Read the places first: the entries may grow in between but never shrink.
         places = self._place.index_select(0, slots.to(self.device))
         return self._entries.index_select(0, places)
 
@@ -110,7 +110,7 @@ class SparseColumn(Column):
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
-        """Return the rows that are not zeros; each other row has no value."""
+        """Return the non-zero rows; other rows have length 0."""
         filled = (self._place.index_select(0, slots.to(self.device)) > 0).cpu()
         return {"values": (self.take(slots[filled]), filled.long())}
 
@@ -131,7 +131,7 @@ class SparseColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        """The rows that are not zeros, and their slots."""
+        """Return the non-zero rows and their slots."""
         filled = self._place[:rows].nonzero().squeeze(1)
         return {"rows": rows, "filled": filled, "values": self.take(filled)}
 
@@ -141,7 +141,7 @@ class SparseColumn(Column):
         count = check_values("slots", filled, torch.int64, ())
         if check_values("values", state["values"], self.dtype, self.shape) != count:
             raise damaged(f"it has {len(state['values'])} values for {count} slots")
-        # Ascending, so that no slot comes twice; the ends say that all are in range.
+        # Strictly ascending slots are distinct; the first and last show that all are in range.
         in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
         if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):
             raise damaged(f"its slots are no ascending ones of {rows} rows")

@@ -17,35 +17,36 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
 
-_THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
-_DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
-_FEW_ROWS = 16  # up to here, decoding a repeated row again is faster than looking for repeated rows
-_MOST_PER_BYTE = 2**15  # a block of zstd has 4 bytes at least and holds 128 KiB at most
-_POINTER, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object besides its contents
+_THREAD_BYTES = 2**23  # bytes of values that justify another thread
+_DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
+_FEW_ROWS = 16  # up to this size decoding duplicates is faster than finding them
+_MOST_PER_BYTE = 2**15  # a zstd block has at least 4 bytes and holds at most 128 KiB
+_POINTER, _HEADER = 8, 33  # bytes of a pointer, and of an empty Python bytes object
 
 
 class ZstdColumn(Column):
     """A column that stores each row as a Python ``bytes`` object, compressed with zstd.
 
-    The first value written that is not all zeros (its last 16 KiB) is the dictionary of all rows: what later rows
-    have in common with it takes next to no space, which makes Atari frames smaller by a third to two thirds. Rows
-    are compressed when they are written and decoded when they are read, in threads where there is enough to do; a
-    row asked for several times at once is decoded once. Compressing and decoding release the GIL.
+    The last 16 KiB of the first non-zero value serve as the dictionary of all rows: content that later rows share
+    with it takes almost no space, which shrinks Atari frames by a third to two thirds. Rows are compressed on write
+    and decoded on read, with several threads for large batches; a row requested several times at once is decoded
+    once. Compressing and decoding release the GIL.
 
-    Rows are written by one thread at a time, those of side columns included, and read by any number.
+    One thread at a time writes to this column and its side columns; any number read.
 
     Args:
         rows: number of rows.
-        shape: of one row's value.
-        dtype: of the values, any.
-        device: where values are given out, default ``"cpu"``; the compressed rows stay on the host.
-        level: of zstd, 1 to 22, default 3. Higher ones save a few percent of Atari frames and take 2 to 4 times the
+        shape: shape of one row's value.
+        dtype: dtype of the values, any.
+        device: device of decoded values, default ``"cpu"``; compressed rows stay on the host.
+        level: zstd level, 1 to 22, default 3. Higher ones save a few percent of Atari frames and take 2 to 4 times
+        the
             time to write, none to read.
-        threads: most threads to use, default as many as torch does.
+        threads: maximum number of threads, default that of torch.
 
     Raises:
         ImportError: zstandard is not installed.
-        ValueError: a level that zstd does not have, or less than one thread.
+        ValueError: ``level`` or ``threads`` is out of range.
 
     >>> column = ZstdColumn(100, torch.Size([84, 84]), torch.uint8)
     >>> column.write(0, torch.arange(3, dtype=torch.uint8).view(3, 1, 1).expand(3, 84, 84))
@@ -66,15 +67,15 @@ class ZstdColumn(Column):
             whole_number("threads", threads)
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
         self.codec = _Codec(level, threads)
-        # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
+        # bytes objects are replaced atomically: a reader gets the old row or the new one, never a mixture.
         self._rows: Array = np.empty(0, object)
         self._filled, self._bytes = 0, 0
         self.grow(rows)
 
     @cached_property
     def _blank(self) -> bytes:
-        """Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later."""
-        # Only for rows that are there: of a state that claims a huge shape nothing is compressed before it is checked.
+        """Zeros compressed without a dictionary: every decoder can read them."""
+        # Computed lazily: a state that claims a huge shape must be checked before anything is compressed.
         blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         return blank
 
@@ -86,7 +87,7 @@ class ZstdColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(values):
             return
-        # reshape gives a single row the strides of its shape, which contiguous() leaves as they are
+        # reshape normalises the strides of a single row, which contiguous() does not
         flat = values.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         rows = flat.as_strided(flat.shape, (1,)).view(torch.uint8).view(len(values), self.value_bytes)
         if not self.codec.prefix:
@@ -99,7 +100,7 @@ class ZstdColumn(Column):
         distinct, inverse = slots.numpy(force=True), None
         if len(slots) > _FEW_ROWS:
             unique, positions = np.unique(distinct, return_inverse=True)
-            if 4 * len(unique) < 3 * len(slots):  # else copying what was decoded once costs more
+            if 4 * len(unique) < 3 * len(slots):  # otherwise copying decoded duplicates costs more
                 distinct, inverse = unique, positions
         values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
@@ -110,7 +111,7 @@ class ZstdColumn(Column):
     @override
     def pool(self) -> "ZstdColumn":
         side = ZstdColumn(0, self.shape, self.dtype, self.device)
-        side.codec = self.codec  # one dictionary for both
+        side.codec = self.codec  # shared dictionary
         return side
 
     @override
@@ -139,7 +140,7 @@ class ZstdColumn(Column):
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
-        """Return the compressed rows; the first row has the dictionary of all."""
+        """Return the compressed rows; the first row carries the dictionary."""
         state = _join(self._rows[slots.numpy(force=True)].tolist(), self.codec.prefix)
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
@@ -151,13 +152,13 @@ class ZstdColumn(Column):
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
-        """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
+        """Return the state of these rows; parts with a different dictionary are recompressed."""
         codec = _Codec(self.codec.level, self.codec.threads)
         compressed: Array = np.empty(rows, object)  # None where no part has a row
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
             (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
-            # Several dumps may have been laid end to end, each with a dictionary before its first row.
+            # Several dumps may be concatenated, each with a dictionary before its first row.
             begins = sorted({0, *lengths.nonzero().flatten().tolist()})
             for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
                 low, high = int(sizes[:first].sum()), int(sizes[:stop].sum())
@@ -172,7 +173,7 @@ class ZstdColumn(Column):
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 recoded, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
-                codec.begin(prefix)  # it takes the first dictionary there is
+                codec.begin(prefix)  # uses the first dictionary
                 if prefix not in (b"", codec.prefix):
                     values = self._decoded(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
@@ -194,7 +195,7 @@ class ZstdColumn(Column):
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
-                for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
+                for _ in self._decoded(rows, prefix):  # they will be recompressed, so all must be readable
                     pass
         except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
@@ -218,7 +219,7 @@ class ZstdColumn(Column):
             first += len(values)
 
     def _cut(self, state: dict[str, Any]) -> Array:
-        """The compressed rows of a state, objects ``[N]``."""
+        """Split a state into compressed rows, objects ``[N]``."""
         joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
         ends = np.cumsum(sizes).tolist()
         rows: Array = np.empty(len(sizes), object)
@@ -226,14 +227,14 @@ class ZstdColumn(Column):
         return rows
 
     def _decoded(self, rows: Array, prefix: bytes) -> Iterator[Array]:
-        """The values of ``rows`` compressed with the dictionary ``prefix``, some at a time."""
+        """Yield the decoded values of ``rows`` compressed with dictionary ``prefix``, in chunks."""
         other = _Codec(self.codec.level, self.codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
         for first in range(0, len(rows), step):
             yield other.decode(rows[first : first + step], self.value_bytes)
 
     def _replace(self, slots: Array | slice, rows: Array) -> None:
-        """Put compressed ``rows`` into ``slots`` and count the bytes that come and go."""
+        """Put compressed ``rows`` into ``slots`` and update the byte count."""
         replaced = [row for row in self._rows[slots] if row is not self._blank]
         self._filled += len(rows) - len(replaced)
         self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
@@ -241,7 +242,7 @@ class ZstdColumn(Column):
 
 
 def frame_size(zstandard: ModuleType, frame: bytes) -> int:
-    """Bytes that a zstd frame holds, as it says; ValueError if it cannot be read, or is too short to hold so many."""
+    """Return the decoded size in a zstd frame's header; ValueError if unreadable or too short for that size."""
     try:
         size: int = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:
@@ -252,7 +253,7 @@ def frame_size(zstandard: ModuleType, frame: bytes) -> int:
 
 
 def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
-    """The state of compressed rows: they end to end, their sizes to cut them apart again, and their dictionary."""
+    """Return the state of compressed rows: concatenated bytes, sizes and dictionary."""
     joined = torch.zeros(0).byte()
     if compressed:
         joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
@@ -261,20 +262,20 @@ def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
 
 
 class _Codec:
-    """zstd with one dictionary for all rows, in threads where there is enough to do."""
+    """zstd with one dictionary for all rows and several threads for large batches."""
 
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
         whole_number("level", level, 1, 22)
         _zstandard()
         self.level, self.threads, self.prefix = level, threads, b""
         self._dictionary: Any = None
-        # Idle ones, each used by one thread at a time: to make one takes longer than to decode a frame.
+        # Idle objects, each used by one thread at a time: creating one takes longer than decoding a frame.
         self._compressors: list[Any] = []
         self._decompressors: list[Any] = []
         self.begin(prefix)
 
     def begin(self, prefix: bytes) -> None:
-        """Take ``prefix`` as the dictionary, unless there is one or it is all zeros, which would be of no use."""
+        """Use ``prefix`` as the dictionary, unless there is one already or it is all zeros."""
         if self.prefix or not prefix.strip(b"\0"):
             return
         zstandard = _zstandard()
@@ -284,16 +285,16 @@ class _Codec:
 
     @contextmanager
     def _borrow(self, idle: list[Any], kind: str, **options: Any) -> Iterator[Any]:
-        """A compressor or decompressor of this thread's own until the block ends."""
+        """Context manager: lend a compressor or decompressor to this thread."""
         try:
-            worker = idle.pop()  # one step: two threads never get the same one
+            worker = idle.pop()  # atomic: two threads never get the same one
         except IndexError:
             worker = getattr(_zstandard(), kind)(dict_data=self._dictionary, **options)
         yield worker
         idle.append(worker)
 
     def encode(self, values: Array) -> Array:
-        """The rows of ``values`` (uint8 ``[N, size]``) compressed; objects ``[N]``."""
+        """Compress the rows of ``values`` (uint8 ``[N, size]``); returns objects ``[N]``."""
         rows: Array = np.empty(len(values), object)
 
         def encode_part(first: int, stop: int) -> None:
@@ -304,12 +305,12 @@ class _Codec:
         return rows
 
     def decode(self, rows: Array, size: int) -> Array:
-        """The values that `encode` was given; uint8 ``[N, size]``."""
+        """Invert `encode`; returns uint8 ``[N, size]``."""
         values: Array = np.empty((len(rows), size), np.uint8)
 
         def decode_part(first: int, stop: int) -> None:
-            # One call for all rows, straight into their place: 3 times faster than one call per row, and the GIL
-            # is not asked for by every row.
+            # One call for all rows, written in place, is 3 times faster than one call per row and acquires the GIL
+            # once.
             joined = b"".join(rows[first:stop])
             with (
                 self._borrow(self._decompressors, "ZstdDecompressor") as decompressor,
@@ -324,13 +325,13 @@ class _Codec:
         return values
 
     def _in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
-        """Call ``work(first, stop)`` on shares of ``rows``, in as many threads as ``size`` bytes are worth."""
+        """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
         threads = torch.get_num_threads() if self.threads is None else self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
         if parts == 1:
             work(0, rows)
             return
-        # Part i is rows * i // parts ... rows * (i + 1) // parts - 1: sizes differ by one at most.
+        # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
         bounds = [rows * i // parts for i in range(parts + 1)]
         with ThreadPoolExecutor(parts) as pool:
             list(pool.map(work, bounds[:-1], bounds[1:]))

@@ -35,7 +35,7 @@ from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, ne
 from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import flags, shown, torch_device, whole_number
+from flatroll.layout.checks import flags, torch_device, whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 

@@ -77,8 +77,8 @@ class Script:
                 )
             object.__setattr__(self, name, tuple(map(tuple, rows)))
         for row in self.table("lengths"):
-            if any(int(length) < 1 for length in row):
-                raise ValueError(f"lengths must be at least 1, got {row}")
+            for length in row:
+                whole_number("lengths", length)
         for row in self.table("ends"):
             if any(end not in _ENDS for end in row):
                 raise ValueError(f"ends must be among {_ENDS}, got {row}")

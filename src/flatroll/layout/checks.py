@@ -333,8 +333,8 @@ def as_numbers(
         numbers = torch.as_tensor(value, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
-    if numbers.is_meta:
-        raise TypeError(f"{name} must be a tensor with values, got one on the device meta")
+    if numbers.is_meta or numbers.layout is not torch.strided:
+        raise TypeError(_text(name, "be a dense tensor with values", shown(numbers)))
     return numbers
 
 

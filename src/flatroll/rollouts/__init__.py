@@ -15,7 +15,7 @@ from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
 from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector, RayCollector
 
-#: The references' older name.
+#: Older alias.
 SyncDataCollector = Collector
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`ActionRange`: looks whether a policy's actions lie in the env's action space, once for each batch."""
+"""`ActionRange`: checks once per batch that a policy's actions lie in the env's action space."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from flatroll.wrappers.arrays import action_limits
 
 
 class ActionRange:
-    """Raises ValueError for whole numbers outside the space (Discrete, MultiDiscrete, MultiBinary), and warns once of
-    numbers outside a Box, which may be meant: the env was given them.
+    """Raises ValueError for discrete actions outside the space and warns once about actions outside a Box.
 
-    Nothing waits for actions on another device than the CPU: their ends are copied, and looked at with a later batch.
+    A Box's limits may be exceeded on purpose: the env receives the actions unchanged. Actions on a GPU cause no sync:
+    their minimum and maximum are copied asynchronously and checked with a later batch.
 
     Args:
         space: the actions of one env.
-        keys, paths: of its leaves, in a batch and in a tree of actions.
-        device: of the batches.
+        keys, paths: of the space's leaves, in a batch and in a tree of actions.
+        device: device of the batches.
 
     >>> batch = TensorDict({"action": torch.tensor([0, 2])}, [2])
     >>> ActionRange(spaces.Discrete(2), ["action"], [()], torch.device("cpu")).look(batch)
@@ -41,13 +41,13 @@ class ActionRange:
     ) -> None:
         key_of = dict(zip(paths, keys, strict=True))
         self._limits = [(key_of[path], limits) for path, limits in action_limits(space)]
-        if device.type == "meta":  # no values there
+        if device.type == "meta":  # meta tensors have no values
             self._limits = []
         self._later = device.type != "cpu"
-        self._ends: dict[NestedKey, tuple[Tensor, Tensor]] = {}  # seen so far: there, and as copied here
+        self._ends: dict[NestedKey, tuple[Tensor, Tensor]] = {}  # minimum and maximum, and their host copy
 
     def look(self, batch: TensorDict) -> None:
-        """Look at the actions of a batch."""
+        """Check the actions of a batch."""
         for key, limits in list(self._limits):
             actions: Tensor = batch.get(key)
             problem = limits.problem(self._copied(key, actions) if self._later else actions.numpy())
@@ -63,12 +63,12 @@ class ActionRange:
             )
 
     def _copied(self, key: NestedKey, actions: Tensor) -> "np.ndarray[Any, Any]":
-        """The least and greatest actions ``[2, *S]`` of batches whose copies have come; this batch's are sent for."""
+        """Return minimum and maximum ``[2, *S]`` of batches already copied, and start the copy of this batch's."""
         ends = torch.stack([actions.amin(0), actions.amax(0)])
         if key not in self._ends:
             here = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=actions.is_cuda)
             limits = next(limits for own, limits in self._limits if own == key)
-            # Until the first copy has come.
+            # Until the first copy has finished.
             for end, limit in zip(here, (limits.low, limits.high), strict=True):
                 end.copy_(torch.from_numpy(np.array(limit)))
             self._ends[key] = ends, here

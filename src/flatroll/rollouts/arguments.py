@@ -1,4 +1,4 @@
-"""Checks and groups the arguments of a collector, and creates its envs."""
+"""Checks a collector's arguments and creates its envs."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,22 +19,21 @@ from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.stream import Moves, moves_of
 
-#: An env, a function that makes one, or for ``splits`` a list of them.
+#: An env, a function that makes one, or a list of them for ``splits``.
 EnvSource: TypeAlias = EnvLike | Callable[[], EnvLike] | Sequence[EnvLike | Callable[[], EnvLike]]
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse counts of a `Collector` that make no sense; warn where the total is no whole number of batches."""
+    """Check the counts given to a `Collector`; warn if the total is not a whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}
     for name, count in counts.items():
         if count is None and name in optional:
             continue
         try:
-            if count is None or isinstance(count, bool):
-                raise TypeError
-            index(count)
+            index(None if isinstance(count, bool) else count)  # type: ignore[arg-type]
         except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
             raise TypeError(f"{name} must be an integer, got {shown(count)}") from None
+        assert count is not None
         if name == "total_frames":
             if count == 0 or count < -1:
                 raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
@@ -56,9 +55,9 @@ class Devices:
     """The devices of the env, of the policy and of finished batches.
 
     Attributes:
-        env: where the env's arrays live, and so the columns.
-        policy: where the policy wants its input; None: there too.
-        storing: where batches are put; None: they stay.
+        env: device of the env's arrays and of the columns.
+        policy: device of the policy's input; None for the env's.
+        storing: device of finished batches; None for the env's.
         blocking: whether to wait for copies between devices.
     """
 
@@ -76,7 +75,7 @@ def make_devices(
     storing_device: torch.device | str | None = None,
     no_cuda_sync: bool = False,
 ) -> Devices:
-    """Choose a collector's devices; ``env`` is where the env's arrays are, the rest as in `Collector`.
+    """Choose a collector's devices; ``env`` is the device of the env's arrays, the rest as in `Collector`.
 
     Raises:
         ValueError: ``env_device`` is of another type than ``env``.
@@ -113,8 +112,7 @@ def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
-    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer; TypeError
-    for an interruptor that cannot be asked."""
+    """Check options that depend on one another."""
     if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
         raise TypeError(
             "interruptor must have a method is_set(), as threading.Event and multiprocessing.Event have, got "
@@ -138,9 +136,9 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
 
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
-    """Raise ValueError if the ids would not contain ``writer``; ``marker`` is a TrajId that the env has."""
+    """Raise ValueError if the ids would not contain ``writer``; ``marker`` is the env's own TrajId."""
     try:
-        writer = index(writer)
+        writer = index(None if isinstance(writer, bool) else writer)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
         raise TypeError(f"writer must be an integer, got {shown(writer)}") from None
     if not writer:
@@ -161,9 +159,9 @@ def make_env(
     max_steps: int | None,
     undo: ExitStack,
 ) -> tuple[Any, bool]:
-    """Return the env, with its observations cast and on ``device``, and a step limit, and whether it was made here.
+    """Return the adapted env (cast, moved to ``device``, with a step limit) and whether it was created here.
 
-    ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
+    ``undo`` closes an env that was created here; the caller closes its own.
     """
     env: Any = create_env_fn
     made = False
@@ -197,14 +195,14 @@ def make_env(
             f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
             "max_steps instead"
         )
-    return StepCounter(env, max_steps=max_steps), made
+    return StepCounter(env, max_steps=index(max_steps)), made
 
 
 def _usable(device: torch.device | str) -> torch.device:
-    """The device as torch names it; ValueError if torch cannot use it here."""
+    """Return the device as a `torch.device`; ValueError if torch cannot use it here."""
     try:
         return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError) as error:  # not compiled for it; none there
+    except (AssertionError, RuntimeError) as error:  # torch was not compiled for it; no such device
         raise ValueError(f"env_device={str(device)!r} cannot be used here: {error}") from error
 
 
@@ -216,7 +214,7 @@ def make_envs(
     max_steps: int | None,
     undo: ExitStack,
 ) -> tuple[list[Any], Moves | None, bool]:
-    """Return the env in ``splits`` parts, the count of moves of one that was divided, and whether they were made here.
+    """Return the ``splits`` parts of the env, the `Moves` of a split env, and whether they were created here.
 
     For the other arguments see `make_env`.
     """

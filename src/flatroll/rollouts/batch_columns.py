@@ -1,4 +1,4 @@
-"""The columns of a collected batch: their keys, which component writes each, and their spec."""
+"""The columns of a collected batch: their keys, writers and specs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ from flatroll.wrappers.markers import (
 )
 from flatroll.wrappers.source import EnvLike, layers
 
-#: Column of the rows on which the env only reset; never in a batch.
+#: Column that marks rows on which the env only reset; never in a batch.
 DEAD = ("collector", "_dead")
 
 
@@ -47,26 +47,26 @@ class ColumnKeys:
     """The keys of a collected batch, read from the env's wrappers; ensures that each has a single writer.
 
     Raises:
-        ValueError: two parts write one column; the text names both.
+        ValueError: two components write the same column; the message names both.
     """
 
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],
-        info_keys: Sequence[NestedKey],  # the entries of info to store
+        info_keys: Sequence[NestedKey],  # entries of info to store
     ) -> None:
         if isinstance(info_keys, str):
             raise TypeError(
                 f"info_keys must be a list of names, got the string {info_keys!r}: write [{info_keys!r}]"
             )
         markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column]
-        # The key, and the path in the tree, of every observation entry and of every part of the action.
+        # The key and tree path of each observation entry and each part of the action.
         self.obs, self.obs_paths = zip(*observation_leaves(env.single_observation_space), strict=True)
         self.actions, self.action_paths = zip(*space_leaves(env.single_action_space, (ACTION,)), strict=True)
-        # The key, and the name in info, of the markers that describe the observation a row starts from ...
+        # The key and info name of markers that describe a row's observation ...
         self.roots: list[NestedKey] = [m.key for m in markers if not m.describes_step]
         self.root_names = [m.info_name for m in markers if not m.describes_step]
-        # ... and of those that describe the step.
+        # ... and of markers that describe the step.
         self.nexts: list[NestedKey] = [next_key(m.key) for m in markers if m.describes_step]
         self.next_names = [m.info_name for m in markers if m.describes_step]
         # Step counters: ("next", key) is one more.
@@ -75,16 +75,16 @@ class ColumnKeys:
         self.init: NestedKey = next((m.key for m in markers if isinstance(m, InitTracker)), IS_INIT)
         self.has_ids = any(isinstance(m, TrajId) for m in markers)
         self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
-        # Columns that are float32 whatever a wrapper makes of them.
+        # Columns that are always float32, even if a wrapper changes their dtype.
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
-        # The observations whose next one is stored as a difference, and the dtype of the differences.
+        # Observations whose next one is stored as a difference, and the differences' dtype.
         delta = find_wrapper(env, ObservationDelta)
         self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
         self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
         self.infos = tuple(info_keys)
-        self.states: list[NestedKey] = []  # the recurrent states of the policy, once there is one
-        self.strided = False  # whether only some rows keep them: ("collector", "has_state") says which
-        # Columns of shape [N, 1] if they are one number for each row.
+        self.states: list[NestedKey] = []  # recurrent states of the policy, once it is set
+        self.strided = False  # whether only the rows marked by ("collector", "has_state") keep them
+        # Columns of shape [N, 1] if they hold one number per row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
         }
@@ -92,7 +92,7 @@ class ColumnKeys:
         self._writers: dict[tuple[str, ...], str] = {}
         self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
         stream = find_stream(env)
-        # What says of which agent, game and step of the game a row is, if rows are agents.
+        # Columns with the agent, game and game step of each row, if rows are agents.
         self.agents = (
             (AGENT, GAME, GAME_STEP, NUM_AGENTS)
             if stream is not None and stream.source.agents is not None
@@ -114,7 +114,7 @@ class ColumnKeys:
         """Register ``writer`` as the writer of ``keys``; ValueError if one has a writer already."""
         for key in map(as_tuple, keys):
             for other, owner in self._writers.items():
-                if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
+                if key[: len(other)] == other[: len(key)]:  # equal, or one nested in the other
                     raise ValueError(
                         f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
                         f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
@@ -125,11 +125,11 @@ class ColumnKeys:
 def batch_spec(env: EnvLike) -> Composite:
     """Return the spec of the batches that a collector with random actions yields from an env.
 
-    Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's
-    outputs and those of markers of your own, may have any values.
+    Its shape is ``(-1,)``: it accepts batches with any number of rows. Columns that it does not list, such as a
+    policy's outputs and your own markers, may have any values.
 
     Args:
-        env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it. It is not stepped.
+        env: anything `flatroll.wrappers.as_vector_env` accepts, or wrappers around it. It is not stepped.
 
     >>> import gymnasium as gym
     >>> from flatroll.wrappers import InitTracker
@@ -142,10 +142,10 @@ def batch_spec(env: EnvLike) -> Composite:
 
 
 def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bool = False) -> Composite:
-    """The spec of batches with these columns; ``compact`` ones have no next observations."""
-    rows: list[tuple[Any, TensorSpec]] = []  # the key, and the spec of one row
+    """Return the spec of batches with these columns; ``compact`` ones have no next observations."""
+    rows: list[tuple[Any, TensorSpec]] = []  # key, spec of one row
     stream = find_stream(env)
-    unknown = stream is not None and stream.hides_final_obs  # last observations are made up
+    unknown = stream is not None and stream.hides_final_obs  # last observations are filled in
     for key, path in zip(keys.obs, keys.obs_paths, strict=True):
         spec = as_spec(part_of(env.single_observation_space, path))
         rows.append((key, spec))

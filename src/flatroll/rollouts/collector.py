@@ -38,14 +38,14 @@ Device = torch.device | str | None
 
 
 class Sink(Protocol):
-    """Takes the batches of a collector, as a replay buffer does."""
+    """Receives the batches of a collector, like a replay buffer."""
 
     @property
     def extend(self) -> Callable[..., Any]: ...
 
 
 class Interruptor(Protocol):
-    """Says whether a batch is to end early, as a `threading.Event` does."""
+    """Signals that a batch shall end early, like a `threading.Event`."""
 
     def is_set(self) -> bool: ...
 
@@ -53,74 +53,73 @@ class Interruptor(Protocol):
 class Collector(Facts):
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
-    Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory follow one another in time
-    order, env after env, with the columns that `flatroll.layout.describe` lists. Rows on which an env only
-    resets never appear; rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other
-    windows changes no row, flag or id of it. Yielded batches own their memory.
+    Each batch is a plain tensordict ``[frames_per_batch]``: env after env, each trajectory in time order, with the
+    columns that `flatroll.layout.describe` lists. Rows on which an env only resets are left out; rows beyond
+    ``frames_per_batch`` come first in the next batch. Changing ``frames_per_batch`` only moves where batches are cut;
+    rows, flags and ids stay the same. Yielded batches own their memory.
 
-    InitTracker and TrajId are added where the env's stack lacks them; a recurrent policy (one with parts that
-    have ``make_tensordict_primer()``) gets its states and ``is_init`` automatically.
+    InitTracker and TrajId are added if the env's stack lacks them. The states and ``is_init`` of a recurrent policy
+    (one whose modules have ``make_tensordict_primer()``) are carried automatically.
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
-            function that makes one; with ``splits`` also a list of them (the attribute ``env`` is then a tuple). After
-            an error an env that was made here is closed; one that was given stays open, see `reset`.
+            function that makes one; with ``splits`` also a list of them (the attribute ``env`` is then a tuple).
+            After an error the collector closes an env that it created; yours stays open, see `reset`.
         policy: a tensordict module, a module or callable from observation (tensor, or dict of tensors) to
-            action, or None or a `RandomPolicy` for random actions. A callable with a parameter named ``is_init``
-            is also given, by that name, which rows begin an episode, bool ``[E, 1]``.
-        frames_per_batch: rows of a batch.
-        total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
+            action, or None or a `RandomPolicy` for random actions. A callable with a parameter named ``is_init`` also
+            receives bool ``[E, 1]``, True in the first rows of episodes.
+        frames_per_batch: rows per batch.
+        total_frames: total number of rows, rounded up to whole batches. Default -1: no limit.
         device: shorthand for ``policy_device`` and ``storing_device``.
-        env_device: where the env's arrays are to be. What a NumPy env returns is copied there in each step, and the
-            actions back; a torch env must be there already. Default: where the env has them.
-        policy_device: where the policy wants its input. Default: where the env's arrays are.
-        storing_device: where batches are put. Default: where the env's arrays are.
-        no_cuda_sync: do not wait for copies between devices. Default False.
-        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`; for MuJoCo's,
-            which are float64, ``torch.float32``. Default None: as the env gives them.
-        compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
-        track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
-            the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
-        trajs_per_batch: yield batches of this many complete trajectories instead (``frames_per_batch`` is then
-            how much is collected between looks), in the order in which they end. At the end of
-            ``total_frames`` those left over make a smaller batch; trajectories still open are not yielded.
+        env_device: device of the env's arrays. A NumPy env's outputs are copied there in each step, and actions are
+            copied back; a torch env must be there already. Default: the env's own.
+        policy_device: device of the policy's input. Default: that of the env's arrays.
+        storing_device: device of the batches. Default: that of the env's arrays.
+        no_cuda_sync: do not synchronise after copies between devices. Default False.
+        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`, for example
+            ``torch.float32`` for MuJoCo's float64. Default None: the env's own.
+        compact_obs: omit ``("next", obs)``; `final` then has the observations that no row holds.
+        track_traj_ids: write ``("collector", "traj_ids")``. Default True. If False, ``is_init`` also marks the first
+            row of each env in the batch, which separates cut runs of neighbouring envs.
+        trajs_per_batch: yield batches of this many complete trajectories instead, in the order in which they end;
+            ``frames_per_batch`` rows are collected at a time. After ``total_frames`` the remaining ones form a
+            smaller batch; open trajectories are not yielded.
         set_truncated: mark the last row of each run that the batch cuts as truncated and done.
         max_frames_per_traj: truncate episodes after this many steps (adds a StepCounter).
-        init_random_frames: take random actions in the first rows, this many, up to the end of the vector step
-            that the last of them is in; the policy's other outputs are recorded as they are. Default 0.
-        reset_at_each_iter: reset the env before each batch that it is stepped for.
+        init_random_frames: take random actions in the first rows, rounded up to a whole vector step; the policy's
+            other outputs are recorded unchanged. Default 0.
+        reset_at_each_iter: reset the env before each batch.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
-        postproc: function of the batch; its result is yielded. `final` counts the rows before it.
+        postproc: function applied to each batch; its result is yielded. `final` refers to the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
-        post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
-        replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. With
-            ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
-            end of their trajectories; ``note_spec``, if it has one, hears the :attr:`spec`.
-        auto_register_policy_transforms: wire recurrent states. Default True (None is the same).
+        post_collect_hook: called with each batch before it is yielded; its result is ignored.
+        replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. Optional
+            methods of it are called: with ``trajs_per_batch``, ``note_waiting(rows)`` with the number of rows held
+            back until their trajectories end, and ``note_spec`` with the :attr:`spec`.
+        auto_register_policy_transforms: carry recurrent states. Default True (None means the same).
         state_stride: keep recurrent states only in every ``state_stride``-th row of a trajectory, from its first,
-            and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
-            of others are zeros, and there are none under ``"next"``. Default 1: in every row, unmarked.
-        info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
-            gave it; 0 in steps that came without it.
-        exploration_type: how probabilistic modules choose. Default: they sample.
-        splits: number of parts in which the envs are stepped, in turn: while the policy acts for one part, the steps of
-            the others are under way. The env is a gymnasium AsyncVectorEnv (or a function that makes one), whose
-            worker processes are divided; or a list of ``splits`` envs (or functions), the parts of one pool:
-            AsyncVectorEnvs, envpools, other vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds
-            are those of the whole pool. Default 1: all envs at once.
+            and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows; other rows
+            have zeros, and no states are stored under ``"next"``. Default 1: every row, without the mark.
+        info_keys: entries of ``info`` to store: ``key`` is the value before the step, ``("next", key)`` the value
+            after it; 0 where ``info`` lacks it.
+        exploration_type: how probabilistic modules choose actions. Default: they sample.
+        splits: number of parts in which the envs are stepped in turn: while the policy acts for one part, the others
+            step. The env is a Gymnasium AsyncVectorEnv (or a function that makes one), whose worker processes are
+            divided among the parts; or a list of ``splits`` envs (or functions): AsyncVectorEnvs, envpools, or other
+            vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds are those of one pool. Default 1:
+            all envs at once.
         seed: seeds the env's first reset and the random actions.
-        writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Give each collector that
-            writes into one buffer its own: equal ids would join their trajectories.
-        track_policy_version: write ``("collector", "policy_version")``, int64 ``[N]``: the `policy_version` at the step
-            that made the row, also for rows that a later batch brings. Default False.
-        interruptor: anything with ``is_set()``, a ``threading.Event`` say, asked before each vector step. Once it says
-            True, the batch is yielded with the rows that there are, at least one; with ``trajs_per_batch``, with the
-            complete trajectories that there are, at least one. Nothing is lost: the next batch goes on from there.
-            Default None.
-        progress: show a tqdm bar: rows, steps a second while collecting, and with RewardSum the mean return.
+        writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Collectors that write into
+            the same buffer need different numbers; equal ids would join their trajectories.
+        track_policy_version: write ``("collector", "policy_version")``, int64 ``[N]``: the `policy_version` that
+            chose the row's action. Default False.
+        interruptor: an object with ``is_set()``, such as a ``threading.Event``, checked before each vector step. Once
+            it returns True, the batch is yielded with the rows collected so far (with ``trajs_per_batch``, the
+            complete trajectories), at least one. Nothing is lost: the next batch continues from there. Default None.
+        progress: show a tqdm bar with rows, steps per second while collecting, and with RewardSum the mean return.
 
     Raises:
-        ValueError, TypeError: arguments that contradict one another; the text says which.
+        ValueError, TypeError: arguments contradict one another; the message names them.
 
     >>> import gymnasium as gym
     >>> collector = Collector(gym.make_vec("CartPole-v1", num_envs=3), frames_per_batch=10, total_frames=20)
@@ -130,10 +129,10 @@ class Collector(Facts):
     torch.Size([10]) ['action', 'collector', 'is_init', 'next', 'observation']
     """
 
-    #: With ``compact_obs=True``: of the last batch, the next observations that no row of it holds. A
-    #: tensordict ``[K]`` with ``"row"`` (int64, ascending) and the ``("next", obs)`` entries.
+    #: With ``compact_obs=True``: the next observations that no row of the last batch holds, a tensordict ``[K]`` with
+    #: ``"row"`` (int64, ascending) and the ``("next", obs)`` entries.
     final: TensorDict | None = None
-    _closed = True  # until the env is there
+    _closed = True  # until the env exists
     _frames = 0  # rows collected so far
     _version = 0  # of the policy
     _runner: Runner | SplitRunner | PoolRunner
@@ -258,9 +257,9 @@ class Collector(Facts):
         return iter(self)
 
     def __next__(self) -> Any:
-        """The next batch, without a loop; StopIteration after ``total_frames``."""
-        # No generator is kept: it would refer to the collector, whose env then outlived it until the next collection of
-        # garbage, which may come in a forked child. envpool's pools crash there.
+        """Collect the next batch; StopIteration after ``total_frames``."""
+        # Keep no generator: its reference cycle would keep the env alive until the next garbage collection, which may
+        # run in a forked child, where envpool's pools crash.
         self._check_open()
         made = self._make_batch(self.total_frames)
         if made is None:
@@ -269,7 +268,7 @@ class Collector(Facts):
         return made[0]
 
     def rollout(self) -> TensorDict | None:
-        """Collect one more batch, as the iteration does, whether or not ``total_frames`` are reached.
+        """Collect one more batch, even after ``total_frames``.
 
         Returns:
             The batch; None if a replay buffer took it.
@@ -281,13 +280,13 @@ class Collector(Facts):
         """
         self._check_open()
         made = self._make_batch(total=-1)
-        assert made is not None  # without a total there is always a next one
+        assert made is not None  # without a total there is always a next batch
         return made[0]
 
     @property
     def spec(self) -> Composite:
-        """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        # The parts of one pool have equal columns.
+        """The batches' spec, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
+        # All parts of a pool have the same columns.
         return spec_of_columns(self._runner.keys, self._runner.envs[0], self._compact)
 
     @property
@@ -297,17 +296,16 @@ class Collector(Facts):
 
     @property
     def rows_held(self) -> int:
-        """Number of rows that were collected and that no batch has taken yet; they come in later ones."""
+        """Number of collected rows that are not yet in a batch; later batches contain them."""
         return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
 
     def stats(self) -> dict[str, int]:
-        """Return ``frames``, ``rows_held`` and ``policy_version``, to be logged as those of `MultiCollector.stats`."""
+        """Return ``frames``, ``rows_held`` and ``policy_version`` for logging, named as in `MultiCollector.stats`."""
         return {"frames": self._frames, "rows_held": self.rows_held, "policy_version": self._version}
 
     @property
     def policy_version(self) -> int:
-        """How often the policy has been updated: `update_policy_weights_` counts it, and whoever counts otherwise
-        sets it. With ``track_policy_version`` each row has the number of the vector step in which it was chosen."""
+        """Number of policy updates: `update_policy_weights_` increments it; you may also set it."""
         return self._version
 
     @policy_version.setter
@@ -318,8 +316,8 @@ class Collector(Facts):
     def set_recurrent_primers_from(self, policy: Policy) -> None:
         """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
-        For a policy that hides its recurrent parts; one that shows them is wired automatically. A second call changes
-        nothing.
+        Needed only if the policy hides its recurrent modules; visible ones are found automatically. A second call
+        changes nothing.
 
         Raises:
             RuntimeError: rows were collected without these states.
@@ -327,22 +325,22 @@ class Collector(Facts):
         self._runner.prime(recurrent_states(policy))
 
     def reset(self) -> None:
-        """Reset the env before the next batch: open trajectories end as cuts, rows not yet yielded are dropped.
+        """Reset the env before the next batch; open trajectories are cut, rows not yet yielded are dropped.
 
-        Call it after stepping or resetting the bare env by hand, which no collector can see (steps through flatroll
-        are noticed). An error (or Ctrl-C) in env, policy, hook or buffer does the same if the env is the caller's:
-        the batch at work is lost, and the next one begins with new episodes under new ids. An env that the collector
-        made is closed instead.
+        Call it after stepping or resetting the bare env yourself, which a collector cannot detect (it detects steps
+        through flatroll). After an error (or Ctrl-C) in env, policy, hook or buffer the collector resets the env in
+        the same way if the env is yours: the batch being collected is lost, and the next one begins with new episodes
+        and new ids. An env that the collector created is closed instead.
         """
         self._runner.forget()
         if self._joiner is not None:
             self._joiner.drop_open()
 
     def set_seed(self, seed: int) -> int:
-        """Seed the random actions and the env, which is reset for it before the next batch (see `reset`).
+        """Seed the random actions and the env; the env is reset before the next batch (see `reset`).
 
         Returns:
-            ``seed + E``, the first number with which no env is seeded (Gymnasium's env ``e`` takes ``seed + e``).
+            ``seed + E``, the first unused seed (Gymnasium's env ``e`` uses ``seed + e``).
         """
         self._seed, self._seeded_at = seed, self._frames
         self._runner.random.seed(seed)
@@ -350,15 +348,16 @@ class Collector(Facts):
         return seed + self._runner.num_envs
 
     def update_policy_weights_(self, policy_or_weights: Weights | None = None) -> None:
-        """Copy weights into the policy, and count the update in `policy_version`.
+        """Copy weights into the policy and increment `policy_version`.
 
-        Without an argument it only counts: the collector acts with the policy itself, which the caller has changed.
+        Without an argument it only increments: the collector uses the policy object itself, so updates take effect at
+            once.
 
         Args:
             policy_or_weights: a module, its state dict, or a tensordict of its parameters.
 
         Raises:
-            TypeError: the policy is no ``nn.Module``.
+            TypeError: the policy is not an ``nn.Module``.
         """
         if policy_or_weights is not None and policy_or_weights is not self.policy:
             copy_weights(self.policy, policy_or_weights)
@@ -373,7 +372,7 @@ class Collector(Facts):
                 env.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to pickle or copy a collector that has begun."""
+        """Refuse to pickle or copy a collector that has started."""
         if self._runner.started:
             raise TypeError(
                 "a collector that has begun cannot be pickled or copied, as its env cannot: pickle "
@@ -382,7 +381,7 @@ class Collector(Facts):
         return self.__dict__
 
     def _facts(self) -> dict[str, Any]:
-        """What `repr` and notebooks show."""
+        """Return what `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
         policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
         facts = {
@@ -402,10 +401,10 @@ class Collector(Facts):
         self.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: row count, last trajectory id, random state, policy parameters and version.
+        """Return the row count, last trajectory id, random state, policy parameters and version.
 
-        The env's own state is not in it, nor are rows not yet yielded: on loading, open trajectories are cut and
-        the env is reset.
+        It does not contain the env's state or rows not yet yielded: loading cuts open trajectories and resets the
+        env.
         """
         ids = [marker.state_dict() for marker in self._id_markers()]
         return {
@@ -418,10 +417,10 @@ class Collector(Facts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`: new ids follow the old ones, the next batch starts with a reset.
+        """Resume from a `state_dict`: new ids continue the old ones, the next batch starts with a reset.
 
-        A collector with a seed resets the env with a seed made of its own and the rows collected, so that a
-        run that goes on does not meet its first episodes again.
+        A collector with a seed resets the env with a seed derived from it and the row count, so that a resumed run
+        does not repeat its first episodes.
         """
         runner = self._runner
         self._frames = state["frames"]
@@ -438,7 +437,7 @@ class Collector(Facts):
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 
     def _id_markers(self) -> list[TrajId]:
-        """The wrappers that give the ids, one for each part of the env; none without ids."""
+        """Return the TrajId wrappers, one per part of the env; empty without ids."""
         found = [find_wrapper(env, TrajId) for env in self._runner.envs]
         return [marker for marker in found if marker is not None]
 
@@ -447,13 +446,13 @@ class Collector(Facts):
             raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
 
     def _make_batch(self, total: int) -> tuple[TensorDict | None] | None:
-        """What is yielded next, in a tuple; None if ``total`` rows are collected."""
+        """Collect what is yielded next, as a 1-tuple; None once ``total`` rows are collected."""
         final = self.final
         try:
             collected = self._next_batch(total)
             return None if collected is None else (self._deliver(*collected),)
         except BaseException:
-            # A batch was lost: rows after it must not come as the continuation of rows before it.
+            # A batch was lost: later rows must not appear to continue earlier ones.
             self.final = final
             self.reset()
             if self._made_env:
@@ -462,7 +461,7 @@ class Collector(Facts):
             raise
 
     def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
-        """The next window, or the next joined trajectories, with its *final*; None after the last."""
+        """Return the next window or the next joined trajectories, with its *final*; None after the last."""
         joiner, keys = self._joiner, self._runner.keys
         note = getattr(self._buffer, "note_waiting", None)
         reset_first = self._reset_each_iter
@@ -481,13 +480,13 @@ class Collector(Facts):
             batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
-            # Windows of one batch go on: episodes longer than a window must end in some of them.
+            # Windows of one batch continue: an episode longer than a window must be able to end.
             reset_first = False
             joiner.add(batch)
-            joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
+            joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut some
 
     def _collect(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None]:
-        """One window of ``frames_per_batch`` rows, less if interrupted; of new episodes if ``reset_first``."""
+        """Collect a window of ``frames_per_batch`` rows, fewer if interrupted; of new episodes if ``reset_first``."""
         if self._pre_hook is not None:
             self._pre_hook()
         began = perf_counter()
@@ -496,22 +495,22 @@ class Collector(Facts):
             if not runner.started:
                 seed = self._seed
                 if seed is not None and self._frames != self._seeded_at:
-                    # A run that goes on meets other episodes than its first ones.
+                    # A resumed run must not repeat its first episodes.
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()
             may_be_random, stop = self._frames < random_frames, self._interruptor
             while (missing := frames - runner.window.count()) > 0:
-                # So many vector steps are needed at least; rows on which an env only resets may need more.
+                # The minimum number of vector steps; rows on which an env only resets may require more.
                 for _ in range(-(-missing // runner.num_envs)):
                     if stop is not None and stop.is_set() and (count := runner.window.count()):
                         frames = count
                         break
-                    # Counting the rows may wait for the device: it is done only while some have to be random.
+                    # Counting rows may sync with the device, so do it only while random rows are needed.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
-            # The first rows in order of time; the rest of the last vector step stays, for the next batch.
+            # Take the first rows in time order; the rest of the last vector step stays for the next batch.
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
@@ -521,7 +520,7 @@ class Collector(Facts):
         return batch, final
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
-        """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""
+        """Return the batch with cut marks, moved and post-processed; None if a buffer took it."""
         keys = self._runner.keys
         if self._set_truncated:
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
@@ -531,7 +530,7 @@ class Collector(Facts):
             final = None if final is None else final.to(storing, non_blocking=wait)
         self.final = final
         if self._scaled:
-            setattr(batch, SCALED, self._buffer is None)  # else its buffer was warned of
+            setattr(batch, SCALED, self._buffer is None)  # a buffer warned already
         if self._split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
         if self._postproc is not None:
@@ -549,11 +548,11 @@ class Collector(Facts):
 class TrajectoryJoiner:
     """Keeps the rows of unfinished trajectories until they end, and returns complete trajectories.
 
-    Complete trajectories come in the order of the windows that ended them, within one window by id. So the
-    first ones of a run are the short ones; over a whole run none is left out but those still open.
+    Complete trajectories are ordered by the window in which they ended, then by id. The first ones of a run are
+    therefore short; over a whole run only open trajectories are left out.
 
     Args:
-        per_batch: how many complete trajectories make a batch.
+        per_batch: complete trajectories per batch.
         traj_key: the key of the trajectory ids.
     """
 
@@ -565,7 +564,7 @@ class TrajectoryJoiner:
 
     @property
     def waiting(self) -> int:
-        """Number of rows that no batch has taken yet."""
+        """Number of rows that are not yet in a batch."""
         return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
 
     def add(self, batch: TensorDict) -> None:
@@ -574,7 +573,7 @@ class TrajectoryJoiner:
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
-        # Rows are sorted by id: the last row of each trajectory, bool [N], and how many rows each has.
+        # Rows are sorted by id: find the last row of each trajectory, bool [N], and the row counts.
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
         lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
@@ -588,14 +587,14 @@ class TrajectoryJoiner:
         self._ready.extend(pieces)
 
     def pop(self, last: bool) -> TensorDict | None:
-        """The next batch of ``per_batch`` complete trajectories, or of those left over if it is the last; or None."""
+        """Return the next ``per_batch`` complete trajectories, or fewer if it is the last batch; or None."""
         if len(self._ready) < (1 if last else self.per_batch):
             return None
         ready, self._ready = self._ready[: self.per_batch], self._ready[self.per_batch :]
         return cast(TensorDict, TensorDict.cat(ready))
 
     def drop_open_but(self, ids: Tensor) -> None:
-        """Drop unfinished trajectories whose id is not in ``ids``: a reset has cut them."""
+        """Drop unfinished trajectories whose ids are not in ``ids``: a reset has cut them."""
         if self._open is not None:
             self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
 

@@ -1,4 +1,4 @@
-"""`evaluate`: an exact number of whole episodes; `Evaluator`, the same during a training; `interquartile_mean`."""
+"""`evaluate` plays an exact number of episodes, `Evaluator` does so during training; `interquartile_mean`."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +22,9 @@ from flatroll.wrappers.adapt_env import wrappers_within
 from flatroll.wrappers.arrays import Array, to_torch
 from flatroll.wrappers.source import EnvLike
 
-#: Vector steps between two looks at an env on a device, where a look waits for it.
+#: Vector steps between two checks for ended episodes on a device, where each check syncs.
 _STEPS_BETWEEN_LOOKS = 16
-#: Numbers that one pass of the bootstrap draws at most.
+#: Maximum number of values that one pass of the bootstrap draws.
 _DRAWN_AT_ONCE = 1 << 22
 
 
@@ -45,15 +45,15 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The episodes of an `evaluate` call, sub-env after sub-env, each in the order of play.
+    """The episodes of an `evaluate` call, ordered by sub-env and time.
 
     Attributes:
         returns: undiscounted sums of the rewards, float64 ``[episodes]``.
         lengths: steps, int64 ``[episodes]``.
         envs: the sub-env of each episode, int64 ``[episodes]``.
-        info: for each of ``info_keys`` its value in the last step of each episode, ``[episodes, ...]``; 0 where
-            that step had none.
-        seconds: wall time, without making the env.
+        info: for each of ``info_keys`` the values in the last step of each episode, ``[episodes, ...]``; 0 where
+            missing.
+        seconds: wall time without creating the env.
         film: the frames of the chosen episode, uint8 ``[frames, H, W, C]``, or None.
 
     >>> found = Evaluation(torch.tensor([10.0, 12.0]), torch.tensor([10, 12]), torch.tensor([0, 1]), {}, 0.5)
@@ -115,34 +115,35 @@ def evaluate(
 ) -> Evaluation:
     """Play exactly ``episodes`` whole episodes with a policy, an equal number in each sub-env.
 
-    Taking the episodes that end first would count the short ones too often. Here each sub-env plays its share,
-    ``episodes / E``; where that is no whole number, the last sub-envs play one episode more.
+    Counting the episodes that end first would over-represent short ones. Here each sub-env plays ``episodes / E``
+    episodes; if that is not a whole number, the last sub-envs play one more.
 
-    Probabilistic modules give modes or means, recurrent states are carried, and nothing learns: an ``nn.Module`` is
-    in eval mode meanwhile, and Gymnasium's NormalizeObservation and NormalizeReward around the env, or inside a
-    SyncVectorEnv, keep their statistics. Give the evaluation an env of its own: it is reset first, and left in the
+    Probabilistic modules return modes or means, recurrent states are carried, and nothing is trained: an
+    ``nn.Module`` is in eval mode, and the statistics of Gymnasium's NormalizeObservation and NormalizeReward around
+    the env or inside a SyncVectorEnv are frozen. Use a separate env for evaluation: it is reset first and left in the
     middle of episodes.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` takes, wrappers around it, or a function that makes one,
-            which is closed afterwards.
+            in which case it is closed afterwards.
         policy: as for `Collector`; None for random actions.
-        episodes: how many, at least 1.
-        seed: of the env's reset and of sampled actions; torch's random state is as before afterwards. Default
+        episodes: number of episodes, at least 1.
+        seed: seed of the env's reset and of sampled actions; torch's random state is restored afterwards. Default
             None: actions are sampled from torch's random state.
         info_keys: entries of ``info`` to return, such as ``"is_success"``; ``("episode", "r")`` for one in a dict.
         max_steps: truncate episodes after this many steps (adds a StepCounter). Default None: an env whose
             episodes never end is stepped forever.
-        exploration_type: how probabilistic modules choose. Default: modes or means; ``"random"``: they sample.
-        film: return the frames of the ``"best"``, ``"worst"`` or ``"first"`` episode, for which the env was made
-            with ``render_mode="rgb_array"``. The last frame of an episode is in it unless the env resets in the same
-            step. Default None: none.
-        policy_device: where the policy wants its input. Default: where the env's arrays are.
+        exploration_type: how probabilistic modules choose actions. Default: modes or means; ``"random"``: they
+        sample.
+        film: return the frames of the ``"best"``, ``"worst"`` or ``"first"`` episode; needs an env with
+            ``render_mode="rgb_array"``. The last frame of the episode is included unless the env resets in the same
+            step. Default None.
+        policy_device: device of the policy's input. Default: that of the env's arrays.
         obs_dtype: dtype of the floating observations, as for `Collector`. Default: the env's.
 
     Raises:
-        ValueError: ``episodes`` is no integer of at least 1; with ``film``, the env renders no arrays.
-        KeyError: an entry of ``info_keys`` was in no step's info.
+        ValueError: ``episodes`` is not an integer of at least 1; with ``film``, the env renders no arrays.
+        KeyError: no step's info had an entry of ``info_keys``.
 
     >>> import gymnasium as gym
     >>> found = evaluate(gym.make_vec("CartPole-v1", num_envs=4), episodes=10, seed=0)
@@ -163,7 +164,7 @@ def evaluate(
             undo.pop_all()
         runner = lead_pool(Runner(made, info_keys=info_keys))
         devices = make_devices(runner.device, policy_device=policy_device)
-        # Only random actions need a seed; without one their generator would take a number of torch's.
+        # Only random actions need a seed; without one their generator would draw it from torch's.
         random_seed = seed if policy is None else 0
         runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
         # Env e plays (episodes + e) // E episodes, as with SB3.
@@ -176,7 +177,7 @@ def evaluate(
 
 
 class _Play:
-    """Steps a runner until each env has played its number of episodes, and keeps what is returned of them."""
+    """Steps a runner until each env has played its episodes, and collects their results."""
 
     def __init__(
         self,
@@ -188,12 +189,12 @@ class _Play:
         self._runner, self._goal, self._names, self._choice = runner, goal, tuple(info_keys), film
         self._count = np.zeros_like(goal)  # episodes of each env so far
         self._return, self._length = np.zeros(len(goal)), np.zeros_like(goal)  # of the open episodes
-        # Of each finished episode: env, number within the env, return, length; and its entries of info.
+        # Finished episodes: env, index within the env, return, length; and their entries of info.
         self._episodes: list[tuple[int, int, float, int]] = []
         self._infos: list[dict[NestedKey, Tensor]] = []
         self._frames: list[list[Array]] = [[] for _ in goal]  # of the open episodes
         self._film: list[Array] = []
-        self._filmed: tuple[int, float] | None = None  # env and return of the episode that is the film
+        self._filmed: tuple[int, float] | None = None  # env and return of the filmed episode
 
     def run(self, seed: int | None) -> None:
         """Reset the env and play."""
@@ -208,7 +209,7 @@ class _Play:
             self._look()
 
     def _look(self) -> None:
-        """Take the steps since the last look out of the runner's window."""
+        """Read the steps since the last check from the runner's window."""
         window = self._runner.window
         valid = window.valid()
         rewards, terminated, truncated = (
@@ -226,12 +227,12 @@ class _Play:
                 if self._count[env] < self._goal[env]:
                     self._finish(env, step)
                 self._return[env] = self._length[env] = 0
-                if frames is not None:  # an env that has reset in this step shows its new episode
+                if frames is not None:  # an env that reset in this step renders its new episode
                     self._frames[env] = [frames[env]] if window.same_step else []
         window.restart(self._runner.num_envs)
 
     def _finish(self, env: int, step: int) -> None:
-        """Note an episode that has ended in this step of the window."""
+        """Record an episode that ended in this step of the window."""
         columns, total = self._runner.window.columns, float(self._return[env])
         self._episodes.append((env, int(self._count[env]), total, int(self._length[env])))
         self._count[env] += 1
@@ -253,13 +254,13 @@ class _Play:
     def _shoot(self, frames: list[Array], steps_of_envs: Array, ends: Array) -> None:
         """Add the frames after a step to the open episodes."""
         for env, frame in enumerate(frames):
-            if not steps_of_envs[env]:  # the env has only reset
+            if not steps_of_envs[env]:  # the env only reset
                 self._frames[env] = [frame]
             elif not (ends[env] and self._runner.window.same_step):
                 self._frames[env].append(frame)
 
     def _render(self) -> list[Array]:
-        """What each sub-env shows, uint8 ``[H, W, C]``."""
+        """Render each sub-env, uint8 ``[H, W, C]``."""
         try:
             frames: list[Any] = list(self._runner.env.render() or ())
         except NotImplementedError:
@@ -272,7 +273,7 @@ class _Play:
         return [np.array(frame, dtype=np.uint8) for frame in frames]
 
     def evaluation(self, seconds: float) -> Evaluation:
-        """What was played, in order of envs."""
+        """Return the result, ordered by env."""
         order = sorted(range(len(self._episodes)), key=lambda i: self._episodes[i][:2])
         envs, _, returns, lengths = zip(*(self._episodes[i] for i in order), strict=True)
         infos: dict[NestedKey, Tensor] = {}
@@ -297,7 +298,7 @@ class _Play:
 
 @contextmanager
 def _frozen(env: object, policy: object) -> Iterator[None]:
-    """Let nothing learn within: modules are in eval mode, running statistics of wrappers stay."""
+    """Context manager: modules in eval mode, running statistics of wrappers frozen."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     training = [module for module in modules if module.training]
     wrappers: list[Any] = [
@@ -318,7 +319,7 @@ def _frozen(env: object, policy: object) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Sample from this seed within; torch's random state is as before afterwards. None changes nothing."""
+    """Context manager: seed torch, and restore its random state at the end. None changes nothing."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if started else []
     with nullcontext() if seed is None else torch.random.fork_rng(devices):
@@ -328,27 +329,27 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 class Evaluator:
-    """Evaluates a policy every so many frames of a training, keeps the best weights, and says when to stop.
+    """Evaluates a policy at regular intervals during training, keeps the best weights and can stop training.
 
-    Call it with the frames collected so far, once after each batch; it evaluates where ``every`` more frames than at
-    the last evaluation have come, and returns whether the mean return has reached ``stop_at``.
+    Call it after each batch with the number of frames collected so far. It evaluates once ``every`` frames have
+    passed since the last evaluation, and returns whether the mean return has reached ``stop_at``.
 
     Args:
-        env: for `evaluate`; another one than the collector's.
-        policy: an ``nn.Module``, which the training changes in place.
-        episodes: of each evaluation.
+        env: env for `evaluate`; not the collector's.
+        policy: an ``nn.Module`` that training updates in place.
+        episodes: episodes per evaluation.
         every: frames between two evaluations.
-        stop_at: mean return at which calls return True. Default None: they never do.
-        options: those of `evaluate`. With a seed each evaluation plays the same episodes.
+        stop_at: mean return at which calls return True. Default None: never.
+        options: options of `evaluate`. With a seed each evaluation plays the same episodes.
 
     Attributes:
         history: the frames and the `Evaluation` of each evaluation.
         best_weights: state dict of the policy (a copy) at its best mean return so far; None before the first.
-        best_mean, best_frames: that mean return, and the frames it had seen.
+        best_mean, best_frames: the best mean return and the number of frames at that time.
 
     Raises:
         TypeError: the policy is no ``nn.Module``.
-        ValueError: ``episodes`` or ``every`` is no integer of at least 1.
+        ValueError: ``episodes`` or ``every`` is not an integer of at least 1.
 
     >>> import gymnasium as gym
     >>> from tensordict.nn import TensorDictModule
@@ -381,7 +382,7 @@ class Evaluator:
         self._last = 0  # frames at the last evaluation
 
     def __call__(self, frames: int) -> bool:
-        """Evaluate if it is time; return whether the best mean return so far has reached ``stop_at``."""
+        """Evaluate if due; return whether the best mean return so far has reached ``stop_at``."""
         if frames - self._last >= self.every:
             self._last = frames
             found = evaluate(self.env, self.policy, episodes=self.episodes, **self.options)
@@ -392,7 +393,7 @@ class Evaluator:
         return self.stop_at is not None and self.best_mean >= self.stop_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: when it evaluated last, and the best weights; the history is left out."""
+        """Return the time of the last evaluation and the best weights, without the history."""
         return {
             "last": self._last,
             "best_mean": self.best_mean,
@@ -412,7 +413,7 @@ def bootstrap_mean(
     """Return the mean of numbers ``[n]`` with its percentile bootstrap interval.
 
     Args:
-        values: ``[n]``, independent of one another.
+        values: ``[n]`` independent values.
         confidence: of the interval, in (0, 1). Default 0.95.
         resamples: default 2000.
         seed: of the resamples, default 0.
@@ -433,13 +434,13 @@ def interquartile_mean(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Estimate:
-    """Return the mean of the middle half of the scores of several seeds, with its bootstrap interval, as rliable does.
+    """Return the interquartile mean over seeds with its bootstrap interval, as rliable computes it.
 
-    Seeds are drawn with replacement, on each task for itself.
+    Seeds are resampled with replacement, independently for each task.
 
     Args:
-        scores: ``[seeds]``, or ``[seeds, tasks]`` of normalised scores; or an `Evaluation` of each seed, whose score
-            is its mean return.
+        scores: ``[seeds]``, or ``[seeds, tasks]`` normalised scores; or one `Evaluation` per seed, scored by its mean
+            return.
         confidence: of the interval, in (0, 1). Default 0.95.
         resamples: default 2000.
         seed: of the resamples, default 0.
@@ -459,7 +460,7 @@ def interquartile_mean(
 
     def middle(x: Tensor) -> Tensor:
         ordered = x.flatten(-2).sort(-1).values
-        cut = ordered.shape[-1] // 4  # a quarter at either end, rounded down
+        cut = ordered.shape[-1] // 4  # drop a quarter at either end, rounded down
         return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
 
     return _bootstrap(table, middle, confidence, resamples, seed)
@@ -468,7 +469,7 @@ def interquartile_mean(
 def _bootstrap(
     table: Tensor, statistic: Callable[[Tensor], Tensor], confidence: float, resamples: int, seed: int
 ) -> Estimate:
-    """A statistic of ``[n, tasks]`` (it takes ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
+    """Compute a statistic of ``[n, tasks]`` (it maps ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
     if not table.numel():
         raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
     seed_number("seed", seed)

@@ -1,4 +1,4 @@
-"""`GroupCollector`: agents whose spaces differ, stepped together, with a policy and a batch for each group."""
+"""`GroupCollector`: one policy and one batch per group of agents, for games whose agents' spaces differ."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,24 +14,23 @@ from flatroll.wrappers.source import EnvLike
 
 
 class GroupCollector:
-    """Collects games whose agents' spaces differ: one flat batch for each group of agents.
+    """Collects one flat batch per group of agents, for games whose agents' spaces differ.
 
-    In each vector step every group's policy acts, then the games step once. Rows of one game at one time have the
-    same ``("collector", "game_step")`` in all groups; ``("collector", "num_agents")`` counts those of the row's
-    group. Batches go on where the last ones ended.
+    In each vector step every group's policy acts, then the games step once. Rows of one game step have the same
+    ``("collector", "game_step")`` in all groups; ``("collector", "num_agents")`` counts the agents of the row's
+    group. Each batch continues where the last one ended.
 
     Args:
-        groups: by name, the sources of `flatroll.wrappers.PettingZooSource.groups`, or wrappers around
-            ``as_vector_env(source)``: all groups of the games.
-        policies: by name of the group, as the `Collector` takes one. Default: random actions in all groups; also in
-            those that it does not name.
-        steps_per_batch: vector steps of a batch. A group has at most ``steps_per_batch * num_envs`` rows, less
-            where agents are absent and where a game is reset.
+        groups: all groups of the games by name: the sources of `flatroll.wrappers.PettingZooSource.groups`, or
+            wrappers around ``as_vector_env(source)``.
+        policies: policies by group name, as for `Collector`. Groups without one take random actions, by default all.
+        steps_per_batch: vector steps per batch. A group has at most ``steps_per_batch * num_envs`` rows, fewer where
+            agents are absent or a game is reset.
         seed: seeds the games' first reset and the random actions. Default None: neither.
-        exploration_type: how probabilistic modules choose. Default: they sample.
+        exploration_type: how probabilistic modules choose actions. Default: they sample.
 
     Raises:
-        ValueError: ``policies`` names a group that is not there.
+        ValueError: ``policies`` names an unknown group.
 
     >>> from flatroll.wrappers import PettingZooSource
     >>> from flatroll.wrappers.testing import ScriptedGame
@@ -68,7 +67,7 @@ class GroupCollector:
             )
 
     def rollout(self) -> dict[str, TensorDict]:
-        """Make ``steps_per_batch`` vector steps of all games; return each group's batch."""
+        """Step all games ``steps_per_batch`` times; return each group's batch."""
         runners = self._runners.values()
         try:
             with torch.no_grad():
@@ -81,7 +80,7 @@ class GroupCollector:
                     for runner in runners:
                         runner.settle()
         except BaseException:
-            # Some groups are a step ahead of the others: the next batch begins with a reset.
+            # Some groups may be a step ahead of the others: begin the next batch with a reset.
             for runner in runners:
                 runner.forget()
             raise
@@ -92,6 +91,6 @@ class GroupCollector:
         return batches
 
     def __iter__(self) -> Iterator[dict[str, TensorDict]]:
-        """Yield `rollout` without end."""
+        """Yield the results of `rollout` forever."""
         while True:
             yield self.rollout()

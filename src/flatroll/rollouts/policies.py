@@ -1,4 +1,4 @@
-"""Calls policies with one step's columns: tensordict modules, or callables from observation to action."""
+"""Calls policies on the columns of one step: tensordict modules, or callables from observation to action."""
 
 import inspect
 import os
@@ -35,7 +35,7 @@ Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
 class PolicyModule(Protocol):
-    """What a tensordict module has; any object that has it will do."""
+    """The interface of a tensordict module; any object with it will do."""
 
     in_keys: Sequence[NestedKey]
     out_keys: Sequence[NestedKey]
@@ -43,17 +43,17 @@ class PolicyModule(Protocol):
     def __call__(self, data: TensorDictBase, /) -> TensorDictBase: ...
 
 
-# Of each process, since a fork copies one that another thread holds.
+# One per process: a fork could copy a lock that another thread holds.
 _TURNS: dict[int, Any] = {}
 
 
 def act_in_turn(policy: Callable[..., T], exploration: InteractionType, *inputs: Any) -> T:
-    """Call a policy with tensordict's interaction type, which is one for all threads, set to ``exploration``.
+    """Call a policy with tensordict's interaction type, which is global to all threads, set to ``exploration``.
 
-    Threads take turns. Without that one could sample where it was told not to, because another one was, or leave as it
-    is what another has set.
+    A lock makes threads take turns; otherwise one could act with the type that another thread has set, or restore the
+    wrong one.
     """
-    # a policy may roll out by itself
+    # re-entrant: a policy may itself collect a rollout
     with _TURNS.get(os.getpid()) or _TURNS.setdefault(os.getpid(), RLock()):
         before = exchange_interaction_type(exploration)
         try:
@@ -63,7 +63,7 @@ def act_in_turn(policy: Callable[..., T], exploration: InteractionType, *inputs:
 
 
 def is_module(policy: object) -> TypeGuard[PolicyModule]:
-    """Whether a policy reads and writes tensordicts."""
+    """Return whether a policy reads and writes tensordicts."""
     return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
 
 
@@ -72,11 +72,11 @@ def as_function_of_obs(
 ) -> Callable[[Any, Array], Any]:
     """Wrap a callable policy as a function from the observation (tensor, dict or tuple) to the action.
 
-    The function's second argument says which envs begin an episode, bool ``(E,)``; a policy with a parameter named
-    ``is_init`` gets it by that name, as a tensor ``[E, 1]``.
+    The function's second argument, bool ``(E,)``, marks the envs that begin an episode; it is passed to a policy's
+    parameter ``is_init`` as a tensor ``[E, 1]``.
 
     Raises:
-        TypeError: the policy is no callable; or, when it is called, returns no action.
+        TypeError: the policy is not callable; or, when called, it returns no action.
     """
     if not callable(policy):
         raise TypeError(
@@ -109,13 +109,13 @@ def as_function_of_obs(
 class ModulePolicy:
     """Runs a tensordict module as the policy, on a tensordict of batch size ``[E]`` at each step.
 
-    It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
-    its ``out_keys`` besides the action becomes columns of the batch, also log-probabilities that stand beside the parts
-    of an action (``("action", "arm_log_prob")``); names that begin with ``_`` do not, nor do the ``recomputed_keys`` of
-    one of its parts, such as a `RunningNorm`.
+    It receives the observation, the markers, the chosen info entries and its recurrent states. Its ``out_keys``
+    besides the action become columns of the batch, including log-probabilities next to the parts of an action
+    (``("action", "arm_log_prob")``). Names that begin with ``_`` and the ``recomputed_keys`` of its submodules, such
+    as a `RunningNorm`, are left out.
 
     Raises:
-        ValueError: the module declares a state and does not write its ``("next", key)``.
+        ValueError: the module declares a state but does not write its ``("next", key)``.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class ModulePolicy:
         num_envs: int,
         devices: Devices,
         *,
-        recurrent: bool = True,  # read the recurrent states that it declares (make_tensordict_primer)
+        recurrent: bool = True,  # use the recurrent states that it declares (make_tensordict_primer)
         primed: Mapping[NestedKey, Tensor]
-        | None = None,  # by the env's stack, for a module that does not say
+        | None = None,  # states declared by the env's stack, for a module that declares none
     ) -> None:
         self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
         out_keys, leaves = (
@@ -137,7 +137,7 @@ class ModulePolicy:
         )
         parts = policy.modules() if isinstance(policy, nn.Module) else ()
         recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
-        #: The columns it may write.
+        #: The columns that it may write.
         self.writes: list[NestedKey] = [
             plain_key(key)
             for key in dict.fromkeys(out_keys)
@@ -145,11 +145,11 @@ class ModulePolicy:
             and key not in recomputed
             and not any(leaf[: len(key)] == key for leaf in leaves)
         ]
-        # What may stand beside the parts of an action: columns, and what a CompositeDistribution leaves there unasked.
+        # Entries next to the parts of an action: columns, and what a CompositeDistribution also writes there.
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
         self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
         states = recurrent_states(policy) if recurrent else {}
-        #: The values, for one row, that its recurrent states have at an episode's start.
+        #: The initial values of its recurrent states, for one row.
         self.defaults: Columns = {key: value.to(devices.env) for key, value in states.items()}
         for key in self.defaults:
             if next_key(key) not in map(as_tuple, self.writes):
@@ -158,7 +158,7 @@ class ModulePolicy:
                     f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
                 )
         self.prime(primed if recurrent and primed else {})
-        self._written: list[NestedKey] | None = None  # those of `writes` that it does write
+        self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
         """Also carry these states, if the policy writes them under ``"next"`` and did not declare them."""
@@ -168,7 +168,7 @@ class ModulePolicy:
                 self.defaults.setdefault(key, value.to(self._devices.env))
 
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
-        """The action, and the further columns it writes; in these its states are what the step started from."""
+        """Return the action and the other columns; recurrent states in these are the ones before the step."""
         data = nest(columns, self._num_envs)
         wait, home = not self._devices.blocking, self._devices.env
         if self._devices.policy is not None:
@@ -187,9 +187,9 @@ class ModulePolicy:
         if self._written is None:
             self._written = [key for key in self.writes if out.get(key, None) is not None]
             self._beside = [key for key in self._beside if out.get(key, None) is not None]
-        # A key that was written once and is missing later is a KeyError here.
+        # A key that was written before but is missing now raises KeyError here.
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
-        for key in self.defaults:  # as the policy has reset it in first rows, if it says so
+        for key in self.defaults:  # as reset by the policy in first rows, if it writes it
             used = out.get(key, None)
             written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):
@@ -202,7 +202,7 @@ def copy_weights(policy: object, weights: Weights) -> None:
     """Copy the weights of a module, its state dict, or a tensordict of its parameters into the policy.
 
     Raises:
-        TypeError: the policy is no ``nn.Module``.
+        TypeError: the policy is not an ``nn.Module``.
     """
     if not isinstance(policy, nn.Module):
         raise TypeError(
@@ -216,7 +216,7 @@ def copy_weights(policy: object, weights: Weights) -> None:
 
 
 def state_of(weights: Weights) -> Mapping[str, Any]:
-    """The weights of a module, its state dict, or a tensordict of its parameters, by name; TypeError for others."""
+    """Return weights by name from a module, state dict or tensordict of parameters; TypeError for others."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
         state = state.data.flatten_keys(".").to_dict()
@@ -230,8 +230,8 @@ def state_of(weights: Weights) -> Mapping[str, Any]:
 def refuse_hidden_weights(policy: object) -> None:
     """Raise TypeError for a callable that uses a module without being one, before its weights are updated.
 
-    Other processes act with copies of it, module included, and an update finds no weights to bring there. Looked at
-    are variables and attributes, arguments of a `functools.partial`, and the object whose method it is.
+    Other processes act with copies of the callable and its module, and an update finds no weights to send. It checks
+    closure variables, attributes, arguments of a `functools.partial`, and a bound method's object.
     """
     held: dict[Any, Any] = {}
     if isinstance(policy, partial):
@@ -251,16 +251,16 @@ def refuse_hidden_weights(policy: object) -> None:
 
 
 def has_parameter(function: object, name: str) -> bool:
-    """Whether a callable (of a module its ``forward``) has a parameter of this name."""
+    """Return whether a callable (for a module: its ``forward``) has a parameter of this name."""
     called: Any = getattr(function, "forward", function)
     try:
         return name in inspect.signature(called).parameters
-    except (TypeError, ValueError):  # functions written in C may tell nothing
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return False
 
 
 def refuse_memory(policy: object, where: str, way_out: str) -> None:
-    """Raise ValueError for a callable that remembers something of each env, where it is called for some at a time."""
+    """Raise ValueError for a callable with per-env state if it is called for only some envs at a time."""
     if not hasattr(policy, "in_keys") and has_parameter(policy, IS_INIT):
         raise ValueError(
             f"the policy takes is_init, so it has a state of its own for each env, and {where} it is called for some "
@@ -269,7 +269,7 @@ def refuse_memory(policy: object, where: str, way_out: str) -> None:
 
 
 def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
-    """Add the way out to a policy's error about dtypes, if it was given float64 observations."""
+    """Add a hint to a policy's dtype error if the observations are float64."""
     if re.search("dtype|double", str(error), re.IGNORECASE) and any(
         leaf.dtype is torch.float64 for leaf in observations
     ):
@@ -280,7 +280,7 @@ def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
 
 
 def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
-    """A tree of dicts with tuples where the space has them (a tensordict names their parts "0", "1", ...)."""
+    """Convert dicts to tuples where the space has tuples (a tensordict names their parts "0", "1", ...)."""
     if isinstance(tree, dict) and isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
         return tuple(_tuples(child, tree[str(i)]) for i, child in parts if str(i) in tree)

@@ -1,4 +1,4 @@
-"""An envpool in async mode: each step is one of the envs that are done first, and each env's stream stays its own."""
+"""Collects from an envpool in async mode: each step returns the envs that finish first; rows are kept per env."""
 
 from collections.abc import Iterable
 from typing import Any, Unpack
@@ -25,11 +25,11 @@ from flatroll.wrappers.stream import VectorStream
 
 
 class PoolRunner:
-    """Has a `Runner` step B rows at a time, whose envs are others at every step, with its interface over all E envs.
+    """Runs a `Runner` on B rows at a time, different envs in every step, with its interface over all E envs.
 
-    The runner acts for the rows that have come, sends the actions, awaits the next rows and records what they say of
-    their envs' last actions. Its window has a place in each env's column (`PoolWindow`), its wrappers and states
-    are gathered by env (`PoolRows`). Between batches the steps of E - B envs stay under way.
+    The runner acts for the received rows, sends the actions, waits for the next rows and records them as results of
+    those envs' previous actions. Its window keeps a separate position in each env's column (`PoolWindow`); wrapper
+    and recurrent states are gathered by env (`PoolRows`). Between batches E - B envs keep running.
     """
 
     def __init__(self, part: Runner) -> None:
@@ -39,10 +39,10 @@ class PoolRunner:
         self._rows = part.env = PoolRows(part.env)
         part.num_envs = self._rows.batch_size
         part.set_version(0)
-        self._states: Columns = {}  # [E, ...]; the runner has the rows that it steps
+        self._states: Columns = {}  # [E, ...]; the runner has those of the rows that it steps
         self._ages = np.zeros(self.num_envs, np.int64)
-        self._ahead: list[Any] = []  # random actions of all envs that not every env has taken
-        self._taken = np.zeros(self.num_envs, np.int64)  # how many of them each env has taken
+        self._ahead: list[Any] = []  # random actions [E, ...] that not every env has used
+        self._taken = np.zeros(self.num_envs, np.int64)  # how many of them each env has used
 
     def start(
         self,
@@ -52,7 +52,7 @@ class PoolRunner:
         seed: int | None,
         **options: Unpack[StartOptions],
     ) -> None:
-        """Set the policy, and create a window with room for ``steps`` steps of each env; see `Runner.start`."""
+        """Set the policy and create a window for ``steps`` steps of each env; see `Runner.start`."""
         refuse_memory(policy, "with an envpool in async mode", "take a pool in sync mode")
         part = self._part
         part.start(policy, steps, seed=0, **options)
@@ -66,7 +66,7 @@ class PoolRunner:
         return self._part.started
 
     def reset(self, seed: int | None = None) -> None:
-        """Drop what is under way and reset all envs; see `Runner.reset`."""
+        """Drop pending steps and reset all envs; see `Runner.reset`."""
         self._part.reset(seed)
 
     def forget(self) -> None:
@@ -76,17 +76,17 @@ class PoolRunner:
         self._taken[:] = 0
 
     def step(self, random: bool = False) -> None:
-        """Act for the envs whose rows have come last, and await B rows."""
+        """Act for the envs whose rows arrived last, and wait for B rows."""
         part, ids = self._part, self._rows.ids
         for key, state in part.states.items():
-            # Envs without a state yet begin an episode, and so start from the default.
+            # Envs without a state begin an episode, so they use the initial values.
             if key in self._states:
                 part.states[key] = self._states[key][torch.from_numpy(ids)]
             else:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
         part.age = self._ages[ids]
         part.step(random)
-        stepped = self._rows.stepped  # others than `ids` if the env had to be reset first
+        stepped = self._rows.stepped  # differ from `ids` if the env had to be reset first
         for key, state in part.states.items():
             self._states[key][torch.from_numpy(stepped)] = state
         self._ages[stepped] = part.age
@@ -96,9 +96,9 @@ class PoolRunner:
         return self._part.lay_out(mask, compact)
 
     def open_ids(self) -> Tensor:
-        """Return the ids of trajectories that go on or have transitions that no batch has taken."""
+        """Return the ids of trajectories that continue or have transitions not yet in a batch."""
         marker = find_wrapper(self._rows, TrajId)
-        assert marker is not None  # asked only where trajectories are joined by their ids
+        assert marker is not None  # used only where trajectories are joined by id
         return torch.cat([self._part.open_ids(), torch.from_numpy(marker.ids)])
 
     def prime(self, states: Columns) -> None:
@@ -110,7 +110,7 @@ class PoolRunner:
         self._part.set_version(version)
 
     def _draw(self) -> Tree:
-        """The next random actions of the B envs: an env's k-th one is that of a sync pool's k-th step."""
+        """Return the next random actions of the B envs: an env's k-th action is that of a sync pool's k-th step."""
         ids, taken, ahead = self._rows.ids, self._taken, self._ahead
         while len(ahead) <= taken[ids].max():
             ahead.append(self.random())
@@ -128,10 +128,10 @@ def lead_pool(runner: Runner) -> "Runner | PoolRunner":
 
 
 class PoolWindow(Window):
-    """A window in which each env has a step of its own: columns ``[steps, E, ...]``, written at ``[step of e, e]``.
+    """A window with a step counter per env: columns ``[steps, E, ...]``, written at ``[step of e, e]``.
 
-    What is put goes to the envs of the rows that have come last. An env's *open* cell has what the policy saw, or is
-    about to see; it becomes a transition when the env's next row comes.
+    Values are recorded for the envs of the last rows. An env's *open* cell holds the policy's input; it becomes a
+    transition when the env's next row arrives.
     """
 
     def __init__(self, keys: ColumnKeys, rows: "PoolRows", steps: int) -> None:
@@ -142,12 +142,12 @@ class PoolWindow(Window):
         self._all = np.arange(self.num_envs)
         self._open = np.zeros(self.num_envs, np.int64)  # step of each env's open cell
         self._resets = 0
-        #: Envs whose last transitions came with the last rows, in the order in which they came.
+        #: Envs whose transitions were completed by the last rows, in order of arrival.
         self._late: Array = self._all[:0]
         self._count = 0
 
     def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
-        """Record values ``[B, ...]``, one for each key, in the open cells of the envs whose rows came last."""
+        """Record values ``[B, ...]``, one per key, in the open cells of the envs whose rows arrived last."""
         if self._rows.resets != self._resets:
             self._cut()
         ids = self._rows.ids
@@ -171,20 +171,20 @@ class PoolWindow(Window):
             self.put((key,), (column[0, self._rows.ids] * 0,))
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int) -> None:
-        """Record what the rows that came last show; a reset follows, which moves the open cells on."""
+        """Record the observations of the last rows; a reset follows, which advances the open cells."""
         self.put((key,), (values,))
 
     def advance(self) -> None:
-        """Finish the open cells of the envs whose rows have come, and make room for the next ones."""
+        """Complete the open cells of the envs whose rows arrived, and make room for the next ones."""
         ids = self._rows.ids
         self._open[ids] += 1
-        self._late = ids[~self._rows.stream.first]  # rows on which the env only resets are none
+        self._late = ids[~self._rows.stream.first]  # rows on which the env only resets are not transitions
         self._count += len(self._late)
         if self._open[ids].max() > self.steps:
             super().advance()
 
     def _cut(self) -> None:
-        """After a reset no open cell becomes a transition; if there are steps it holds a next observation."""
+        """After a reset no open cell becomes a transition; it may hold the next observation of the step before."""
         self._resets = self._rows.resets
         if self.steps:
             self.columns[DEAD][self._open, self._all] = True
@@ -193,26 +193,26 @@ class PoolWindow(Window):
                 super().advance()
 
     def count(self) -> int:
-        """Count the recorded transitions that no batch has taken."""
+        """Count the recorded transitions that are not yet in a batch."""
         return self._count
 
     def valid(self) -> Array:
-        """Return which recorded cells are transitions that no batch has taken; bool ``[steps, E]``."""
+        """Return which recorded cells are transitions not yet in a batch; bool ``[steps, E]``."""
         if not self.steps:
             return np.zeros((0, self.num_envs), bool)
         return (np.arange(self.steps)[:, None] < self._open) & ~self.columns[DEAD][: self.steps]
 
     def first_cells(self, count: int) -> tuple[Array, Any]:
-        """Select the ``count`` transitions that came first: bool ``[steps, E]``, and the envs with another one left."""
+        """Select the ``count`` oldest transitions: bool ``[steps, E]``, and the envs that have further ones."""
         mask = self.valid()
         left = self._late[len(self._late) - (self._count - count) :]
         mask[self._open[left] - 1, left] = False
         return mask, left
 
     def restart(self, surplus_from: Array, keep: bool = False) -> None:
-        """Clear the window, but for the open cells, and before them the last transitions of the envs that are left.
+        """Clear the window except for the open cells and the remaining transitions of the given envs.
 
-        A number instead of an array of envs: also of these.
+        A number instead of an array keeps no transitions.
         """
         left = surplus_from if isinstance(surplus_from, np.ndarray) else self._all[:0]
         ends = self._open
@@ -221,12 +221,12 @@ class PoolWindow(Window):
         starts[left] -= 1
         self._open[left] = 1
         for column in self.columns.values():
-            # The open cells behind the transitions left are filled when their envs, which have not acted, act or reset.
+            # The open cells after the kept transitions are filled when their envs act or reset.
             column[0] = column[starts, self._all]
         self.steps = int(len(left) > 0)
 
     def _allocate(self, key: NestedKey, value: Array) -> Array:
-        """A new column of zeros for values ``[B, ...]`` like this one."""
+        """Allocate a column of zeros for values ``[B, ...]`` like this one."""
         if not isinstance(value, Tensor):
             value = np.asarray(value)
         if tuple(value.shape[:1]) != (self._rows.batch_size,):
@@ -240,19 +240,17 @@ class PoolWindow(Window):
 
 
 class PoolRows(VectorWrapper):
-    """Goes around a stack over an async pool: what it remembers of each env comes and goes with the env's rows.
+    """Wraps a stack over an async pool: swaps per-env state in and out with the env's rows.
 
-    `reset` and `step` return rows ``[B, ...]`` of the envs `ids`; the stream's row facts and its ``actions`` are
-    theirs, too. For each step the markers of the stack get the part ``[B]`` of their arrays ``[E]`` that these envs
-    need, and the pool's first rows after a reset, which come one by one with the steps of other envs, leave it as the
-    reset has made it.
+    `reset` and `step` return rows ``[B, ...]`` of the envs `ids`; the stream's flags and ``actions`` refer to the
+    same rows. In each step the markers of the stack see the rows ``[B]`` of their arrays ``[E]`` that belong to these
+    envs. An env's first row after a reset arrives with the steps of other envs; it gets the markers of the reset.
 
     Args:
         env: a stack of markers over an adapted async pool.
 
     Raises:
-        ValueError: another wrapper is in the stack, a marker that does not say what it remembers (``row_state``), or
-            a view of the pool as tensors.
+        ValueError: the stack has another wrapper, a marker without ``row_state``, or a view of the pool as tensors.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
@@ -277,28 +275,28 @@ class PoolRows(VectorWrapper):
                     "and your own if row_state names the arrays [E] they keep. Use postproc, or a pool in sync mode"
                 )
         assert source.capabilities.batch_size is not None
-        #: B, the number of rows of a step.
+        #: B, the number of rows per step.
         self.batch_size = source.capabilities.batch_size
-        #: How often the pool was reset here.
+        #: Number of resets of the pool through this object.
         self.resets = 0
-        #: The envs that the last step's actions were for, int64 ``[B]``.
+        #: The envs of the last step's actions, int64 ``[B]``.
         self.stepped: Array = np.zeros(0, np.int64)
         self._actions: Tree = create_empty_array(env.single_action_space, self.num_envs, np.zeros)
-        self._ended = np.zeros(self.num_envs, bool)  # the env's next row is the first of an episode
-        self._awaited = np.zeros(self.num_envs, bool)  # ... and the pool's reset has made it
+        self._ended = np.zeros(self.num_envs, bool)  # the env's next row is the first of an episode ...
+        self._awaited = np.zeros(self.num_envs, bool)  # ... and comes from the pool's reset
         self._reset_info: Info = {}  # the markers' entries [E] of the last reset
-        self._lent: list[tuple[MarkerWrapper, str, Array]] = []  # arrays [E] in whose place a marker has [B]
+        self._lent: list[tuple[MarkerWrapper, str, Array]] = []  # arrays [E] that [B] ones replace
 
     def __del__(self) -> None:
-        """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+        """Gymnasium before 1.3 closes the env on deletion; it belongs to the caller."""
 
     @property
     def ids(self) -> Array:
-        """The envs whose rows were returned last, int64 ``[B]``, in the order in which they came."""
+        """The envs whose rows were returned last, int64 ``[B]``, in order of arrival."""
         return self._source.ids
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
-        """Reset all envs; return the first B of them. The others' first rows come with later steps."""
+        """Reset all envs; return the first B rows. The others arrive with later steps."""
         self._give_back()
         env: Any = self.env
         obs, info = env.reset(seed=seed, options=options)
@@ -314,7 +312,7 @@ class PoolRows(VectorWrapper):
         return obs, info
 
     def step(self, actions: Tree) -> Step:
-        """Step the envs of the rows returned last; return the next B rows that are done."""
+        """Step the envs of the rows returned last; return the next B rows."""
         self._give_back()
         stream, source = self.stream, self._source
         self.stepped = stepped = source.ids
@@ -322,7 +320,7 @@ class PoolRows(VectorWrapper):
         map_tree(lambda whole, part: whole.__setitem__(stepped, part), self._actions, sent)
         source.receive()
         ids = source.ids
-        stream.ended = self._ended[ids]  # what the stream knows of the step before decides on first rows
+        stream.ended = self._ended[ids]  # the stream's flags of the previous step decide which rows are first
         stream.any_ended = bool(stream.ended.any())
         for marker in self._markers:
             for name in marker.row_state or ():
@@ -341,7 +339,7 @@ class PoolRows(VectorWrapper):
         return result
 
     def _begin(self, info: Info, new: Array) -> None:
-        """Put the reset's entries into the rows where bool ``new`` ``[B]`` is True, which are awaited no more."""
+        """Put the reset's entries into the rows where bool ``new`` ``[B]`` is True, and mark them as received."""
         ids = self.ids
         for name, whole in self._reset_info.items():
             if isinstance(whole, np.ndarray):
@@ -350,7 +348,7 @@ class PoolRows(VectorWrapper):
         self._awaited[ids] = False
 
     def _give_back(self) -> None:
-        """Let the markers have their arrays ``[E]`` again."""
+        """Give the markers their arrays ``[E]`` back."""
         while self._lent:
             marker, name, whole = self._lent.pop()
             setattr(marker, name, whole)

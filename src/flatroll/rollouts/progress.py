@@ -11,18 +11,18 @@ from flatroll.layout.keys import DONE, NestedKey
 class ProgressBar:
     """A tqdm bar of a collector's rows.
 
-    It shows the steps a second while rows were collected (the bar's own rate counts the learner's time, too) and, where
-    RewardSum is in the stack, the mean return of the episodes that ended.
+    It shows steps per second of collection time (tqdm's own rate includes the learner's time) and, with RewardSum in
+    the stack, the mean return of ended episodes.
     """
 
     def __init__(self, total: int, returns: NestedKey | None) -> None:
         self._total = None if total < 0 else total
-        self._returns = returns  # the key of the episodes' returns
+        self._returns = returns  # key of the episode returns
         self._postfix: dict[str, str] = {}
-        self._bar: Any = None  # of tqdm, from the first batch on
+        self._bar: Any = None  # tqdm's, from the first batch on
 
     def show(self, batch: TensorDict, frames: int, began: float) -> None:
-        """Count a batch that comes after ``frames`` rows, and was begun at ``began`` (of ``perf_counter``)."""
+        """Count a batch that follows ``frames`` rows and was begun at time ``began`` (of ``perf_counter``)."""
         seconds = perf_counter() - began
         if self._bar is None:
             from tqdm.auto import tqdm

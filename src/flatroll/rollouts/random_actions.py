@@ -14,19 +14,19 @@ from flatroll.specs import Composite, TensorSpec, as_spec
 from flatroll.specs.arithmetic import draw_masked
 from flatroll.wrappers.arrays import Tree, leaves_at, to_torch
 
-#: Actions are drawn in chunks of this many steps; a fixed size, so that windows change no draw.
+#: Actions are drawn in chunks of this many steps; a fixed size, so that the batch size does not affect the draws.
 _CHUNK = 64
 
 
 class RandomPolicy:
     """A policy that takes random actions, distributed as Gymnasium's ``space.sample`` draws them.
 
-    As a collector's policy it is the same as None; its draws are reproducible from the collector's ``seed``. An
-    ``action_mask`` in the observation (or, in a collector, in ``info``) is kept to: see `RandomActions.legal`.
+    As a collector's policy it is the same as None; its draws are reproducible from the collector's ``seed``. It
+    respects an ``action_mask`` in the observation or, in a collector, in ``info``: see `RandomActions.legal`.
 
     Args:
-        action_spec: the action space: that of one env, or that of the vector env which collects. Default: the env's.
-        action_key: where a call with a tensordict writes the actions. Default ``"action"``.
+        action_spec: the action space of one env or of the collecting vector env. Default: the env's.
+        action_key: key under which a call with a tensordict writes the actions. Default ``"action"``.
 
     >>> from tensordict import TensorDict
     >>> RandomPolicy(spaces.Discrete(3))(TensorDict({}, [4]))["action"].shape
@@ -42,7 +42,7 @@ class RandomPolicy:
         self._draws: RandomActions | None = None
 
     def space_in(self, env: VectorEnv[Any, Any, Any]) -> spaces.Space[Any]:
-        """Return the space of one env's actions that it draws from in this vector env."""
+        """Return the single action space that it draws from in this vector env."""
         if self.action_spec is None or self.action_spec == env.action_space:
             return env.single_action_space
         return self.action_spec
@@ -63,22 +63,22 @@ class RandomPolicy:
             drawn = self._draws.legal(drawn, mask)
         for key, leaf in zip(keys, leaves_at(drawn, paths), strict=True):
             action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
-            tensordict.set(key, action.to(tensordict.device))  # to(None) leaves it
+            tensordict.set(key, action.to(tensordict.device))  # to(None) does nothing
         return tensordict
 
 
 class RandomActions:
     """Draws random actions for all envs at once, with the distributions of Gymnasium's ``space.sample``.
 
-    Discrete, MultiDiscrete, MultiBinary and Boxes with two bounds are uniform (integer Boxes with both ends);
-    a Box with one bound is exponential from there, one without bounds normal.
+    Discrete, MultiDiscrete, MultiBinary and Boxes with two bounds are uniform (integer Boxes include both bounds); a
+    Box with one bound is exponential, one without bounds normal.
 
     Args:
         space: the action space of one env.
         num_envs: E.
-        device: where the actions go.
-        seed: of the generator. None draws one from torch's global generator, so that `torch.manual_seed`
-            reproduces a run and two policies do not draw alike.
+        device: device of the actions.
+        seed: seed of the generator. None draws one from torch's global generator, so `torch.manual_seed` makes a run
+            reproducible and two policies draw differently.
 
     >>> RandomActions(spaces.Discrete(3, start=5), 4, torch.device("cpu"), seed=0)()
     tensor([7, 5, 7, 5])
@@ -100,12 +100,12 @@ class RandomActions:
         self._used = _CHUNK
 
     def seed(self, seed: int) -> None:
-        """Draw afresh from this seed."""
+        """Restart the draws from this seed."""
         self.generator.manual_seed(seed)
         self._used = _CHUNK
 
     def __call__(self) -> Any:
-        """The actions of the next vector step, a tree as the space is."""
+        """Return the actions of the next vector step, a tree nested as the space is."""
         if self._used == _CHUNK:
             self._chunk, self._used = self._draw(self._spec), 0
             self._steps = _unbind(self._chunk, self.as_numpy)
@@ -113,23 +113,23 @@ class RandomActions:
         return self._steps[self._used - 1]
 
     def _draw(self, spec: TensorSpec) -> Any:
-        """Actions ``[_CHUNK, E, ...]`` of a chunk of steps, a tree as the space is."""
+        """Draw actions ``[_CHUNK, E, ...]`` for a chunk of steps, a tree nested as the space is."""
         if isinstance(spec, Composite):
             parts = {key: self._draw(spec[key]) for key in spec}
             return tuple(parts.values()) if spec.of_tuple else parts
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
 
     def legal(self, drawn: Tree, mask: Tree) -> Tree:
-        """Draw Discrete and MultiDiscrete actions anew among those that a mask allows, uniformly.
+        """Redraw Discrete and MultiDiscrete actions uniformly among those that a mask allows.
 
         Args:
-            drawn: actions of the space; all others stay as they are.
-            mask: True (or 1) where an action is legal: ``[E, n]`` of a Discrete, ``[E, sum(nvec)]`` of a MultiDiscrete,
-                part after part; of a Dict or Tuple space one for each part that has one.
+            drawn: actions of the space; parts without a mask are unchanged.
+            mask: True (or 1) where an action is legal: ``[E, n]`` for Discrete, ``[E, sum(nvec)]`` for MultiDiscrete
+                (parts concatenated); for a Dict or Tuple space a tree of masks.
 
         Raises:
-            ValueError: a mask of another shape; a row without any legal action (looked at on the CPU only; elsewhere it
-                allows all).
+            ValueError: the mask has another shape, or a row has no legal action (checked on the CPU only; on other
+                devices such a row allows all actions).
 
         >>> actions = RandomActions(spaces.Discrete(3, start=5), 2, torch.device("cpu"), seed=0)
         >>> actions.legal(actions(), torch.tensor([[0, 1, 0], [1, 0, 0]]))
@@ -171,14 +171,14 @@ class RandomActions:
         return {"generator": self.generator.get_state(), "chunk": self._chunk, "used": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, so that the same actions follow."""
+        """Restore a `state_dict`; the same actions follow."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
         self._steps = [] if self._chunk is None else _unbind(self._chunk, self.as_numpy)
 
 
 def _unbind(chunk: Tree, as_numpy: bool) -> list[Tree]:
-    """The actions of each step of a chunk, as trees."""
+    """Split a chunk into the actions of each step, as trees."""
     if isinstance(chunk, dict):
         parts = {key: _unbind(child, as_numpy) for key, child in chunk.items()}
         return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]

@@ -1,4 +1,4 @@
-"""`rollout`: a fixed number of transitions from every env as one flat batch; `check_env_specs`, a checked one."""
+"""`rollout`: a fixed number of transitions from every env as one flat batch; `check_env_specs`."""
 
 from collections.abc import Sequence
 
@@ -32,28 +32,27 @@ def rollout(
     exploration_type: InteractionType | str = InteractionType.RANDOM,
     obs_dtype: torch.dtype | None = None,
 ) -> TensorDict:
-    """Reset the env and return ``num_steps`` transitions of every row, trajectory after trajectory.
+    """Reset the env and return ``num_steps`` transitions of every env as one flat batch.
 
-    Episodes that end are followed by the next one. Rows on which an env only resets are not counted, so the
-    batch is the same in every autoreset mode; an env that is ahead of the slowest is stepped on, and what goes
-    beyond ``num_steps`` is dropped.
+    Ended episodes are followed by the next one. Rows on which an env only resets are not counted, so the batch is the
+    same in every autoreset mode; envs ahead of the slowest keep stepping, and rows beyond ``num_steps`` are dropped.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it.
         policy: a tensordict module, a callable from observation to action, or None for random actions.
-        num_steps: transitions of each row, at least 1. Default 100.
+        num_steps: transitions per env, at least 1. Default 100.
         seed: seeds the env's reset and the random actions. Default None: neither.
-        writer: number of this writer in the trajectory ids, 0 to 2**23 - 1. Default 0. Whatever writes into one
-            buffer needs numbers of its own.
+        writer: number of this writer in the trajectory ids, 0 to 2**23 - 1. Default 0. Use different numbers for
+            writers into the same buffer.
         info_keys: entries of ``info`` to store, ``("episode", "r")`` for one in a dict.
-        policy_device: where the policy wants its input. Default: where the env's arrays are.
-        exploration_type: how probabilistic modules choose. Default: they sample.
+        policy_device: device of the policy's input. Default: that of the env's arrays.
+        exploration_type: how probabilistic modules choose actions. Default: they sample.
         obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`. Default: the
             env's.
 
     Returns:
-        A flat batch ``[num_steps * E]``, env after env. It has its next observations with
-        a CompactObs in the stack too: there is no second result to put the final ones in.
+        A flat batch ``[num_steps * E]``, env after env. It includes next observations even with a CompactObs in the
+        stack, because there is no second result for the final ones.
 
     >>> import gymnasium as gym
     >>> batch = rollout(gym.make("CartPole-v1"), num_steps=5, seed=0)
@@ -82,19 +81,19 @@ def rollout(
 
 
 def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> None:
-    """Step an env with random actions and raise an error that lists what violates its specs.
+    """Step an env with random actions and raise an error that lists all violations of its specs.
 
-    Checked are what `flatroll.wrappers.testing.check_vector_env` checks (spaces, shapes, dtypes, ownership, final
-    observations, resets, entries of ``info`` that change), then each row of a collected batch against `batch_spec`
-    and against the rules of `flatroll.layout.audit`.
+    It runs `flatroll.wrappers.testing.check_vector_env` (spaces, shapes, dtypes, ownership, final observations,
+    resets, entries of ``info``), then checks each row of a collected batch against `batch_spec` and the rules of
+    `flatroll.layout.audit`.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it. It is reset and stepped.
-        num_steps: vector steps of each part, default 100; take enough for several episodes to end.
-        seed: of the env and the actions, default 0.
+        num_steps: vector steps per check, default 100; choose enough for several episodes to end.
+        seed: seed of the env and the actions, default 0.
 
     Raises:
-        ContractError: an AssertionError; a line for each problem.
+        ContractError: an AssertionError with one line per problem.
 
     >>> import gymnasium as gym
     >>> check_env_specs(gym.make_vec("CartPole-v1", num_envs=2))

@@ -65,15 +65,15 @@ from flatroll.wrappers.markers import (
 from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
 
-#: Up to so many bytes of observations a step all next ones are written, and not only those of ended rows.
+#: Up to this many bytes of observations per step, all next observations are written, not only those of ended rows.
 _FEW_BYTES = 1 << 17
 
-#: Markers that keep nothing of what a step returns.
+#: Markers that keep no reference to a step's arrays.
 _KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
 
 
 class StartOptions(TypedDict, total=False):
-    """The options of `Runner.start` but ``seed``, which those who have a runner inside pass on."""
+    """The options of `Runner.start` except ``seed``, which classes around a runner pass on."""
 
     devices: Required[Devices]
     exploration: Required[InteractionType]
@@ -82,16 +82,16 @@ class StartOptions(TypedDict, total=False):
 
 
 class Runner:
-    """Steps an env with a policy and lays the transitions out; adds InitTracker and TrajId where they are missing."""
+    """Steps an env with a policy and builds batches; adds InitTracker and TrajId if they are missing."""
 
     def __init__(
         self,
         env: EnvLike,  # anything as_vector_env takes, or a stack of wrappers
-        # stored: key as it came with the observation, ("next", key) with the step
+        # stored: key before the step, ("next", key) after it
         info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
-        writer: int = 0,  # for ids that are unique over all that write into one buffer
-        track_version: bool = False,  # of the policy, in each row
+        writer: int = 0,  # makes ids unique among the writers of a buffer
+        track_version: bool = False,  # store the policy version in each row
     ) -> None:
         info_keys = key_names("info_keys", info_keys)
         env = adapt_env(env)
@@ -117,18 +117,18 @@ class Runner:
         if not stream.same_step:
             self._result_keys += (DEAD,)
         self._on_host = stream.capabilities.framework == "numpy"
-        # The adapted env checks its actions and keeps them; a wrapper in between may take others.
+        # The adapted env checks and keeps its actions; a wrapper in between may change them.
         passing = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
         self._check_actions: ActionCheck | None = None
         if not all(isinstance(layer, passing) for layer in layers(env)):
             framework = stream.capabilities.framework
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
-        # Other people's layers may keep what the env returns.
+        # Unknown wrappers may keep the returned arrays.
         self._lends = all(type(layer) in (VectorStream, *_KEEP_NOTHING) for layer in layers(env))
-        #: Looks at the actions of each batch; None where they are random, or where a wrapper may change them.
+        #: Checks the actions of each batch; None if they are random or a wrapper may change them.
         self.action_range: ActionRange | None = None
-        # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart. Finding the
-        # ended rows takes as long as writing all of few, and on a device it would wait.
+        # A SAME_STEP env returns the reset observation in an ended row; the final one is stored separately. For small
+        # observations writing all rows is as fast as finding the ended ones, which on a device would sync.
         self._whole_finals = self._lends and stream.whole_finals
         leaves: Any = [part_of(env.observation_space, path) for path in keys.obs_paths]
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
@@ -138,27 +138,27 @@ class Runner:
         self.window: Window
         #: Whether the env has been reset.
         self.started = False
-        self._at = -1  # the env's count of moves after this runner's own last one
-        #: Whether `step` only begins steps, which `settle` awaits.
+        self._at = -1  # the env's move count after this runner's last step or reset
+        #: Whether `step` only begins steps and `settle` awaits them.
         self.sends = False
-        self._sent: Tree = None  # the actions of the step under way
-        self._warned = False  # that another user has moved the env
+        self._sent: Tree = None  # the actions of the pending step
+        self._warned = False  # whether it warned that somebody else moved the env
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
-        self._versions: Array = None  # the policy's version for each env, int64 [E], if it is a column
+        self._versions: Array = None  # the policy version for each env, int64 [E], if stored
         if track_version:
             keys.claim("track_policy_version", POLICY_VERSION)
             self._versions = ()
             self.set_version(0)
-        self._ended: Array = None  # the envs whose last step ended an episode, bool [E]; None after a reset
+        self._ended: Array = None  # envs whose last step ended an episode, bool [E]; None after a reset
         self.age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
-        self._mask_keys: list[NestedKey] = []  # of masks of legal actions that the policy is given
+        self._mask_keys: list[NestedKey] = []  # keys of action masks in the policy's input
 
     def start(
         self,
@@ -167,12 +167,12 @@ class Runner:
         steps: int,  # vector steps to have room for
         *,
         devices: Devices,
-        exploration: InteractionType,  # how the policy's probabilistic parts choose
+        exploration: InteractionType,  # how probabilistic modules choose actions
         seed: int | None = None,  # of random actions
-        recurrent: bool = True,  # wire the recurrent states that the policy declares
-        state_stride: int = 1,  # keep them in every n-th row of a trajectory, and in the first rows of runs
+        recurrent: bool = True,  # carry the recurrent states that the policy declares
+        state_stride: int = 1,  # store them in every n-th row of a trajectory and in the first rows of runs
     ) -> None:
-        """Set the policy, and create a window with room for ``steps`` vector steps."""
+        """Set the policy and create a window for ``steps`` vector steps."""
         self._exploration = exploration
         space = self.env.single_action_space
         drawn_from = space
@@ -181,9 +181,9 @@ class Runner:
         self._drawn = policy is None and drawn_from is space and self._check_actions is None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         self.random.as_numpy = self._on_host
-        #: Gives the random actions of a step.
+        #: Returns the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if policy is not None and self._check_actions is None:  # else a wrapper decides what the env is given
+        if policy is not None and self._check_actions is None:  # else a wrapper may change the actions
             self.action_range = ActionRange(space, self.keys.actions, self.keys.action_paths, self.device)
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
@@ -197,7 +197,7 @@ class Runner:
             self._carry(module.defaults)
         elif policy is not None:
             self._policy = as_function_of_obs(policy, space, devices)
-        # A module is given the markers, and might write into them.
+        # A module receives the markers and might write into them.
         self._lends_markers = self._lends and not isinstance(self._policy, ModulePolicy)
         if state_stride > 1:
             if not self.states:
@@ -220,7 +220,7 @@ class Runner:
         )
 
     def _find_masks(self, policy: PolicyModule) -> None:
-        """Note which masks the policy is given; one that it reads, and no observation has, is stored from info."""
+        """Find the action masks in the policy's input; one that no observation has is stored from info."""
         keys = self.keys
         read = [key for key in policy.in_keys if as_tuple(key)[0] == ACTION_MASK]
         missing = [key for key in read if key not in (*keys.obs, *keys.infos)]
@@ -231,7 +231,7 @@ class Runner:
         self._mask_keys = [key for key in (*keys.obs, *keys.infos) if as_tuple(key)[0] == ACTION_MASK]
 
     def set_version(self, version: int) -> None:
-        """Set the version of the policy in the steps that follow, for the column of it if there is one."""
+        """Set the policy version of the following steps, if it is stored."""
         if self._versions is None:
             return
         versions = torch.full((self.num_envs,), version, dtype=torch.int64, device=self.device)
@@ -241,7 +241,7 @@ class Runner:
         """Also carry these recurrent states from step to step, if the policy writes them under ``"next"``.
 
         Raises:
-            RuntimeError: the env has been stepped without them.
+            RuntimeError: the env was stepped without them.
         """
         if not isinstance(self._policy, ModulePolicy):
             return
@@ -256,18 +256,18 @@ class Runner:
         self._carry(fresh)
 
     def _carry(self, defaults: Columns) -> None:
-        """From now on, hand these states from step to step."""
+        """Carry these states from step to step from now on."""
         self.keys.claim("the policy's recurrent state", *defaults)
         self.keys.states += defaults
         for key, value in defaults.items():
-            # One row for each env: [*S] -> [E, *S].
+            # One row per env: [*S] -> [E, *S].
             self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
 
     def reset(self, seed: int | None = None) -> None:
-        """Reset the env; every trajectory still open ends here as a cut.
+        """Reset the env; open trajectories are cut.
 
         Raises:
-            RuntimeError: another runner of the env has given it a limit of steps, and so another autoreset mode.
+            RuntimeError: another runner has given the env a step limit, which changed its autoreset mode.
         """
         window = self.window
         if window.same_step != self.stream.same_step:
@@ -276,8 +276,8 @@ class Runner:
                 "StepCounter(max_steps=)) after this collector was made: set the limit first"
             )
         if window.steps and not self._dense_finals and self._ended is not None:
-            # Rows that wait in the window lose the next step, which has held their next observations. (Under
-            # SAME_STEP those of ended rows are kept already.)
+            # The next step will not contain the next observations of rows in the window, so store them. (Under
+            # SAME_STEP those of ended rows are stored already.)
             waiting = ~self._ended if self.stream.same_step else self._ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
             for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
@@ -287,7 +287,7 @@ class Runner:
         self.started, self._at, self._ended = True, self.stream.at, None
 
     def _restart_moved(self) -> None:
-        """Cut the open episodes and reset an env that another user has moved; warn the first time."""
+        """Cut open episodes and reset an env that somebody else has moved; warn the first time."""
         if not self._warned:
             self._warned = True
             name = type(self.stream.source.stepped).__name__
@@ -299,10 +299,10 @@ class Runner:
         self.reset()
 
     def begin_only(self) -> None:
-        """From now on `step` only begins a step, which `settle` awaits.
+        """Make `step` only begin steps, which `settle` awaits.
 
         Raises:
-            ValueError: the env cannot do so.
+            ValueError: the env does not support it.
         """
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
@@ -318,14 +318,14 @@ class Runner:
         self.sends = True
 
     def settle(self) -> None:
-        """Await the step under way, if there is one."""
+        """Wait for the pending step, if there is one."""
         if self._sent is not None:
             sent, self._sent = self._sent, None
             self.finish(sent)
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
-        self.window.clear()  # its columns, too: an interrupt may have come while they were made longer
+        self.window.clear()  # and its columns: an interrupt may have left them half grown
         self._infos.clear()
         self.started, self._sent = False, None
 
@@ -358,14 +358,14 @@ class Runner:
         self._sent = stream.send(action)
 
     def finish(self, action: Tree) -> None:
-        """Step the env, or await the step that was begun with these actions; record the results."""
+        """Step the env, or wait for the step begun with these actions; record the results."""
         window, stream, keys = self.window, self.stream, self.keys
         stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
             stream.lends = stream.lends_markers = stream.drawn = False
-        given = stream.actions if self._check_actions is None else action  # what the env was given
+        given = stream.actions if self._check_actions is None else action  # the actions that the env received
         results = [reward, terminated, truncated, given]
         if not self._one_action:
             results[3:] = leaves_at(given, keys.action_paths)
@@ -393,9 +393,9 @@ class Runner:
         window.advance()
 
     def _restart_states(self) -> None:
-        """Restart the states of episodes that begin, and say which rows are to keep theirs."""
+        """Reset the states of new episodes and mark the rows that store states."""
         stream = self.stream
-        begins = stream.any_first is not False  # None on a device, where asking would wait: then always
+        begins = stream.any_first is not False  # None on a device, where checking would sync: then always
         if self._stride > 1:
             zero = full_for(stream.first, self.num_envs, 0, torch.int64)
             self.age = zero if self.age is None else self.age + 1
@@ -408,14 +408,14 @@ class Runner:
                 self.states[key] = select(first, self._defaults[key], state)
 
     def _choose_action(self, seen: list[Array], random: bool) -> Any:
-        """Ask the policy; a module's further outputs are recorded, and its states go to the next step.
+        """Call the policy; record a module's other outputs and carry its states to the next step.
 
         ``seen`` are the observations and markers of this step.
         """
         policy, obs = self._policy, self._obs
         if isinstance(policy, ModulePolicy):
             columns: Columns = {}
-            for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory, no copies
+            for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
                 column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
@@ -429,7 +429,7 @@ class Runner:
             columns.update(self.states)
             action, written = act_in_turn(policy, self._exploration, columns)
             self.window.put(list(written), list(written.values()))
-            # What it writes under ("next", state) is what the next step starts from.
+            # The next step starts from the states under ("next", state).
             for key in self.states:
                 self.states[key] = written.get(next_key(key), self.states[key])
         else:
@@ -440,30 +440,30 @@ class Runner:
         return self._draw_legal() if random else action
 
     def _draw_legal(self) -> Tree:
-        """The step's random actions: of those that ``action_mask`` allows, where observation or info has one."""
+        """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
         obs, drawn = self._obs, self.draw()
         mask = obs.get(ACTION_MASK) if isinstance(obs, dict) else None
         mask = self._info.get(ACTION_MASK) if mask is None else mask
         return drawn if mask is None else self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
 
     def _allow_where_ended(self, mask: Array) -> Tensor:
-        """A mask ``[E, n]`` that allows all actions of envs that will only reset: after an end there may be none."""
+        """Allow all actions in a mask ``[E, n]`` for envs that will only reset: after an end none may be legal."""
         column = to_torch(mask)
         if self._ended is None or self.stream.same_step or self.stream.any_ended is False or column.ndim < 2:
             return column
         return column.bool() | to_torch(self._ended).unsqueeze(-1)
 
     def _record_finals(self, info: dict[str, Any]) -> None:
-        """Keep the true next observations of ended rows."""
+        """Record the true next observations of ended rows."""
         final = final_of(info, self.stream)
         if final is not None:
-            # Indexing with these copies: the env may reuse its arrays.
+            # Indexing copies: the env may reuse its arrays.
             envs = np.flatnonzero(self.stream.ended)
             for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
                 self.window.put_final(key, envs, leaf[envs], self.window.steps)
 
     def open_ids(self) -> Tensor:
-        """Return the ids (int64 ``[n]``) of trajectories that go on or have transitions that no batch has taken."""
+        """Return the ids (int64 ``[n]``) of trajectories that continue or have transitions not yet in a batch."""
         window, keys = self.window, self.keys
         live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
         if not window.steps:
@@ -475,9 +475,9 @@ class Runner:
         if self.keys.infos:
             self._infos.check_seen(self._info)
         if not self._dense_finals:
-            # The observations after the last step are the next ones of its rows.
+            # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
-        # With own_buffers=False these may be arrays that another user's step of the env writes into.
+        # With own_buffers=False somebody else's step of the env may write into these arrays.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
         laid_out = self.window.lay_out(mask, compact)
         if self.action_range is not None and len(laid_out[0]):
@@ -486,7 +486,7 @@ class Runner:
 
 
 class InfoColumns:
-    """Finds the chosen entries of an env's ``info``, and records those of its steps."""
+    """Finds and records the chosen entries of an env's ``info``."""
 
     def __init__(
         self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
@@ -494,19 +494,19 @@ class InfoColumns:
         self._stream, self._names = stream, names
         self._device = stream.capabilities.device
         self._on_host = stream.capabilities.framework == "numpy"
-        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
+        # RecordEpisodeStatistics puts the step's entry where SAME_STEP has the reset's entries.
         around = (*layers(env), *layers(stream.source.env))
         self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
         self._seen: set[NestedKey] = set()
 
     def clear(self) -> None:
-        """Forget which entries came, with the columns that they came into."""
+        """Forget which entries were recorded, together with their columns."""
         self._seen.clear()
 
     def record(self, info: dict[str, Any], window: Window) -> None:
-        """Put the entries of the step just made into a `Window`.
+        """Record the entries of the last step in a `Window`.
 
-        Gymnasium moves those of ended SAME_STEP rows to ``final_info``.
+        Gymnasium moves the entries of ended SAME_STEP rows to ``final_info``.
         """
         stream = self._stream
         final = info.get("final_info") if stream.same_step else None
@@ -523,12 +523,12 @@ class InfoColumns:
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._seen:
                 self._seen.add(name)
-                if name not in window.columns:  # it came with no observation yet: all batches have both
+                if name not in window.columns:  # not seen with an observation yet: batches have both
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
 
     def entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
-        """An entry of ``info`` where the env's arrays are; None if it is not there."""
+        """Return an entry of ``info`` on the env's device; None if it is missing."""
         value: Any = info
         for part in as_tuple(name):
             value = value.get(part) if isinstance(value, dict) else None
@@ -545,7 +545,7 @@ class InfoColumns:
         return to_torch(value, self._device)
 
     def check_seen(self, info: dict[str, Any]) -> None:
-        """Raise KeyError if an entry was in no step's info; ``info`` is the last one."""
+        """Raise KeyError if no step's info had an entry; ``info`` is the last one."""
         missing = [name for name in self._names if name not in self._seen]
         if missing:
             names = sorted(key for key in info if not key.startswith("_"))

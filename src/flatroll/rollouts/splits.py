@@ -1,4 +1,4 @@
-"""Envs in several parts that step in turn: while the policy acts for one part, the others' steps are under way."""
+"""Steps envs in several parts in turn: while the policy acts for one part, the others step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,21 +20,21 @@ from flatroll.wrappers.stream import Moves
 
 
 class SplitRunner:
-    """One `Runner` for each part of a pool, with the interface of a single one over the whole pool.
+    """Holds one `Runner` per part of a pool, and offers the interface of a single runner over the whole pool.
 
-    Each vector step goes through the parts: await the step of the part that is under way, choose its next actions,
-    begin its next step. Whoever looks at the window awaits all of them first, so nothing is under way between batches.
+    Each vector step visits the parts: wait for the part's pending step, choose its next actions, begin its next step.
+    Reading the window waits for all parts first, so nothing is pending between batches.
     """
 
     def __init__(self, parts: Sequence[Runner], moves: Moves | None) -> None:
         self._parts = parts
-        #: Number of the first env of each part in the pool.
+        #: Index in the pool of each part's first env.
         self._firsts = np.cumsum([0, *(part.num_envs for part in parts)])[:-1].tolist()
         self.num_envs = sum(part.num_envs for part in parts)
         self.envs = [env for part in parts for env in part.envs]
         self.env = tuple(self.envs)
         self.device, self.keys, self.asks_compact = parts[0].device, parts[0].keys, parts[0].asks_compact
-        # Of the env that was divided, so that other collectors over it notice.
+        # Moves of the env that was split, so that other collectors over it notice.
         self._moves, self._at = moves, 0 if moves is None else moves.count
         for part in parts:
             part.begin_only()
@@ -52,12 +52,12 @@ class SplitRunner:
         seed: int | None,
         **options: Unpack[StartOptions],
     ) -> None:
-        """Set the policy, and create windows with room for ``steps`` vector steps; see `Runner.start`."""
+        """Set the policy and create windows for ``steps`` vector steps; see `Runner.start`."""
         refuse_memory(policy, "with splits=", "leave splits out")
         for part in self._parts:
             part.start(policy, steps, seed=0, **options)
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
-        self._drawn: list[list[Any]] = [[] for _ in self._parts]  # random actions that wait for a part's turn
+        self._drawn: list[list[Any]] = [[] for _ in self._parts]  # actions for parts whose turn comes
         for i, part in enumerate(self._parts):
             part.random, part.draw = self.random, partial(self._draw, i)
             part.action_range = self._parts[0].action_range  # which warns once
@@ -85,7 +85,7 @@ class SplitRunner:
         if self._moves is not None:
             if self._moves.count != self._at:
                 for part in self._parts:
-                    part.stream.moves.count += 1  # it resets its envs
+                    part.stream.moves.count += 1  # the part resets its envs
             self._moves.count = self._at = self._moves.count + 1
         for part in self._parts:
             part.settle()
@@ -99,7 +99,7 @@ class SplitRunner:
             if not len(batch):
                 continue
             if not self.keys.has_ids:
-                require(batch, self.keys.init)[0] = True  # nothing else tells it from the last part's rows
+                require(batch, self.keys.init)[0] = True  # separates it from the previous part's rows
             if final is not None:
                 final.set("row", final.get("row") + rows)
                 finals.append(final)
@@ -108,7 +108,7 @@ class SplitRunner:
         return _concatenate(batches), _concatenate(finals) if compact else None
 
     def open_ids(self) -> Tensor:
-        """Return the ids of trajectories that go on or have transitions that no batch has taken."""
+        """Return the ids of trajectories that continue or have transitions not yet in a batch."""
         return torch.cat([part.open_ids() for part in self._parts])
 
     def prime(self, states: Columns) -> None:
@@ -122,7 +122,7 @@ class SplitRunner:
             part.set_version(version)
 
     def _draw(self, i: int) -> Any:
-        """The next random actions of part ``i``: drawn for the whole pool at once, as without splits."""
+        """Return the next random actions of part ``i``, drawn for the whole pool at once, as without splits."""
         if not self._drawn[i]:
             actions = self.random()
             for part, first, drawn in zip(self._parts, self._firsts, self._drawn, strict=True):
@@ -136,18 +136,18 @@ class JointWindow(Window):
     def __init__(self, parts: Sequence[Runner]) -> None:
         self._parts = parts
         self.num_envs = sum(part.num_envs for part in parts)
-        self.same_step = False  # what only a single window knows makes no difference to the rows
+        self.same_step = False  # single-window details do not affect the rows
         self.steps = self.before = 0
 
     def count(self) -> int:
-        """Await the steps under way; count the transitions that no batch has taken."""
+        """Wait for pending steps; count the transitions not yet in a batch."""
         for part in self._parts:
             part.settle()
         self.steps = self._parts[0].window.steps
         return sum(part.window.count() for part in self._parts)
 
     def valid(self) -> Array:
-        """Return which recorded cells are transitions that no batch has taken."""
+        """Return which recorded cells are transitions not yet in a batch."""
         return np.concatenate([part.window.valid() for part in self._parts], 1)
 
     def restart(self, surplus_from: int, keep: bool = False) -> None:
@@ -159,7 +159,7 @@ class JointWindow(Window):
 
 
 def _check_alike(parts: Sequence[Runner]) -> None:
-    """Raise ValueError if the parts cannot make one batch, or would make the same rows."""
+    """Raise ValueError if the parts cannot form one batch, or would produce the same rows."""
     if len({id(part.stream.moves) for part in parts}) < len(parts):
         raise ValueError("the parts of splits= must be different envs, got one of them twice")
     for name, facts in (

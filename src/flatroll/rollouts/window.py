@@ -1,12 +1,12 @@
 """The window: records vector steps, and builds flat batches from them, run after run.
 
-Every column is one array ``[steps, E, ...]`` written in place, one row for each vector step. Nothing is dropped,
-joined or sorted while stepping; `Window.lay_out` does it once for each batch. A *cell* is one row of one step; its
-number is ``step * E + env``.
+Every column is an array ``[steps, E, ...]`` written in place, one row per vector step. Nothing is dropped, joined or
+sorted while stepping; `Window.lay_out` does so once per batch. A *cell* is the row of one env in one step; its number
+is ``step * E + env``.
 
-On a torch env that resets ended rows in the same step the wide columns are env-major in memory: where each cell is a
-row of the batch, the batch is that memory, and the window goes on with new memory. Narrow ones are time-major: writing
-a few bytes in many places of a large memory takes longer than transposing them once.
+For a torch env that resets ended rows in the same step, wide columns are env-major in memory: if every cell is a row
+of the batch, the batch takes over that memory and the window allocates new memory. Narrow columns are time-major:
+writing a few bytes to many places of a large array takes longer than transposing once.
 """
 
 import math
@@ -39,13 +39,13 @@ from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 
-#: Up to this many rows NumPy is faster (1 µs, torch 10 µs); more rows torch copies with all cores.
+#: Up to this many rows NumPy is faster (1 µs, torch 10 µs); for more rows torch copies with all cores.
 _FEW_ROWS = 1024
 
-#: Bytes of an env's value from which a column is env-major.
+#: Minimum bytes per env and step for an env-major column.
 _WIDE = 64
 
-#: From so many bytes on NumPy asks the system for huge pages, and torch does not: a fifth of the time of a first write.
+#: From this size on NumPy requests huge pages and torch does not; a first write then takes a fifth of the time.
 _HUGE = 1 << 22
 
 
@@ -56,22 +56,22 @@ class Window:
         self,
         keys: ColumnKeys,
         num_envs: int,
-        steps: int,  # to have room for at first
+        steps: int,  # initial capacity
         *,
         device: torch.device,
-        same_step: bool,  # every cell is a transition; else the column DEAD says which are not
+        same_step: bool,  # every cell is a transition; else the column DEAD marks those that are not
         dense_finals: bool,
-        framework: str = "numpy",  # of what the env returns
-        agents: tuple[Array, Array] | None = None,  # the agent and the game of each env, int64 [E]
+        framework: str = "numpy",  # of the env's arrays
+        agents: tuple[Array, Array] | None = None,  # agent and game of each env, int64 [E]
     ) -> None:
-        # With dense_finals the true next observations have columns of their own (on a device, where picking the
-        # ended rows would wait); else they are the observations one step later, but for those given to put_final.
+        # With dense_finals the true next observations have their own columns (on a device, where selecting the ended
+        # rows would sync); else they are the observations one step later, except for those passed to put_final.
         self.num_envs = num_envs
         #: Vector steps in the window.
         self.steps = 0
-        #: Cells of step 0 that an earlier batch has taken: all envs below this number.
+        #: Step 0's cells of envs below this number are in an earlier batch.
         self.taken = 0
-        #: Vector steps before those in the window.
+        #: Vector steps before the window.
         self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
@@ -79,25 +79,25 @@ class Window:
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
-        #: Whether one call writes the values of a step; then a column's values of each step, views ``[E, ...]``.
+        #: Whether one call writes all values of a step; then each column's per-step views ``[E, ...]``.
         self._at_once = dense_finals and framework == "torch"
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
-        self._given: set[NestedKey] = set()  # the columns whose memory is the last batch's
+        self._given: set[NestedKey] = set()  # columns whose memory the last batch took over
         self._loose: set[NestedKey] = set()
         self._tells_known = self._unknown = (
-            False  # whether there is NEXT_KNOWN, and whether a cell of it may be False
+            False  # whether NEXT_KNOWN exists, and whether it may contain False
         )
         self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
         self._games = 0 if agents is None else int(agents[1].max()) + 1
-        # Rows kept for what follows the last step. Without them a full window is a batch.
+        # Extra rows for what follows the last step. Without them a full window is a batch.
         self._beyond = 0 if dense_finals else 1
         self._room = steps + 2 * self._beyond
         self._not_gathered: set[NestedKey] = {DEAD, NEXT_KNOWN, *(keys.next_of[key] for key in keys.obs)}
-        #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
+        #: Next observations that the next step does not contain, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
     def put(self, keys: Sequence[NestedKey], values: Sequence[Array]) -> None:
-        """Record values ``[E, ...]`` of the current step, one for each key."""
+        """Record values ``[E, ...]`` of the current step, one per key."""
         step = self.steps
         if step == self._room:  # only with dense finals, see advance
             self._grow()
@@ -113,7 +113,7 @@ class Window:
             return
         rows = self._by_step
         try:
-            # One call writes all, in a third of the time that the columns would take one by one.
+            # One call for all columns takes a third of the time of separate calls.
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [rows[key][step] for key in keys], list(values)
             )
@@ -132,13 +132,13 @@ class Window:
         ended: Tensor,
         finals: Sequence[Tensor],
     ) -> None:
-        """Record values, and next observations: where bool ``[E]`` ``ended`` is True the rows of ``finals``."""
+        """Record values and next observations, using the rows of ``finals`` where bool ``[E]`` ``ended`` is True."""
         if not self._on_cpu:
             self.put(keys, values)
             for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
                 self._put_where(key, ended, final, leaf)
             return
-        # Here nothing waits for a look at the flags, and writing few rows takes a fraction of the time of torch.where.
+        # On the CPU reading the flags needs no sync, and writing a few rows is much faster than torch.where.
         self.put((*keys, *next_keys), (*values, *next_obs))
         (envs,) = ended.numpy().nonzero()
         if not len(envs):
@@ -152,7 +152,7 @@ class Window:
                 self._put_where(key, ended, final, leaf)
 
     def _put_where(self, key: NestedKey, mask: Tensor, chosen: Tensor, other: Tensor) -> None:
-        """Record the envs of ``chosen`` where the mask is True, else those of ``other``, without a look at it."""
+        """Record rows of ``chosen`` where the mask is True, else of ``other``; no host sync."""
         row = self._by_step[key][self.steps] if key in self._by_step else None
         if (
             row is not None
@@ -164,7 +164,7 @@ class Window:
             self.put((key,), (select(mask, chosen, other),))
 
     def put_known(self, known: Array | None) -> None:
-        """Record in which envs the true next observation is known; None: in all."""
+        """Record in which envs the true next observation is known; None for all."""
         self._tells_known = True
         if known is not None and not self._unknown:
             self._unknown = True
@@ -186,7 +186,7 @@ class Window:
         if not isinstance(value, Tensor):
             value = np.asarray(value)
         if column is not None and column.dtype != value.dtype:
-            # An int 0 at reset must not truncate the floats after it.
+            # An int 0 at reset must not truncate later floats.
             if isinstance(column, Tensor):
                 self._set(key, column.to(torch.promote_types(column.dtype, to_torch(value).dtype)))
             else:
@@ -200,7 +200,7 @@ class Window:
     def advance(self) -> None:
         """Finish the current step and make room for the next one."""
         self.steps += 1
-        # With dense finals the next step makes room, if there is one before the batch.
+        # With dense finals the next step grows the window, if there is one before the batch.
         if not self._dense_finals and self.steps + 1 >= self._room:
             self._grow()
 
@@ -213,13 +213,13 @@ class Window:
             self._set(key, long)
 
     def clear(self) -> None:
-        """Forget all columns and what is in them."""
+        """Drop all columns."""
         self.restart(self.num_envs)
         self.columns.clear()
         self._by_step.clear()
 
     def count(self) -> int:
-        """Count the recorded transitions that no batch has taken; may synchronise with the device."""
+        """Count the recorded transitions not yet in a batch; may synchronise with the device."""
         if not self.steps:
             return 0
         if self.same_step:
@@ -227,7 +227,7 @@ class Window:
         return int(np.count_nonzero(self.valid()))
 
     def valid(self) -> Array:
-        """Return which recorded cells are transitions that no batch has taken; bool ``[steps, E]``, NumPy."""
+        """Return which recorded cells are transitions not yet in a batch; bool ``[steps, E]``, NumPy."""
         if self.same_step:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
@@ -237,9 +237,9 @@ class Window:
         return mask
 
     def first_cells(self, count: int) -> tuple[Array, int]:
-        """Select the oldest ``count`` transitions: bool ``[steps, E]``, and how many envs of the last step.
+        """Select the oldest ``count`` transitions; return bool ``[steps, E]`` and a number of envs.
 
-        That is the number of envs of the last step that they reach; all transitions left over lie beyond it.
+        The number says how many envs of the last step are selected; all remaining transitions come after it.
         """
         mask, last = self.valid(), self.steps - 1
         if self.same_step:
@@ -269,13 +269,13 @@ class Window:
         if self._agents is not None:
             cells = rows.cells
             agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
-            # One number for each game and vector step; the writer's bits are those of the trajectory ids.
+            # One number per game and vector step, with the writer bits of the trajectory ids.
             step = (cells // self.num_envs + self.before) * self._games + game
             writer = columns[keys.traj] >> 40 << 40 if keys.has_ids else 0
             columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
             columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
         if not keys.has_ids and self.num_envs > 1:
-            # Nothing else tells a row that goes on from another env's row that was cut.
+            # Nothing else separates a continuing row from another env's cut row.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
         next_obs = self._gather_next(rows, columns)
@@ -289,7 +289,7 @@ class Window:
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
         batch = nest(columns, rows.count)
         if keys.strided:
-            # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
+            # Zero the states of rows that do not store theirs; the first rows of runs always do.
             has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
             batch.set(HAS_STATE, has_state)
             for key in keys.states:
@@ -298,13 +298,13 @@ class Window:
         return batch, final_of(batch, keys, next_obs) if compact else None
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
-        """A column's values in the True cells, as `lay_out` has them; the window may go on writing into them."""
+        """Return a column's values in the True cells, in `lay_out`'s order; later steps may overwrite them."""
         rows = _Rows(self, mask).of(key)
         self._given.discard(key)
         return rows
 
     def _count_agents(self) -> Tensor:
-        """How many agents acted in each game at each step, int64 ``[steps, games]``; a batch may have some of them."""
+        """Count the agents that acted in each game and step, in the batch or not: int64 ``[steps, games]``."""
         assert self._agents is not None
         acts = torch.ones(self.steps, self.num_envs, dtype=torch.int64, device=self._device)
         if not self.same_step:
@@ -312,14 +312,14 @@ class Window:
         return acts.new_zeros(self.steps, self._games).index_add_(1, self._agents[1], acts)
 
     def _gather_next(self, rows: "_Rows", columns: dict[NestedKey, Tensor]) -> dict[NestedKey, Tensor]:
-        """The true next observation of each row; where the env hides it NaN, or the row's own observation."""
+        """Return the true next observation of each row; NaN or the row's own observation where the env hides it."""
         next_obs: dict[NestedKey, Tensor] = {}
         known = columns.get(NEXT_KNOWN) if self._unknown else None
         for key in self._keys.obs:
             if self._dense_finals:
                 column = rows.of(self._keys.next_of[key])
             else:
-                # A reset has overwritten what came one step later where finals were kept.
+                # Where finals were stored, a reset has overwritten the value one step later.
                 column = rows.of(key, after=1)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], rows, column)
@@ -331,13 +331,13 @@ class Window:
         return next_obs
 
     def _patch_finals(self, finals: list[tuple[Array, Array]], of: "_Rows", gathered: Tensor) -> None:
-        """Write the kept final observations into the gathered next observations ``[N, ...]``, in place."""
+        """Write the stored final observations into the gathered next observations ``[N, ...]``, in place."""
         numbers = np.concatenate([number for number, _ in finals])
         values = np.concatenate([value for _, value in finals])
         if of.whole:
             rows = numbers % self.num_envs * self.steps + numbers // self.num_envs
         else:
-            # The row of each cell in the batch, -1 for cells that are not in it.
+            # Map each cell to its row in the batch, -1 for cells outside.
             row_of_cell = np.full(self.steps * self.num_envs, -1)
             row_of_cell[of.host_cells] = np.arange(of.count)
             rows = row_of_cell[numbers]
@@ -352,7 +352,7 @@ class Window:
     def restart(self, surplus_from: int, keep: bool = False) -> None:
         """Clear the window, but keep the last step's cells from env ``surplus_from`` on as step 0.
 
-        With ``keep`` there is a step 0 in any case, taken whole if no cell is left over.
+        With ``keep`` step 0 is always kept, marked as taken if no cell is left over.
         """
         last = self.steps - 1
         first = last * self.num_envs  # number of the last step's first cell
@@ -363,7 +363,7 @@ class Window:
         kept_step = surplus_from < self.num_envs or keep
         for key in given:
             old = self.columns[key]
-            # Without what was there before: each step writes all columns but the loose ones.
+            # Old values need no clearing: each step writes all columns except the loose ones.
             new = self._zeros(old[0]) if key in self._loose else _empty_like(old)
             if kept_step:
                 new[last] = old[last]
@@ -381,7 +381,7 @@ class Window:
         self.steps, self.taken = 1, surplus_from
 
     def _allocate(self, key: NestedKey, value: Array) -> Array:
-        """A new column of zeros for values like this one."""
+        """Allocate a column of zeros for values like this one."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
         is_number = isinstance(value, Tensor) or value.dtype.kind in "biufc"
@@ -395,14 +395,14 @@ class Window:
         return self._set(key, self._zeros(value))
 
     def _set(self, key: NestedKey, column: Array) -> Array:
-        """Take an array ``[room, E, ...]`` for a column."""
+        """Set a column's array ``[room, E, ...]``."""
         self.columns[key] = column
         if self._at_once:
             self._by_step[key] = column.unbind(0) if isinstance(column, Tensor) else list(column)
         return column
 
     def _zeros(self, value: Array) -> Array:
-        """Zeros ``[room, E, ...]`` for values like this one."""
+        """Return zeros ``[room, E, ...]`` for values like this one."""
         if not isinstance(value, Tensor):
             return np.zeros((self._room, *value.shape), dtype=value.dtype)
         if self._dense_finals and value[0].numel() * value.element_size() >= _WIDE:
@@ -411,7 +411,7 @@ class Window:
 
 
 class _Rows:
-    """Takes the values of a batch's rows out of a window's columns: those of the True cells, run after run."""
+    """Gathers the rows of a batch from a window's columns: the True cells, run after run."""
 
     def __init__(self, window: Window, mask: Array) -> None:
         self._window = window
@@ -422,7 +422,7 @@ class _Rows:
 
     @cached_property
     def host_cells(self) -> Array:
-        """Numbers of the cells, env after env, each in order of time: int64 ``[N]``, NumPy."""
+        """The cell numbers, env after env, in time order: int64 ``[N]``, NumPy."""
         mask = self._mask
         numbers = np.arange(mask.size).reshape(mask.shape).T
         return numbers.ravel() if self.whole else numbers[mask.T]
@@ -433,7 +433,7 @@ class _Rows:
         return torch.from_numpy(self.host_cells).to(self._window._device, non_blocking=True)
 
     def of(self, key: NestedKey, after: int = 0) -> Tensor:
-        """A column's values, those of so many steps ``after``, as a tensor ``[N, ...]`` that the batch may have."""
+        """Return a column's values, ``after`` steps later, as a tensor ``[N, ...]`` that the batch may own."""
         window = self._window
         column = window.columns[key]
         rows = self._transposed(key, column[after : after + window.steps]) if self.whole else None
@@ -442,13 +442,13 @@ class _Rows:
         return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
 
     def _transposed(self, key: NestedKey, column: Array) -> Tensor | None:
-        """All rows of a column ``[steps, E, *S]``; None if gathering them is faster."""
+        """Transpose a whole column ``[steps, E, *S]``; None if gathering is faster."""
         rows: Tensor
         if isinstance(column, Tensor):
             rows = column.transpose(0, 1).flatten(0, 1)
             if rows.data_ptr() != column.data_ptr():
                 return rows
-            # No copy was made: the memory is the batch's now, or the window's.
+            # No copy was made: either the batch or the window owns the memory.
             if not self._window._dense_finals:
                 return rows.clone()
             self._window._given.add(key)
@@ -460,7 +460,7 @@ class _Rows:
         if shape and column[0, 0].nbytes != 16:
             return None
         like = torch.from_numpy(column)
-        if shape:  # each value is moved as one number of 16 bytes: [steps, E]
+        if shape:  # move each value as one 16-byte number: [steps, E]
             like = torch.from_numpy(column.reshape(*column.shape[:2], -1).view(np.complex128)[..., 0])
         rows = like.T.flatten()
         if rows.data_ptr() == like.data_ptr():
@@ -468,7 +468,7 @@ class _Rows:
         return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
 
     def _gathered(self, column: Array, after: int) -> Tensor:
-        """The rows of a column ``[room, E, ...]``."""
+        """Gather the rows of a column ``[room, E, ...]``."""
         window, trailing = self._window, column.shape[2:]
         further = after * window.num_envs
         if not isinstance(column, Tensor):
@@ -487,7 +487,7 @@ class _Rows:
 
 
 def _empty_like(column: Tensor) -> Tensor:
-    """A column without values, time-major or env-major in memory as this one is."""
+    """Return an empty column with the memory order (time-major or env-major) of this one."""
     if column.is_contiguous():
         return _empty(column, *column.shape)
     steps, envs, *trailing = column.shape
@@ -503,7 +503,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor]) -> TensorDict:
-    """Return the *final* of a compact batch: of its next observations those that no later row of it holds."""
+    """Return the *final* of a compact batch: the next observations that no later row holds."""
     ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
     known = batch.get(NEXT_KNOWN, None)
     rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
@@ -513,7 +513,7 @@ def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tens
 
 
 def compact_batch(batch: TensorDict, keys: ColumnKeys) -> tuple[TensorDict, TensorDict]:
-    """Drop the next observations that later rows hold; return the batch, and the other ones as ``final``."""
+    """Drop the next observations that later rows hold; return the batch and the others as ``final``."""
     next_obs = {key: batch.get(next_key(key)) for key in keys.obs if key not in keys.deltas}
     repeated = [next_key(key) for key in (*keys.obs, *keys.counts, *keys.states)]
     return batch.exclude(*repeated), final_of(batch, keys, next_obs)

@@ -1,4 +1,4 @@
-"""Collectors whose envs are stepped by several processes, or by actors of a Ray cluster."""
+"""Collectors that step envs in several processes or in actors of a Ray cluster."""
 
 from flatroll.rollouts.workers.multi_collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from flatroll.rollouts.workers.ray_collector import RayCollector

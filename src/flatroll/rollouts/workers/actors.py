@@ -1,4 +1,4 @@
-"""`Actors`: workers are actors of a Ray cluster; windows come through its object store."""
+"""`Actors`: workers are actors of a Ray cluster; windows are sent through its object store."""
 
 import copy
 import importlib
@@ -32,13 +32,13 @@ from flatroll.sharing.block import BlockColumn, dtype_name
 from flatroll.sharing.ray_calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
-_ASIDE = "aside"  # the concurrency group of calls that an actor answers while it collects
-_LOOK = 0.1  # seconds after which a thread that waits looks at its Wake: ray.wait takes no descriptors
-_PATIENCE = 5.0  # seconds that an actor may take to say how long its step has run
+_ASIDE = "aside"  # concurrency group of calls answered while collecting
+_LOOK = 0.1  # seconds between checks of a waiting thread's Wake: ray.wait accepts no descriptors
+_PATIENCE = 5.0  # timeout in seconds of step_seconds
 
 
 class Answer(NamedTuple):
-    """What an actor says of a window: its note, the number of bytes, and whether there are rows."""
+    """An actor's answer about a window: its note, the number of bytes, and whether there are rows."""
 
     note: Note
     nbytes: int
@@ -46,12 +46,12 @@ class Answer(NamedTuple):
 
 
 class CollectorActor:
-    """Makes a collector, and collects a window at each call. Rows and errors go back as plain values."""
+    """Creates a collector and collects a window per call. Rows and errors are returned as plain values."""
 
     _collector: Any = None
     _maker: WindowMaker | None = None
-    _began = inf  # when the window at work was begun
-    #: Of a `MultiCollector`, which counts the updates that it has seen: each one's number for the driver.
+    _began = inf  # when the current window was begun
+    #: For a `MultiCollector`, which counts updates itself: the driver's version of each update.
     _versions: list[int] | None = None
 
     def start(
@@ -63,11 +63,12 @@ class CollectorActor:
         job: Job,
         own: Mapping[str, Any],
     ) -> Ready | Failure:
-        """Make the collector.
+        """Create the collector.
 
         Args:
-            create_env_fn, policy, policy_factory, options: what ``job`` says of these, which are sent once for all.
-            job: what to do.
+            create_env_fn, policy, policy_factory, options: these fields of ``job``, which are sent once for all
+            actors.
+            job: see `Job`.
             own: ``workers`` and ``num_threads``; with more than one worker, further arguments of a `MultiCollector`.
         """
         parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
@@ -83,7 +84,7 @@ class CollectorActor:
             self._collector = self._maker.collector
             return self._maker.ready()
         self._versions = [0]
-        # By its public name: MultiCollector's file stands above the transports.
+        # Imported by its public name: MultiCollector's module imports the transports.
         multi_collector = importlib.import_module("flatroll.rollouts").MultiCollector
         self._collector = multi_collector(
             job.create_env_fn,
@@ -105,10 +106,10 @@ class CollectorActor:
         """Collect a window; return an `Answer` or a `Failure`, and the rows and their *final*, packed.
 
         Args:
-            version: number of the weights.
-            weights: an array of bytes and its layout, None if the actor has this version.
-            rows: of the window.
-            limit: rows to collect in all; -1: no end.
+            version: version of the weights.
+            weights: a byte array and its layout; None if the actor has this version.
+            rows: rows of the window.
+            limit: total rows to collect; -1: no limit.
         """
         found: Any = attempt(self._collect, version, weights, rows, limit)
         return (found, None) if isinstance(found, Failure) else found
@@ -125,7 +126,7 @@ class CollectorActor:
         return _answer(note, tables)
 
     def _collect_of_many(self, version: int, weights: Any, limit: int) -> tuple[Answer, Any]:
-        """The same of a `MultiCollector`."""
+        """Collect from a `MultiCollector`."""
         collector, versions = self._collector, self._versions
         assert versions is not None
         if weights is not None or version != versions[-1]:
@@ -144,16 +145,16 @@ class CollectorActor:
         return _answer(note._replace(rows=len(batch), shape=tuple(batch.shape)), tables)
 
     def cut(self, window: int) -> None:
-        """Let ``collect`` call number ``window``, counted from 1, deliver the rows that there are."""
+        """Make ``collect`` call number ``window``, counted from 1, return the rows collected so far."""
         self._signals.cut(window)
 
     def stop(self) -> None:
-        """Let the window at work, and those that were asked for, end at the next step."""
+        """End the current window and all requested ones at the next step."""
         if self._maker is not None:
             self._signals.stop()
 
     def step_seconds(self) -> float:
-        """Seconds since the step under way began, or the window if it has none yet; 0 while none is at work."""
+        """Return the seconds since the current step, or the window if it has no step yet, began; 0 if idle."""
         beat = float(self._signals.beat[0])
         return max(0.0, monotonic() - (self._began if beat == inf else beat))
 
@@ -164,7 +165,7 @@ class CollectorActor:
 
 
 def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer, Any]:
-    """What `CollectorActor.collect` returns; rows and *final* as ``RayReplayBuffer.extend_reference`` takes them."""
+    """Return the result of `CollectorActor.collect`; rows and *final* as for ``RayReplayBuffer.extend_reference``."""
     batches = [TensorDict(dict(table), [len(next(iter(table.values())))]) for table in tables]
     packed: list[Packed] = [pack_batches(batch) for batch in batches]
     nbytes = sum(each.nbytes for each in packed)
@@ -172,21 +173,21 @@ def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer,
 
 
 class GivenWeights:
-    """Weights that come with a call, for a `Watch`."""
+    """Weights passed with a call, for a `Watch`."""
 
-    version = -1  # none came yet
+    version = -1  # none received yet
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
 
     def give(self, version: int, weights: Any) -> None:
-        """Take an array of bytes and its layout as this version; None: the weights stay."""
+        """Set a byte array and its layout as this version; None keeps the weights."""
         self.version = version
         if weights is not None:
             self._state = unflatten_weights(*weights)
 
     def fetch_into(self, state: Mapping[str, Tensor]) -> int:
-        """Copy them into these tensors, once; return their version."""
+        """Copy the weights into these tensors, once per version; return the version."""
         for name, value in self._state.items():
             state[name].detach().copy_(value)
         self._state = {}
@@ -194,17 +195,17 @@ class GivenWeights:
 
 
 class Actors:
-    """The transport of `RayCollector`: each worker is an actor, and a window the result of a call.
+    """The transport of `RayCollector`: each worker is an actor, each window the result of a call.
 
     Args:
-        calls: Ray, or what stands in for it.
-        configs: options of ``ray.remote``, for each actor.
-        env_functions: of each actor, see `RayCollector`.
-        in_flight: windows of an actor that are under way or wait in the object store.
-        workers: of each actor; more than 1 are processes of a `MultiCollector` in it.
-        own: further arguments of that `MultiCollector`; ``num_threads`` in any case.
-        by_reference: leave rows in the object store, for a buffer that fetches them itself.
-        with_signals: whether actors have to answer while they collect, as `Link.cut` and `Link.quiet` need.
+        calls: Ray, or a substitute.
+        configs: options of ``ray.remote`` for each actor.
+        env_functions: env function of each actor, see `RayCollector`.
+        in_flight: windows per actor that are being collected or wait in the object store.
+        workers: workers per actor; more than 1 are processes of a `MultiCollector` in the actor.
+        own: further arguments of that `MultiCollector`; always contains ``num_threads``.
+        by_reference: leave rows in the object store for a buffer that fetches them.
+        with_signals: whether actors must answer calls while collecting, which `Link.cut` and `Link.quiet` need.
     """
 
     def __init__(
@@ -219,18 +220,18 @@ class Actors:
         with_signals: bool,
     ) -> None:
         self.calls, self.in_flight, self.by_reference = calls, in_flight, by_reference
-        self.version, self.weights = 0, None  # a reference; None: those that the policy was sent with
+        self.version, self.weights = 0, None  # a reference; None: the policy's initial ones
         self.makes_policies, self.writers_of_each = True, workers
-        self.served = 0  # a running number of the messages that came
+        self.served = 0  # counts received messages
         self._with_signals = with_signals
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
-        # By the number of what was sent, which it keeps: its reference.
+        # id of a sent object, which the entry keeps alive: its reference
         self._sent: dict[int, tuple[Any, Any]] = {}
-        self._layout: Any = None  # of the weights, once they are known
+        self._layout: Any = None  # layout of the weights, once known
         self._flat: Any = None
-        self._largest = 0  # bytes of a window
+        self._largest = 0  # bytes per window
         self._closed = False
 
     def share(self, state: Mapping[str, Tensor]) -> None:
@@ -240,10 +241,10 @@ class Actors:
 
     def publish(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            if self._layout is None:  # of a policy that is made in the actors
+            if self._layout is None:  # of a policy created in the actors
                 self._layout = weight_layout(state)
             self._flat = flatten_weights(state, self._layout)
-            # Stored once for all actors. The store forgets the version before when the last call with it has run.
+            # Stored once for all actors. The store drops the previous version when the last call with it has run.
             self.weights = self.calls.put((self._flat, self._layout))
         self.version += 1
 
@@ -254,7 +255,7 @@ class Actors:
 
     def start(self, job: Job) -> "Actor":
         if id(job.options) not in self._sent:
-            put_named(self.calls, **job.options)  # one by one, for the error: they are sent together
+            put_named(self.calls, **job.options)  # one by one, so that the error names it
         sent = [
             self._send(name, value)
             for name, value in {
@@ -277,11 +278,11 @@ class Actors:
         return self._sent[id(value)][1]
 
     def check_store(self, window: int, in_step: bool) -> None:
-        """Raise MemoryError if the object store cannot hold what may be under way, with windows of so many bytes."""
+        """Raise MemoryError if the object store cannot hold all windows in flight at this window size."""
         if window <= self._largest:
             return
         self._largest, count = window, len(self._configs)
-        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # the version in use and the next one
+        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # this version and the next
         need, room = count * self.in_flight * window + weights, self.calls.store_bytes()
         if need > room:
             each = "" if in_step else f" x max_in_flight={self.in_flight}"
@@ -293,11 +294,11 @@ class Actors:
 
     @staticmethod
     def under_way(link: Any) -> int:
-        """Number of windows of an actor that are under way or wait in the object store."""
+        """Number of windows of an actor that are being collected or wait in the object store."""
         return len(link.under_way)
 
     def wait(self, links: "Sequence[Actor]", timeout: float | None, wake: Wake | None = None) -> None:
-        # Those that waited longest come first: Ray returns the first ones that are ready.
+        # Longest-waiting first: Ray returns the first references that are ready.
         heads = {
             link.head: link for link in sorted(links, key=lambda link: link.served) if link.head is not None
         }
@@ -313,7 +314,7 @@ class Actors:
 
     def end(self, links: "Sequence[Actor]", timeout: float) -> None:
         ends = monotonic() + timeout
-        if timeout > 0 and self._with_signals:  # else `close` waits for the windows that were asked for
+        if timeout > 0 and self._with_signals:  # else `close` waits for all requested windows
             for link in links:
                 self.calls.call(link.actor, "stop", group=_ASIDE)
         closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
@@ -334,8 +335,8 @@ class Actor:
     """A worker in an actor.
 
     Attributes:
-        head: the reference that is answered next; None if nothing is under way.
-        served: when something of it was taken last, as a running number.
+        head: the reference that is answered next; None if nothing is pending.
+        served: message count when something of it was received last.
         is_ready: whether the head has been answered.
     """
 
@@ -345,13 +346,13 @@ class Actor:
         self.name = f"collector {job.place} (writer {job.writer})"
         self.actor, self.served, self.is_ready = actor, 0, False
         self._actors, self._job, self._config = actors, job, config
-        self._starting = starting  # the reference of the call that makes the collector, until it is answered
-        #: Number of the request, references to an answer and to rows, oldest first.
+        self._starting = starting  # the call that creates the collector, until it is answered
+        #: (Request number, reference to the answer, reference to the rows), oldest first.
         self.under_way: deque[tuple[int, Any, Any]] = deque()
         self._asked, self._request, self._ended = 0, (0, WITHOUT_END), False
-        self._version = -1  # of the weights that were sent last
+        self._version = -1  # version of the weights sent last
         self._windows = 0
-        self._began = -inf  # when it last got a window to make, having had none
+        self._began = -inf  # when it last received a request while idle
 
     def __str__(self) -> str:
         return self.name
@@ -415,7 +416,7 @@ class Actor:
         self.served = actors.served
         if window is not None:
             return WINDOW, window
-        if number != self._asked:  # it has collected all that was asked for before
+        if number != self._asked:  # it has already collected everything requested
             self.go_on(1)
             return None
         self._ended = True
@@ -428,7 +429,7 @@ class Actor:
             raise WorkerDied(f"{self.name}: {error}") from error
 
     def quiet(self, since: float, limit: float) -> float:
-        # Before it was asked for anything it had to wait for a learner, however slow.
+        # Waiting for a slow learner does not count: it was idle before the request.
         quiet, calls = monotonic() - max(since, self._began), self._actors.calls
         if self._actors.writers_of_each > 1:  # a MultiCollector watches its workers itself
             return 0.0
@@ -439,7 +440,7 @@ class Actor:
             return quiet
         try:
             seconds = calls.get(asked)
-        except WorkerDied:  # which the next receive() says
+        except WorkerDied:  # the next receive() reports it
             return 0.0
         return float(seconds)
 
@@ -454,13 +455,13 @@ class Actor:
         self._actors.calls.kill(self.actor)
 
     def forget(self) -> None:
-        """Let go of what is under way."""
+        """Drop all pending references."""
         self._starting = None
         self.under_way.clear()
 
 
 def _on_cpu(policy: Any) -> Any:
-    """The policy, or a copy on the CPU of a module that has parameters elsewhere: nodes may have no such device."""
+    """Return the policy, or a CPU copy if it has parameters on another device, which nodes may not have."""
     if isinstance(policy, nn.Module) and any(
         value.device.type != "cpu" for value in policy.state_dict().values()
     ):
@@ -469,10 +470,10 @@ def _on_cpu(policy: Any) -> Any:
 
 
 def weight_layout(state: Mapping[str, Tensor]) -> dict[str, BlockColumn]:
-    """Data type and shape of each weight, by name.
+    """Return the dtype and shape of each weight, by name.
 
     Raises:
-        TypeError: an entry is no tensor.
+        TypeError: an entry is not a tensor.
 
     >>> weight_layout(torch.nn.Linear(2, 1).state_dict())["weight"]
     BlockColumn(dtype='float32', shape=(1, 2))
@@ -484,10 +485,10 @@ def weight_layout(state: Mapping[str, Tensor]) -> dict[str, BlockColumn]:
 
 
 def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColumn]) -> np.ndarray[Any, Any]:
-    """Return the bytes of all weights one behind the other, uint8 ``[bytes]``.
+    """Return the concatenated bytes of all weights, uint8 ``[bytes]``.
 
     Raises:
-        ValueError: names, data types or shapes are not those of ``layout``.
+        ValueError: names, dtypes or shapes differ from ``layout``.
     """
     came = weight_layout(state)
     if came != dict(layout):
@@ -502,7 +503,7 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColum
 
 
 def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColumn]) -> dict[str, Tensor]:
-    """Return the weights in memory of their own; the reverse of `flatten_weights`.
+    """Return the weights in new memory; the inverse of `flatten_weights`.
 
     >>> state = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
     >>> layout = weight_layout(state)
@@ -513,7 +514,7 @@ def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColu
     for name, column in layout.items():
         dtype: torch.dtype = getattr(torch, column.dtype)
         end = start + prod(column.shape) * dtype.itemsize
-        # The copy begins at an address that suits every data type; the place in the array may not.
+        # A copy is aligned for every dtype; the offset in the array may not be.
         state[name] = torch.from_numpy(flat[start:end].copy()).view(dtype).view(column.shape)
         start = end
     return state

@@ -1,4 +1,4 @@
-"""Checks the arguments of a collector with many workers, and groups them by who needs them."""
+"""Checks and groups the arguments of a collector with several workers."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from flatroll.layout.checks import whole_number, writer_number
 from flatroll.rollouts.arguments import check_counts, check_together
 from flatroll.rollouts.collector import Collector
 
-#: Arguments of `Collector` that each worker's gets as they are.
+#: Arguments that are passed unchanged to each worker's `Collector`.
 _PASSED_ON = set(inspect.signature(Collector.__init__).parameters) - {
     "self", "create_env_fn", "policy", "frames_per_batch", "total_frames", "trajs_per_batch", "init_random_frames",
     "replay_buffer", "progress", "seed", "writer", "interruptor", "device", "storing_device",
@@ -22,7 +22,7 @@ _PASSED_ON = set(inspect.signature(Collector.__init__).parameters) - {
 
 @dataclass(frozen=True)
 class Modes:
-    """How batches are made, and what is done about failures; as the arguments of these names."""
+    """How batches are made and failures handled; see the arguments of the same names."""
 
     sync: bool
     cat_results: Any
@@ -35,7 +35,7 @@ class Modes:
 
 
 def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, split: bool) -> None:
-    """Raise ValueError or TypeError for modes that contradict one another or the counts."""
+    """Raise ValueError or TypeError if modes contradict one another or the counts."""
     if not isinstance(modes.sync, bool):
         raise TypeError(f"sync must be True or False, got {modes.sync!r}")
     if modes.on_failure not in ("raise", "drop", "replace"):
@@ -82,7 +82,7 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
 
 
 def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer: Any, **counts: Any) -> None:
-    """Raise ValueError or TypeError for further arguments that no worker's `Collector` would take."""
+    """Raise ValueError or TypeError for further arguments that a worker's `Collector` would refuse."""
     if "interruptor" in options:
         raise TypeError(
             "interruptor is asked in the process that collects: use preemptive_threshold, pause() or shutdown()"
@@ -103,7 +103,7 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
 def one_for_each(
     create_env_fn: Any, policy_factory: Any, num_workers: int | None, splits: int, name: str = "num_workers"
 ) -> tuple[list[Any], list[Callable[[], Any] | None]]:
-    """The env function and the policy function of each worker; ``name`` is what their number is called."""
+    """Return the env and policy function of each worker; ``name`` is the argument that sets their number."""
     functions = create_env_fn
     count = None if num_workers is None else whole_number(name, num_workers)
     if not isinstance(functions, (list, tuple)):
@@ -134,7 +134,7 @@ def one_for_each(
 
 
 def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: bool, made_there: bool) -> Any:
-    """The policy of this process, with the weights that workers begin with; TypeError if it needs some and has none."""
+    """Return this process's policy with the initial weights; TypeError if it has no weights but needs them."""
     if policy is None and factories[0] is not None and not made_there:
         policy = factories[0]()
     if update_at_each_batch and not isinstance(policy, nn.Module):
@@ -143,7 +143,7 @@ def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: boo
 
 
 def seeds_of(seed: int | None) -> np.random.SeedSequence:
-    """The sequence of which worker i gets child i; each replacement, the next one."""
+    """Return the seed sequence; worker i uses child i, each replacement the next one."""
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
         raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
     return np.random.SeedSequence(seed)

@@ -1,4 +1,4 @@
-"""`Delivery`: turns the windows of workers into batches, and hands them to a replay buffer if there is one."""
+"""`Delivery`: joins the windows of workers into batches and writes them to a replay buffer if there is one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +16,24 @@ Columns = Mapping[Any, Tensor]
 
 
 class Delivery:
-    """Makes one batch, in memory of its own, of the windows of several workers.
+    """Joins the windows of several workers into a batch that owns its memory.
 
     Args:
-        buffer: what takes the batches, with ``extend(batch, final=...)``; None to hand them out.
-        storing: the device to put them on; None: the CPU, where workers leave them.
+        buffer: receives the batches with ``extend(batch, final=...)``; None to return them.
+        storing: device of the batches; None: the CPU, where workers write them.
         wait: whether to wait for that copy.
         stack: whether batches are ``[workers, T]``.
     """
 
     def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
-        #: Of the last batch: the next observations that no row of it holds, see `Collector`; None if a buffer took it.
+        #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer took it.
         self.final: TensorDict | None = None
-        self._columns: dict[
-            Any, Any
-        ] = {}  # what the first rows had, which all later ones must have, see _joined
+        self._columns: dict[Any, Any] = {}  # columns of the first batch, see _joined
         self._finals: dict[Any, Any] = {}
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
-        """The rows of these windows, one behind the other, in memory of their own; the windows are released."""
+        """Concatenate the rows of these windows in new memory and release the windows."""
         notes: list[Note] = [window.note for _, window, _ in filled]
         names = [member.link.name for member, _, _ in filled]
         columns = _joined(
@@ -72,15 +70,15 @@ class Delivery:
         return batch
 
     def takes_windows(self) -> bool:
-        """Whether `extend` can be used: a buffer copies rows from where they are, and no batch is to be made first."""
+        """Return whether `extend` can be used: the buffer copies rows, and no batch has to be made first."""
         copies = getattr(self._buffer, "copies_rows", False) or hasattr(self._buffer, "extend_reference")
         return copies and not self._stack and self._storing is None
 
     def extend(self, filled: Filled) -> bool:
-        """Let the buffer take a window from where it is, which saves a copy of all rows; the caller releases it.
+        """Extend the buffer with a window in place, which saves a copy of all rows; the caller releases it.
 
         Returns:
-            False, and nothing is done, if the buffer might keep references to that memory.
+            False, without effect, if the buffer might keep references to that memory.
         """
         member, window, _ = filled
         self.final = None
@@ -99,7 +97,7 @@ class Delivery:
         return True
 
     def hand_over(self, batch: TensorDict) -> TensorDict | None:
-        """The batch; None if the buffer takes it."""
+        """Return the batch, or None if the buffer takes it."""
         if self._buffer is None:
             return batch
         self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
@@ -115,20 +113,20 @@ def _joined(
     padded: bool = False,
     owned: bool = False,
 ) -> dict[Any, Tensor]:
-    """The rows of all tables one behind the other, in memory of their own.
+    """Concatenate the rows of all tables in new memory.
 
     Args:
         tables: columns ``[N, *S]`` by key, of each worker.
-        names: of the workers, for errors.
-        owned: whether a table alone may be taken as it is.
-        padded: whether columns are ``[n, T, *S]`` and may differ in T: shorter ones are then filled up with zeros.
-        agreed: what the collector's first table had, which all later ones must have, too: ``(dtype, S)`` by key, and
-            the name of its worker by None. The first call fills it in.
+        names: names of the workers, for errors.
+        owned: whether a single table may be used without a copy.
+        padded: whether columns are ``[n, T, *S]`` and may differ in T; shorter ones are padded with zeros.
+        agreed: the columns of the collector's first table, which all later ones must match: ``(dtype, S)`` by key,
+            and its worker's name under None. The first call fills it.
 
     Raises:
-        ValueError: workers give different columns.
+        ValueError: workers return different columns.
     """
-    at = 2 if padded else 1  # the first dimension in which all must be alike
+    at = 2 if padded else 1  # the first dimension in which all must agree
     for table, name in zip(tables, names, strict=True):
         given = {key: (column.dtype, list(column.shape[at:])) for key, column in table.items()}
         if not agreed:
@@ -155,7 +153,7 @@ def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
 
 
 def _filled_up(column: Tensor, length: int) -> Tensor:
-    """``[n, T, *S]`` as ``[n, length, *S]``, zeros at the end."""
+    """Pad ``[n, T, *S]`` with zeros to ``[n, length, *S]``."""
     made = column.new_zeros(len(column), length, *column.shape[2:])
     made[:, : column.shape[1]] = column
     return made
@@ -163,7 +161,7 @@ def _filled_up(column: Tensor, length: int) -> Tensor:
 
 @dataclass
 class Tally:
-    """Counts of the workers that stood at one place of the team, one after the other."""
+    """Statistics of one place of the team, over all workers that occupied it."""
 
     frames: int = 0
     windows: int = 0
@@ -176,7 +174,7 @@ class Tally:
     lag_count: int = 0
 
     def count(self, note: Note, fresh: int, version: int) -> None:
-        """Count a window that was delivered while the policy had this version."""
+        """Count a window delivered while the policy had this version."""
         self.frames += fresh
         self.windows += 1
         self.rows += note.rows
@@ -190,7 +188,7 @@ class Tally:
             self.lag_count += 1
 
     def facts(self) -> dict[str, Any]:
-        """The counts by name."""
+        """Return the statistics by name."""
         mean = self.lag_sum / self.lag_count if self.lag_count else None
         return {
             "frames": self.frames,

@@ -1,4 +1,4 @@
-"""How windows of several workers become batches: `InStep`, one of each worker, and `InTurn`, one worker's at a time."""
+"""Gathers windows of several workers for batches: `InStep`, one per worker, and `InTurn`, one worker's at a time."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from flatroll.rollouts.workers.transport import WITHOUT_END, Wake, Window
 
 
 class Filled(NamedTuple):
-    """A window, the member that made it, and how many rows that has collected since its last window."""
+    """A window, the member that made it, and the rows it has collected since its last window."""
 
     member: Member
     window: Window
@@ -20,12 +20,12 @@ class Filled(NamedTuple):
 
 
 class Gatherer:
-    """Base of both ways.
+    """Base class of both gatherers.
 
     Args:
         team: the workers.
         frames_per_batch, total_frames: as in `MultiCollector`.
-        whole: whether windows hold whole trajectories, and so other numbers of rows than were collected.
+        whole: whether windows hold whole trajectories, so that their row counts differ from the rows collected.
     """
 
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
@@ -33,20 +33,20 @@ class Gatherer:
         self._rows, self.total, self._whole = frames_per_batch, total_frames, whole
 
     def next(self, limited: bool, wake: Wake | None = None) -> list[Filled] | None:
-        """The windows of the next batch; none once ``total_frames`` are collected.
+        """Return the windows of the next batch; none once ``total_frames`` are collected.
 
         Args:
-            limited: False to go on beyond ``total_frames``.
-            wake: a `Wake`; once it is set, None is returned. Nothing is lost: the next call goes on from there.
+            limited: False to continue beyond ``total_frames``.
+            wake: a `Wake`; once it is set, None is returned. Nothing is lost: the next call continues from there.
         """
         raise NotImplementedError
 
     def set_total(self, total: int) -> None:
-        """Collect up to ``total`` rows in all; -1: no end."""
+        """Set the total number of rows to collect; -1: no limit."""
         self.total = total
 
     def _left(self) -> int:
-        """Rows up to ``total_frames``."""
+        """Return the rows left up to ``total_frames``."""
         return max(0, self.total - self.team.frames)
 
     def _is_limited(self, limited: bool) -> bool:
@@ -55,7 +55,7 @@ class Gatherer:
 
 @dataclass(eq=False)
 class Ask:
-    """A request for ``rows`` rows of a member, and what came of it."""
+    """A request for ``rows`` rows of a member, and its result."""
 
     member: Member
     rows: int
@@ -65,11 +65,11 @@ class Ask:
 
 
 class InStep(Gatherer):
-    """Asks each worker for its share, and waits for all: batches are complete, in worker order.
+    """Asks each worker for its share and waits for all: batches are complete and in worker order.
 
     Args:
-        enough: share of the workers, in (0, 1], whose windows are awaited; the others then deliver what they have.
-            Default None: all.
+        enough: fraction of the workers, in (0, 1], to wait for; the others then deliver what they have. Default None:
+            all.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class InStep(Gatherer):
                 return filled
 
     def _begin(self, over: bool, limited: bool) -> None:
-        """Ask each member for its share; if it is over, for the complete trajectories that it has."""
+        """Ask each member for its share, or at the end of collection for its complete trajectories."""
         members = [member for member in self.team.members if member.frames or not over]
         for member, rows in zip(members, shares(self._rows, len(members)), strict=True):
             self._asks.append(Ask(member, rows))
@@ -114,14 +114,14 @@ class InStep(Gatherer):
             self._send(ask, limited)
 
     def _send(self, ask: Ask, limited: bool) -> None:
-        """Ask. Where trajectories are to be complete, a worker must know when to stop waiting for their ends."""
+        """Send a request. For complete trajectories a worker must know when to stop waiting for their ends."""
         member, limit = ask.member, WITHOUT_END
         if limited and self._whole:
             limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
         member.ask(ask.rows, limit)
 
     def take(self, event: Event, limited: bool) -> None:
-        """Note what came; what a lost member was asked for is asked of another."""
+        """Record an event; the request of a lost member is sent to another one."""
         asks = [ask for ask in self._asks if ask.member is event.member and not ask.answered]
         if not event.lost:
             asks[0].answered, asks[0].window, asks[0].fresh = True, event.window, event.fresh
@@ -144,13 +144,13 @@ class InStep(Gatherer):
                     self._send(self._asks[-1], limited)
 
     def _free(self, member: Member) -> None:
-        """Take a window that waits for the batch out of the member's memory, since it is asked for a further one."""
+        """Copy a waiting window out of the member's memory, because the member is asked for another one."""
         for ask in self._asks:
             if ask.member is member and ask.window is not None:
                 ask.window.keep()
 
     def _cut(self) -> None:
-        """Let the members that are late deliver what they have, once enough have delivered."""
+        """Cut the windows of late members once enough have delivered."""
         late = [ask for ask in self._asks if not ask.answered]
         if self._enough is not None and len(self._asks) - len(late) >= ceil(self._enough * len(self._asks)):
             for ask in late:
@@ -158,15 +158,15 @@ class InStep(Gatherer):
 
 
 class InTurn(Gatherer):
-    """Lets each worker make window after window, and takes those that are there, one worker's after another's."""
+    """Lets workers make windows continuously and serves the finished ones, worker by worker."""
 
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         super().__init__(team, frames_per_batch, total_frames, whole)
-        #: Windows in the order in which they came.
+        #: Windows in order of arrival.
         self.queue: list[Filled] = []
-        self._served: dict[int, int] = {}  # of each place: the number of its last window
+        self._served: dict[int, int] = {}  # number of the last window served, by place
         self._count = 0
-        self._limits: dict[Member, int] = {}  # up to how many rows each is to collect
+        self._limits: dict[Member, int] = {}  # number of rows that each shall collect
         self.set_total(total_frames)
 
     def set_total(self, total: int) -> None:
@@ -179,7 +179,7 @@ class InTurn(Gatherer):
         limited = self._is_limited(limited)
         if limited and not self._whole and not self._left():
             return []
-        # Windows that are still needed: more need not be asked for.
+        # Windows still needed: do not request more.
         windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
         while True:
             for member in self.team.members:
@@ -201,15 +201,15 @@ class InTurn(Gatherer):
                 return None
 
     def take(self, event: Event) -> None:
-        """Note what came: a window, that a member is done, or that one was lost."""
+        """Record an event: a window, a finished member or a lost one."""
         member = event.member
         if event.window is not None:
             self.queue.append(Filled(member, event.window, event.fresh))
-            member.since = inf  # it may have to wait for a free slot, until one of its windows is served
+            member.since = inf  # it may have to wait for a free slot until one of its windows is served
         elif not event.lost:
             member.ended = True
             self.team.frames += event.fresh
-        elif member in self._limits:  # what it was to collect is left to others
+        elif member in self._limits:  # others collect its remaining rows
             rest = max(0, self._limits.pop(member) - member.frames)
             if event.successor is not None:
                 self._limits[event.successor] = max(1, rest)
@@ -218,17 +218,17 @@ class InTurn(Gatherer):
                     self._limits[other] += more
 
     def _serve(self) -> Filled:
-        """Of the windows there are, one of the member that waits longest."""
+        """Return a window of the member that has waited longest."""
         filled = min(self.queue, key=lambda filled: self._served.get(filled.member.place, -1))
         self.queue.remove(filled)
-        filled.member.since = monotonic()  # it has a free slot from now on
+        filled.member.since = monotonic()  # it now has a free slot
         self._served[filled.member.place] = self._count = self._count + 1
         self.team.frames += filled.fresh
         return filled
 
 
 def shares(rows: int, count: int) -> Sequence[int]:
-    """``rows // count`` for each, and one more for the first ones where the division leaves a rest.
+    """Split ``rows`` into ``count`` shares that differ by at most one, larger ones first.
 
     >>> shares(11, 4)
     [3, 3, 3, 2]

@@ -1,4 +1,4 @@
-"""`MultiCollector`: workers that each run a `Collector`, for batches of exact size or windows as they come."""
+"""`MultiCollector`: runs a `Collector` in each of several worker processes."""
 
 import os
 import weakref
@@ -37,69 +37,71 @@ OnFailure = Literal["raise", "drop", "replace"]
 class MultiCollector(Facts):
     """Steps envs in several processes and yields flat marked batches, as `Collector` does.
 
-    Each worker is a `Collector` with envs, random numbers and a copy of the policy of its own.
+    Each worker is a `Collector` with its own envs, random state and copy of the policy.
 
-    * With ``sync=True`` all workers make their share of a batch and wait for the next one to be asked for: worker i
-      gives ``frames_per_batch // W`` rows, or one more, and the shares stand in worker order. New weights hold for
-      all steps made after they were published and the next batch was asked for. A row that a worker collected beyond
-      its share comes first in its next share, and was chosen with the weights of its time, as its policy version
-      says. With a ``seed``, two runs give the same batches bit for bit.
-    * With ``sync=False`` a batch is a window of ``frames_per_batch`` rows of one worker, first come, and those that are
-      ready are served in turn. Workers go on meanwhile, with new weights from the next vector step on, up to ``slots``
-      windows ahead: a row is at most ``slots + 1`` windows of its worker old.
+    * With ``sync=True`` all workers collect their share of a batch and wait for the next request: worker i
+      contributes ``frames_per_batch // W`` rows, or one more, and the batch is in worker order. New weights apply to
+      all steps of the next batch requested after they were published. A row collected beyond a worker's share comes
+      first in its next share, and was chosen with the weights of that time, as its policy version says. With a
+      ``seed``, two runs yield the same batches bit for bit.
+    * With ``sync=False`` a batch is a window of ``frames_per_batch`` rows of one worker; finished windows are served
+      in turn. Workers continue meanwhile, up to ``slots`` windows ahead, and use new weights from their next vector
+      step: a row is at most ``slots + 1`` windows of its worker old.
 
-    No row is lost or doubled, whatever the speed of workers and learner. Trajectory ids differ between workers, so
-    windows may come into a replay buffer in any order.
+    No row is lost or duplicated, whatever the speed of workers and learner. Trajectory ids differ between workers, so
+    a replay buffer accepts windows in any order.
 
     Args:
-        create_env_fn: a function that makes an env, called once in each worker; or a list, one for each. It may be a
-            lambda, and need not stand in a module.
+        create_env_fn: a function that makes an env, called once in each worker; or a list, one per worker. Lambdas
+            and functions defined in ``__main__`` are allowed.
         policy: as in `Collector`. Workers act with copies of it; see `update_policy_weights_`.
         num_workers: W. Default: the number of functions, or 1.
         sync: see above. Default True.
-        frames_per_batch: rows of a batch; with ``sync=True`` at least one for each worker.
-        total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
-        policy_factory: function that makes the policy in the worker, for one that is costly to send or cannot be
-            pickled; or a list, one for each worker. Without ``policy`` it is also called here, once, for the weights
-            that all workers begin with. Default None.
-        cat_results: 0, the shares one behind the other; or ``"stack"``, a batch ``[W, T]`` (``sync=True`` only).
-        preemptive_threshold: share p of the workers, in (0, 1]: once ``ceil(p * W)`` of them have delivered, the others
-            deliver the rows that they have, at least one; the batch is then shorter. ``sync=True`` only. Default None.
-        update_at_each_batch: publish the weights of ``policy`` before each batch is asked for. Default False.
-        slots: windows that a worker may have ready. Default 2.
-        num_threads: threads that torch may use in a worker. Default 1.
-        seed: worker i takes child i of ``numpy.random.SeedSequence(seed)`` for its envs, random actions, torch, NumPy
-            and ``random``; a replacement takes a new child. `seeds` lists them. Default None: others in each run.
-        writer: number of worker 0 in the trajectory ids; worker i has ``writer + i``, a replacement the next one that
-            no worker has had. Default 0.
+        frames_per_batch: rows per batch; with ``sync=True`` at least one per worker.
+        total_frames: total number of rows, rounded up to whole batches. Default -1: no limit.
+        policy_factory: function that makes the policy in the worker, if it is costly to send or cannot be pickled; or
+            a list, one per worker. Without ``policy`` it is also called once in this process for the initial weights.
+            Default None.
+        cat_results: 0 concatenates the shares; ``"stack"`` returns a batch ``[W, T]`` (``sync=True`` only).
+        preemptive_threshold: fraction p of the workers, in (0, 1]: once ``ceil(p * W)`` of them have delivered, the
+            others deliver the rows collected so far, at least one; the batch is then shorter. ``sync=True`` only.
+            Default None.
+        update_at_each_batch: publish the weights of ``policy`` before each batch is requested. Default False.
+        slots: finished windows that a worker may hold. Default 2.
+        num_threads: number of torch threads per worker. Default 1.
+        seed: worker i uses child i of ``numpy.random.SeedSequence(seed)`` for its envs, random actions, torch, NumPy
+            and ``random``; a replacement uses a new child. `seeds` lists them. Default None: different in each run.
+        writer: number of worker 0 in the trajectory ids; worker i has ``writer + i``, a replacement the next unused
+            number. Default 0.
         on_failure: what to do if a worker dies, or its env, policy or hook raises. ``"raise"`` (default): raise the
-            error here, with the worker's traceback, and close. ``"drop"``: go on with the others. ``"replace"``: go on
-            with a new process in its place. What it had not delivered is lost with it: its open trajectories are
-            then cut. A collector that cannot even be made is an error in any case.
+            error here, with the worker's traceback, and close. ``"drop"``: continue with the others. ``"replace"``:
+            continue with a new process in its place. Its undelivered rows are lost, and its open trajectories are
+            cut. An error while the collector is created is always raised.
         max_failures: raise anyway if more workers fail within 60 s. Default 3.
-        step_timeout: kill a worker of which no vector step ends within so many seconds (a reset and hooks count,
-            too), as a failure of its own: TimeoutError. Default None: never.
-        start_timeout: seconds that a worker may take until its env is made, likewise. Default None: without end for the
-            first workers, ``step_timeout`` for one that replaces another.
-        start_method: ``"fork"`` or ``"spawn"``, see `flatroll.sharing.Nursery`. Default None: the system's.
-        nursery: the process that starts workers, for several collectors to share; it stays open. Default: a new one.
-        transport: what starts workers and brings windows, see `flatroll.rollouts.workers.transport`. Default: processes
-            of this machine.
+        step_timeout: kill a worker whose vector step (including resets and hooks) takes longer than this many
+            seconds; it counts as a failure with TimeoutError. Default None: never.
+        start_timeout: the same for the creation of the env. Default None: no limit for the first workers,
+            ``step_timeout`` for replacements.
+        start_method: ``"fork"`` or ``"spawn"``, see `flatroll.sharing.Nursery`. Default None: the system default.
+        nursery: the process that starts workers, if several collectors share it; it stays open. Default: a new one.
+        transport: starts workers and transfers windows, see `flatroll.rollouts.workers.transport`. Default: local
+            processes.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded; see `start`.
-        init_random_frames: so many rows with random actions, shared out to the workers, rounded up. Default None: 0.
-        trajs_per_batch: trajectories of a batch, all complete; with ``sync=True`` each worker gives its share of them.
-            ``total_frames`` is then shared out to the workers, and what they have at its end makes smaller batches.
+        init_random_frames: number of rows with random actions, divided among the workers, rounded up. Default None:
+        0.
+        trajs_per_batch: complete trajectories per batch; with ``sync=True`` each worker contributes a share.
+            ``total_frames`` is then divided among the workers, and their remaining trajectories form smaller batches.
             Default None.
         device: shorthand for ``policy_device`` and ``storing_device``.
-        storing_device: where batches are put. Default: the CPU.
+        storing_device: device of the batches. Default: the CPU.
         progress: show a bar over all workers. Default False.
-        collector_arguments: what else `Collector` takes, such as ``compact_obs``, ``info_keys``, ``set_truncated``,
-            ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``. Hooks and ``postproc`` run in the
-            worker, on its part of the batch.
+        collector_arguments: further arguments of `Collector`, such as ``compact_obs``, ``info_keys``,
+            ``set_truncated``, ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``. Hooks and
+            ``postproc`` run in the workers, on their part of the batch.
 
     Raises:
-        ValueError, TypeError: arguments that contradict one another, or that cannot be sent to a process.
-        BaseException: what a worker raised while it made its env, with its traceback there as the cause.
+        ValueError, TypeError: arguments contradict one another or cannot be sent to a process.
+        BaseException: raised by a worker while it created its env, with the worker's traceback as the cause.
 
     >>> import gymnasium as gym
     >>> with MultiCollector(
@@ -198,12 +200,11 @@ class MultiCollector(Facts):
             warn_of_scales(stacklevel=2)
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
-        """Start the workers; ``frames`` rows were collected before, and numbers up to ``writer`` and children of
-        ``seeds`` used up."""
+        """Start the workers after ``frames`` collected rows, with the next free ``writer`` and ``seeds``."""
         interrupts, team = Interrupts(), None
         self._seed_sequence, self._begun_at = seeds, frames
         try:
-            # Ctrl-C comes in the waits alone: elsewhere a worker that was just started might be forgotten.
+            # Allow Ctrl-C only in waits: elsewhere a worker that was just started might be lost.
             with interrupts:
                 team = self._make_team(writer, seeds, frames, interrupts)
                 self._make_supply(team, interrupts)
@@ -249,11 +250,11 @@ class MultiCollector(Facts):
             whole=self._whole,
             progress=self._progress,
         )
-        # Also when nobody has this collector any more, and when the interpreter ends.
+        # Also runs when the collector is garbage-collected and when the interpreter exits.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
 
     def _publisher(self) -> Callable[[], None]:
-        """Publishes the policy's weights; it does not refer to this collector, which may be forgotten."""
+        """Return a function that publishes the policy's weights without a reference to the collector."""
         policy, transport = self.policy, self._transport
         return lambda: transport.publish(policy.state_dict())
 
@@ -268,26 +269,25 @@ class MultiCollector(Facts):
         return iter(self)
 
     def __next__(self) -> Any:
-        """The next batch, without a loop; StopIteration after ``total_frames``."""
+        """Collect the next batch; StopIteration after ``total_frames``."""
         made = self._open().next(limited=True)
         if made is None:
             raise StopIteration
         return made[0]
 
     def rollout(self) -> TensorDict | None:
-        """Collect one more batch, whether or not ``total_frames`` are reached.
+        """Collect one more batch, even after ``total_frames``.
 
         Returns:
             The batch; None if a replay buffer took it.
         """
         made = self._open().next(limited=False)
-        assert made is not None  # without a total there is always a next one
+        assert made is not None  # without a total there is always a next batch
         return made[0]
 
     @property
     def final(self) -> TensorDict | None:
-        """With ``compact_obs=True``: of the last batch, the next observations that no row of it holds, as
-        `Collector.final`; ``"row"`` counts the rows of the whole batch. None if a replay buffer took it."""
+        """The next observations that no row of the last batch holds, see `Collector.final`."""
         return self._supply.delivery.final
 
     @property
@@ -297,7 +297,7 @@ class MultiCollector(Facts):
 
     @property
     def total_frames(self) -> int:
-        """Number of rows to collect in all; -1: no end."""
+        """Total number of rows to collect; -1: no limit."""
         return self._total
 
     @total_frames.setter
@@ -312,22 +312,21 @@ class MultiCollector(Facts):
 
     @property
     def policy_version(self) -> int:
-        """How often the weights have been updated. With ``track_policy_version`` each row has the number of the
-        version that chose its action."""
+        """Number of weight updates. ``track_policy_version`` stores the version that chose each row's action."""
         return self._transport.version
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
-        """Publish new weights to all workers, and count the update in `policy_version`.
+        """Publish new weights to all workers and increment `policy_version`.
 
-        It waits for nobody: workers take the newest weights at their next vector step, with ``sync=True`` at the next
+        It does not wait: workers load the newest weights at their next vector step, with ``sync=True`` at the next
         batch.
 
         Args:
-            policy_or_weights: a module, its state dict, or a tensordict of its parameters. Default: ``policy``, which
-                the caller has changed.
+            policy_or_weights: a module, its state dict, or a tensordict of its parameters. Default: ``policy`` with
+                its current weights.
 
         Raises:
-            TypeError: the policy is no ``nn.Module``, and weights were given, or it uses a module that has some.
+            TypeError: the policy is not an ``nn.Module``, and weights were given or it uses a module.
             ValueError: names, shapes or dtypes differ from the policy's; nothing is changed.
         """
         self._raise_error()
@@ -340,7 +339,7 @@ class MultiCollector(Facts):
         self._publish(self.policy if policy_or_weights is None else policy_or_weights)
 
     def _publish(self, given: Any) -> None:
-        """Make the weights of a module, a state dict or a tensordict the next version; without weights, only count."""
+        """Publish weights as the next version; without weights only increment the version."""
         with self._supply.lock:
             self._transport.publish(
                 state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {}
@@ -349,12 +348,11 @@ class MultiCollector(Facts):
     def start(self) -> None:
         """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
 
-        From then on only ``replay_buffer.sample()`` is needed, once there are rows. What goes wrong meanwhile is raised
-        by the next use of the buffer, or the next `stats`, `pause`, `update_policy_weights_` or `shutdown`, whichever
-        comes first.
+        After that only ``replay_buffer.sample()`` is needed, once there are rows. An error in the thread is raised by
+        the next use of the buffer, `stats`, `pause`, `update_policy_weights_` or `shutdown`, whichever comes first.
 
         Raises:
-            RuntimeError: there is no replay buffer, or the thread runs already.
+            RuntimeError: there is no replay buffer, or the thread is already running.
         """
         supply = self._open()
         if self._buffer is None:
@@ -367,7 +365,8 @@ class MultiCollector(Facts):
         """Stop the thread of `start` between two batches; workers wait once their slots are full.
 
         Returns:
-            For use as ``with collector.pause(): ...``, which goes on at its end. Without ``with``, `start` goes on.
+            A context manager: ``with collector.pause(): ...`` resumes at its end. Without ``with``, call `start` to
+            resume.
         """
         running = self._supply.is_running
         self._supply.stop()
@@ -378,14 +377,14 @@ class MultiCollector(Facts):
         return resume
 
     def stats(self) -> dict[str, Any]:
-        """What has been collected, and who waited for whom.
+        """Return counts of collected rows, failures and waiting times.
 
         Returns:
-            ``frames``; ``policy_version``; ``failures`` of workers; ``waited``, the seconds in which this process
-            waited for workers; ``running``, whether the thread of `start` is at work; and ``workers``, for each place:
-            its ``frames``, ``windows``, ``rows_held`` (collected, for later windows), ``waited`` (seconds in which it
-            waited for this process), and ``policy_lag``, by how many versions the policy had gone on when a window was
-            delivered (``min``, ``mean`` and ``max`` over its steps), with the ``seed``.
+            ``frames``; ``policy_version``; ``failures`` of workers; ``waited``, seconds this process waited for
+            workers; ``running``, whether the thread of `start` is running; and ``workers``, for each worker: its
+            ``seed``, ``frames``, ``windows``, ``rows_held`` (collected, for later windows), ``waited`` (seconds it
+            waited for this process), and ``policy_lag``, the number of versions between a step and the delivery of
+            its window (``min``, ``mean`` and ``max``).
         """
         self._raise_error()
         supply, team = self._supply, self._supply.gatherer.team
@@ -404,10 +403,10 @@ class MultiCollector(Facts):
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: row count, seeds and writer numbers used up, weights and their version.
+        """Return the row count, used seeds and writer numbers, the weights and their version.
 
-        It asks no worker. Rows that workers hold are not in it, nor the states of envs: after loading, new trajectories
-        begin.
+        It does not contact workers. It does not contain rows that workers hold or the states of envs: after loading,
+        new trajectories begin.
         """
         with self._supply.lock:
             return {
@@ -422,9 +421,9 @@ class MultiCollector(Facts):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`: workers start anew, with seeds and writer numbers that none has had.
+        """Resume from a `state_dict`: workers restart with unused seeds and writer numbers.
 
-        The policy gets the weights of the state, too.
+        It also loads the weights into the policy.
         """
         self._open()
         self._end.detach()
@@ -437,19 +436,19 @@ class MultiCollector(Facts):
         self._begin(state["frames"], writer, np.random.SeedSequence(**state["seed"]))
 
     def _published(self) -> dict[str, Any]:
-        """The weights that workers act with."""
+        """Return the weights that workers use."""
         assert self.policy is not None
         weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
         self._transport.fetch_into(weights)
         return weights
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """End the workers, each at its next step; a second call does nothing, or finishes what Ctrl-C interrupted.
+        """Stop the workers at their next step; a second call does nothing, or finishes what Ctrl-C interrupted.
 
-        Workers may take ``timeout`` seconds to end a step and close their envs; then they are killed.
+        Workers that take longer than ``timeout`` seconds to end a step and close their envs are killed.
 
         Raises:
-            BaseException: what ended the thread of `start`, if nobody has been told yet.
+            BaseException: an error of `start`'s thread that was not raised before.
         """
         if os.getpid() == self._supply.owner:
             self._supply.close(timeout)
@@ -461,7 +460,7 @@ class MultiCollector(Facts):
         self.shutdown(timeout)
 
     def __getstate__(self) -> Any:
-        """Refuse to pickle or copy a collector: its workers are those of this process."""
+        """Refuse to pickle or copy a collector: its workers belong to this process."""
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied, since its workers belong to this process: pickle "
             "its state_dict(), and load it into a new one"
@@ -474,7 +473,7 @@ class MultiCollector(Facts):
             raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
 
     def _raise_error(self) -> None:
-        """Raise what ended the thread of `start`, if nobody has been told yet; RuntimeError in another process."""
+        """Raise an error of `start`'s thread that was not raised before; RuntimeError in another process."""
         if os.getpid() != self._supply.owner:
             raise RuntimeError(
                 f"this collector belongs to process {self._supply.owner}, which made it: rows taken here would be "
@@ -483,7 +482,7 @@ class MultiCollector(Facts):
         self._supply.raise_error()
 
     def _open(self) -> Supply:
-        """The supply, if the caller may take from it."""
+        """Return the supply; RuntimeError if the caller may not read from it."""
         self._check_open()
         if self._supply.is_running:
             raise RuntimeError(
@@ -492,7 +491,7 @@ class MultiCollector(Facts):
         return self._supply
 
     def _facts(self) -> dict[str, Any]:
-        """What `repr` and notebooks show."""
+        """Return what `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
         policy = "random actions" if self.policy is None else type(self.policy).__name__
         if self.policy is None and self._jobs[0].policy_factory is not None:
@@ -530,7 +529,7 @@ class MultiSyncCollector(MultiCollector):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """`MultiCollector` with ``sync=False``: each batch is a window of one worker, first come.
+    """`MultiCollector` with ``sync=False``: each batch is a window of one worker.
 
     >>> import gymnasium as gym
     >>> with MultiAsyncCollector(

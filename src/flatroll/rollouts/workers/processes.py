@@ -1,4 +1,4 @@
-"""`Processes`: workers are processes of this machine; rows and weights are in shared memory."""
+"""`Processes`: workers are local processes; rows and weights are in shared memory."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ from flatroll.sharing.nursery import Nursery, Worker, need_descriptors
 from flatroll.sharing.weights import SharedWeights
 
 _LOG = logging.getLogger("flatroll.rollouts")
-_GO = "collect"  # the kind of the owner's requests
-_DESCRIPTORS = 5  # of each worker here: its channel, its report, its signals, and blocks of its mailbox
+_GO = "collect"  # message kind of the owner's requests
+_DESCRIPTORS = 5  # per worker: its channel, report, signals and mailbox blocks
 
 
 def work(
@@ -35,7 +35,7 @@ def work(
     policy_factory: Any,
     **options: Any,
 ) -> None:
-    """Make one window for each request (``job.sync``), or window after window, until the owner closes the channel."""
+    """Make a window per request (``job.sync``) or windows continuously, until the owner closes the channel."""
     parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
     maker = WindowMaker(replace(job, **parts, options=options), signals, weights, first_version)
     with maker.collector:
@@ -63,12 +63,12 @@ class Processes:
     """The transport of `MultiCollector`.
 
     Args:
-        workers: how many there will be.
+        workers: number of workers.
         nursery: the process that starts them; it stays open. Default: a new one.
-        start_method, num_threads: of a new one.
+        start_method, num_threads: options of a new nursery.
 
     Raises:
-        OSError: this process may open too few files.
+        OSError: the limit of open files is too low.
     """
 
     makes_policies = False
@@ -96,7 +96,7 @@ class Processes:
         self._first_version = 0
 
     def share(self, state: Mapping[str, Tensor]) -> None:
-        self.nursery.prepare()  # here a Ctrl-C ends the wait
+        self.nursery.prepare()  # Ctrl-C ends this wait
         self._weights = SharedWeights(state)
 
     @property
@@ -152,7 +152,7 @@ class Process:
         self.worker, self.signals, self.name = worker, signals, worker.name
         self._inbox = Inbox(worker.channel)
         self._sync = sync
-        self._asked = 0  # how often
+        self._asked = 0  # number of cuts
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.worker.pid})"
@@ -162,7 +162,7 @@ class Process:
         self.worker.send(_GO, (rows, limit))
 
     def go_on(self, windows: int) -> None:
-        """It does so by itself, as long as it has a free slot."""
+        """Do nothing: the worker continues while it has a free slot."""
 
     def cut(self) -> None:
         self.signals.cut(self._asked)
@@ -174,7 +174,7 @@ class Process:
                 return kind, content
             if kind == END:
                 number, note = content
-                if self._sync or number == self._asked:  # else it has ended what it was asked for before
+                if self._sync or number == self._asked:  # else the END belongs to an earlier request
                     return kind, note
                 continue
             if (window := self._inbox.open(kind, content)) is not None:

@@ -18,60 +18,60 @@ Device = torch.device | str | None
 
 
 class RayCollector(MultiCollector):
-    """Collects in actors of a Ray cluster, on this machine or on many; yields batches as `Collector` does.
+    """Collects in the actors of a Ray cluster and yields batches like `Collector`.
 
-    It is `MultiCollector` over actors, with `start`, `pause`, preemption, stacks and timeouts.
-    Each actor holds an ordinary `Collector`. Its windows come through the object store to this process, the *driver*,
-    which copies them out at once and yields them, or extends its own replay buffer with them. With ``sync`` each batch
-    has rows of all actors, in their order, collected with the weights of the moment at which it was asked for; else a
-    batch is one actor's window, first come, and actors go on meanwhile. Ray is needed: ``pip install 'flatroll[ray]'``.
+    It is a `MultiCollector` over actors, including `start`, `pause`, preemption, stacking and timeouts. Each actor
+    holds an ordinary `Collector`. Its windows pass through the object store to this process, the *driver*, which
+    copies them and yields them or writes them to its replay buffer. With ``sync`` each batch has rows of all actors,
+    in order, collected with the weights at the time of the request; otherwise a batch is one actor's window, and
+    actors continue meanwhile. Requires Ray: ``pip install 'flatroll[ray]'``.
 
     Args:
-        create_env_fn: a function that makes an env, or a list of them, one for each actor. Functions and all other
-            arguments go to actors by cloudpickle; flatroll has to be installed on all nodes.
-        policy: as in `Collector`. It is sent once, and new weights once for each version.
+        create_env_fn: a function that makes an env, or a list, one per actor. Arguments are sent to actors by
+            cloudpickle; flatroll must be installed on all nodes.
+        policy: as in `Collector`. It is sent once, and new weights once per version.
         num_collectors: number of actors W. Default: the length of the list, else 1.
         sync: see above. Default False.
         remote_configs: options of ``ray.remote`` for the actors, such as ``{"num_cpus": 2, "num_gpus": 0.5}``, or a
-            list of W. Default: one CPU each. Ray restarts none of them (``max_restarts`` stays 0): this process
-            replaces actors, since ids would come twice otherwise.
-        ray_init_config: arguments of ``ray.init``, where Ray does not run yet. By default a cluster that the
-            environment names is joined (Ray's rules of ``address="auto"``), else a local one is started, which listens
-            on the loopback interface only and has an object store of at most 1 GiB.
-        max_in_flight: windows of an actor that are under way or wait in the object store, without ``sync``. Default 2.
-            With 1 an actor waits while its window is used; rows are at most so many windows of their actor old.
+            list of W. Default: one CPU each. Ray must not restart actors (``max_restarts`` stays 0): this process
+            replaces them, because a restarted actor would reuse ids.
+        ray_init_config: arguments of ``ray.init`` if Ray is not running. By default it joins the cluster that the
+            environment names (see Ray's ``address="auto"``), or starts a local one that listens on the loopback
+            interface only, with an object store of at most 1 GiB.
+        max_in_flight: without ``sync``, windows per actor that are being collected or wait in the object store.
+            Default 2. With 1 an actor waits while its window is used. Rows are at most this many windows of their
+            actor old.
         frames_per_batch: as in `Collector`.
         policy_factory: a function that makes the policy in each actor, instead of ``policy``.
-        on_failure: what happens when an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
-            ``"drop"`` it and go on with the others; or ``"replace"`` it by one with a new writer number and seed. What
-            it had under way is lost, what was yielded is not. The error of a collector that cannot even be made is
-            raised always. Default "raise".
-        max_failures: raise the error of a failure that comes after so many others within 60 s. Default 3.
-        workers_per_actor: with more than 1, an actor holds a `MultiCollector` of so many processes, asks for as many
-            CPUs, and gives their windows, or with ``sync`` one share of them all. Default 1.
-        num_threads: threads of torch in each. Default 1.
-        start_timeout: seconds that an actor may take to be placed on a node and to make its env. Default 300.
-        step_timeout, cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
+        on_failure: what to do if an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
+            ``"drop"`` it and continue with the others; or ``"replace"`` it by one with a new writer number and seed.
+            Its pending windows are lost. An error while the collector is created is always raised. Default "raise".
+        max_failures: raise anyway if more actors fail within 60 s. Default 3.
+        workers_per_actor: with more than 1, each actor holds a `MultiCollector` with this many processes and requests
+            as many CPUs; it returns their windows, or with ``sync`` one joint share. Default 1.
+        num_threads: torch threads in each worker. Default 1.
+        start_timeout: seconds until an actor must be placed on a node and have its env. Default 300. step_timeout,
+        cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
             preemption need ``workers_per_actor=1``.
-        seed: actor i gets seeds of its own from it, for its env, torch, NumPy and random actions. With ``sync`` a run
-            repeats itself bit by bit. Default None.
-        writer: number of the first actor in trajectory ids. Each further one, replacements included, has the next free
+        seed: each actor derives its own seeds from it for env, torch, NumPy and random actions. With ``sync`` runs
+            are reproducible bit for bit. Default None.
+        writer: number of the first actor in trajectory ids. Further actors and replacements get the next free
             numbers. Default 0.
-        init_random_frames, trajs_per_batch, total_frames: shared out to the actors, as in `MultiCollector`.
+        init_random_frames, trajs_per_batch, total_frames: divided among the actors, as in `MultiCollector`.
         device: shorthand for ``policy_device``, in the actors, and ``storing_device``.
-        storing_device: where batches are put, in this process.
-        replay_buffer: a buffer of this process, or a `flatroll.buffers.RayReplayBuffer`, to which rows go straight from
-            the actors unless ``sync`` joins them first. None is yielded then.
+        storing_device: device of the batches, in this process.
+        replay_buffer: a buffer of this process, or a `flatroll.buffers.RayReplayBuffer`, which receives rows directly
+            from the actors unless ``sync`` joins them first. Iteration then yields None.
         progress: show a bar over all actors. Default False.
-        calls: what runs actors. Default: Ray.
-        arguments: further ones of `Collector`, used in each actor.
+        calls: runs the actors. Default: Ray.
+        arguments: further arguments of the `Collector` in each actor.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError, TypeError: wrong arguments, or such as cannot be pickled; the text says which.
-        MemoryError: what may be under way at once is more than the object store holds; the text says how much.
-        TimeoutError: an actor was not ready in time, for want of resources, say.
-        WorkerDied: an actor is gone (`flatroll.sharing`).
+        ValueError, TypeError: arguments are wrong or cannot be pickled; the message names them.
+        MemoryError: the windows in flight may exceed the object store; the message says by how much.
+        TimeoutError: an actor was not ready in time, for example for lack of resources.
+        WorkerDied: an actor died (`flatroll.sharing`).
 
     >>> import gymnasium as gym
     >>> with RayCollector(  # doctest: +SKIP
@@ -189,16 +189,16 @@ class RayCollector(MultiCollector):
             raise
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
-        """Send weights to the actors: windows that begin after the next batch was asked for have them.
+        """Send weights to the actors, for windows that begin after the next batch is requested.
 
         Args:
             policy_or_weights: a module, its state dict, or a tensordict of its parameters, copied into the policy.
-                Default: the policy's own weights as they are now.
+                Default: the policy's current weights.
 
         Raises:
-            TypeError: the policy is no ``nn.Module``, and weights are given, or it uses a module; or it is made in the
-                actors, and no weights are given.
-            ValueError: shapes of the weights have changed; nothing is copied.
+            TypeError: the policy is not an ``nn.Module``, and weights are given or it uses a module; or the policy is
+                created in the actors, and no weights are given.
+            ValueError: the shapes of the weights have changed; nothing is copied.
             RuntimeError: their names have changed (see ``load_state_dict`` of ``nn.Module``).
         """
         self._check_open()
@@ -209,7 +209,7 @@ class RayCollector(MultiCollector):
             return
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
             own = self.policy.state_dict()
-            for name, value in state_of(policy_or_weights).items():  # before any of them is copied
+            for name, value in state_of(policy_or_weights).items():  # check all before copying any
                 if name in own and own[name].shape != value.shape:
                     raise ValueError(
                         f"weight {name!r} was shared as {dtype_name(own[name])} {list(own[name].shape)}, got "
@@ -220,9 +220,7 @@ class RayCollector(MultiCollector):
         super().update_policy_weights_(policy_or_weights)
 
     def stats(self) -> dict[str, Any]:
-        """As `MultiCollector.stats`, and: ``rows_held``, ``windows`` and ``policy_lag`` of all; ``actors_made`` and
-        ``actors_lost``; and ``collectors``, for each place: the ``writer``, ``frames`` and ``windows``, and
-        ``in_flight``, how many windows are under way."""
+        """Return `MultiCollector.stats` and counts of actors and windows in flight."""
         stats, team, tallies = super().stats(), self._supply.gatherer.team, self._supply.tallies
         seen = [tally for tally in tallies if tally.lag_count]
         lag_sum, count = sum(tally.lag_sum for tally in seen), sum(tally.lag_count for tally in seen)
@@ -248,15 +246,15 @@ class RayCollector(MultiCollector):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: row count, writer numbers and seeds used up, policy parameters and version.
+        """Return the row count, used writer numbers and seeds, policy parameters and version.
 
-        Nobody waits for it: rows under way are not in it, nor is the state of an env.
+        It does not wait for actors, and does not contain pending rows or the states of envs.
         """
         state = super().state_dict()
         return state | {"seeds_used": state.pop("seed")["n_children_spawned"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`: actors are made anew, with writer numbers and seeds that none had before."""
+        """Resume from a `state_dict` with new actors, unused writer numbers and seeds."""
         self._check_open()
         used = max(state["seeds_used"], self._seed_sequence.n_children_spawned)
         seed = {"entropy": self._seed_sequence.entropy, "n_children_spawned": used}
@@ -264,10 +262,10 @@ class RayCollector(MultiCollector):
 
 
 def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
-    """Return the options of ``ray.remote`` for each actor: so many CPUs, and what the caller says.
+    """Return the options of ``ray.remote`` for each actor: ``cpus`` CPUs and the caller's options.
 
     Raises:
-        ValueError: as many as actors were expected; or Ray is asked to restart them.
+        ValueError: the list has a wrong length, or an option lets Ray restart actors.
     """
     given = [configs or {}] * count if configs is None or isinstance(configs, Mapping) else list(configs)
     if len(given) != count:

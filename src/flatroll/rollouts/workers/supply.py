@@ -1,4 +1,4 @@
-"""`Supply`: all that a collector with workers consists of once its arguments are checked, without its front."""
+"""`Supply`: gathers windows and delivers batches for a collector with workers."""
 
 import os
 import threading
@@ -17,19 +17,19 @@ from flatroll.rollouts.workers.transport import Transport, Wake
 
 
 class Supply:
-    """Gathers windows and delivers them, in the caller's thread or in one of its own.
+    """Gathers windows and delivers batches, in the caller's thread or in its own.
 
-    The front, which users hold, may be forgotten while that thread runs: nothing here refers to it.
+    It holds no reference to the collector, which may be garbage-collected while the thread runs.
 
     Args:
-        gatherer: gives the windows of each batch.
-        delivery: makes batches of them.
-        transport: of the workers.
-        interrupts: holds Ctrl-C back while rows are in hand.
-        publish: called before each batch is asked for; None: nothing is.
-        buffer: that hears of an error in the thread, if it has ``note_failure``; and how many rows wait in workers
-            for the end of their trajectories, if these are to be complete and it has ``note_waiting``.
-        whole: whether trajectories are to be complete.
+        gatherer: returns the windows of each batch.
+        delivery: makes batches from windows.
+        transport: transport of the workers.
+        interrupts: delays Ctrl-C while rows are being handled.
+        publish: called before each batch is requested, if not None.
+        buffer: its ``note_failure``, if present, is called after an error in the thread; its ``note_waiting``, if
+            present, with the number of rows that wait for the end of their trajectories, if these shall be complete.
+        whole: whether trajectories shall be complete.
         progress: whether to show a bar.
     """
 
@@ -51,20 +51,20 @@ class Supply:
         self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]
-        self._filled: list[Filled] = []  # windows that were gathered and are not delivered yet
-        self._batch: TensorDict | None = None  # made of them, and not handed over yet
-        self._made: tuple[TensorDict | None] | None = None  # handed over, and not returned yet
+        self._filled: list[Filled] = []  # gathered windows
+        self._batch: TensorDict | None = None  # batch made of them
+        self._made: tuple[TensorDict | None] | None = None  # delivered, not yet returned
         self.owner = os.getpid()
         self.closed = self._workers_ended = self._ended = False
         self._thread: _Thread | None = None
-        #: Held while weights are published, and while a batch is made of what was gathered, and counted.
+        #: Held while weights are published, and while a batch is made and counted.
         self.lock = threading.RLock()
 
     def next(self, limited: bool, wake: Wake | None = None) -> tuple[TensorDict | None] | None:
-        """The next batch, in a tuple (of None if a buffer took it); None at the end, or once ``wake`` is set.
+        """Return the next batch in a tuple (None in it if a buffer took it); None at the end or once ``wake`` is set.
 
-        Ctrl-C loses nothing: the next call goes on from there. After any other error all is closed, since rows of some
-        workers are lost, and what followed would have gaps.
+        Ctrl-C loses nothing: the next call continues from there. Any other error closes everything: rows of some
+        workers are lost, and later batches would have gaps.
         """
         began = perf_counter()
         try:
@@ -77,7 +77,7 @@ class Supply:
                         filled = self.gatherer.next(limited, wake)
                     except Exception:
                         if self._workers_ended and threading.current_thread() is self._thread:
-                            return None  # by a `close` that did not wait for this thread
+                            return None  # closed by a `close` that did not wait for this thread
                         raise
                     if not filled:
                         if self._bar is not None:
@@ -96,7 +96,7 @@ class Supply:
         return made
 
     def _count(self, filled: list[Filled]) -> None:
-        """Take windows over from the gatherer."""
+        """Count the gathered windows."""
         with self.lock:
             version = self.transport.version
             for member, window, fresh in filled:
@@ -106,7 +106,7 @@ class Supply:
                 self._note_waiting(sum(tally.held for tally in self.tallies))
 
     def _deliver(self, began: float) -> TensorDict | None:
-        """Deliver the windows at hand. Each step is noted only once it is done, so that it can be tried again."""
+        """Deliver the gathered windows. Each step is recorded only once it is done, so it can be retried."""
         if self._bar is None and self.delivery.takes_windows():
             while self._filled and self.delivery.extend(self._filled[0]):
                 self._filled.pop(0).window.release()
@@ -125,34 +125,33 @@ class Supply:
         return made
 
     def start(self) -> None:
-        """Let a thread deliver until all is collected."""
-        self.stop()  # one whose start Ctrl-C interrupted, and that may still begin
+        """Deliver in a thread until everything is collected."""
+        self.stop()  # a thread whose start Ctrl-C interrupted, and that may still begin
         self._thread = _Thread(lambda wake: self.next(True, wake) is not None, self._note_failure)
-        self._thread.start()  # only now: a thread that nobody knows would run beside the next one
+        self._thread.start()  # only now: an unknown thread would run beside the next one
 
     @property
     def is_running(self) -> bool:
-        """Whether that thread is at work."""
+        """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout: float | None = None) -> None:
-        """Let the thread end after the batch at work; what it gathered so far comes next."""
+        """Stop the thread after the current batch; windows gathered so far come next."""
         if self._thread is not None:
             self._thread.stop(timeout)
 
     def raise_error(self) -> None:
-        """Raise what ended the thread, once."""
+        """Raise the error that ended the thread, once."""
         if self._thread is not None:
             self._thread.raise_error()
 
     def close(self, timeout: float, keep_transport: bool = False) -> None:
-        """End thread and workers within about ``timeout`` seconds; a second call does nothing, or finishes what Ctrl-C
-        interrupted. In a forked copy of the owner nothing happens."""
+        """Stop thread and workers within about ``timeout`` seconds; does nothing in a forked copy of the owner."""
         if os.getpid() != self.owner:
             return
         self.closed = True
         began = monotonic()
-        self.stop(timeout)  # which may be closing
+        self.stop(timeout)  # the thread may be closing
         if self._ended:
             return
         self._workers_ended = True
@@ -165,10 +164,9 @@ class Supply:
 
 
 class _Thread(threading.Thread):
-    """Calls ``step(wake)`` again and again, until it returns False, raises, or `stop` is called.
+    """Calls ``step(wake)`` until it returns False, raises, or `stop` is called.
 
-    It keeps ``step`` alive and nothing else, and no program waits for it at its end. After an error
-    ``tell(raise_error)`` is called, if it is given.
+    A daemon thread that keeps only ``step`` alive. After an error it calls ``tell(raise_error)``, if given.
     """
 
     def __init__(
@@ -182,19 +180,19 @@ class _Thread(threading.Thread):
         try:
             while not self._wake.is_set() and self._step(self._wake):
                 pass
-        except BaseException as error:  # told to the thread that asks next
+        except BaseException as error:  # raised in the thread that calls next
             self._error = error
             if self._tell is not None:
                 self._tell(self.raise_error)
 
     def stop(self, timeout: float | None = None) -> None:
-        """Let it end, and wait until it has, ``timeout`` seconds at most; a second call does nothing."""
+        """Stop the thread and wait at most ``timeout`` seconds; a second call does nothing."""
         self._wake.set()
         if self is not threading.current_thread() and self.is_alive():
             self.join(timeout)
 
     def raise_error(self) -> None:
-        """Raise what ended it, once."""
+        """Raise its error, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""`Team`: the workers of a collector as their owner sees them: what they deliver, and what is done when one fails."""
+"""`Team`: the workers of a collector: receives their windows and handles failures."""
 
 import logging
 import signal
@@ -18,18 +18,18 @@ from flatroll.rollouts.workers.transport import END, READY, Job, Link, Note, Tra
 from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 _LOG = logging.getLogger("flatroll.rollouts")
-_WITHIN = 60.0  # seconds in which max_failures are counted
+_WITHIN = 60.0  # period in seconds over which max_failures are counted
 
 
 class Interrupts:
-    """Holds Ctrl-C back while rows are in hand, so that none is lost, as a context manager.
+    """Context manager that delays Ctrl-C while rows are being handled, so that none is lost.
 
-    KeyboardInterrupt is raised at its end, in the waits of `let_through`, or at once when Ctrl-C is pressed again. It
-    does nothing in other threads than the main one, where Python raises no KeyboardInterrupt.
+    KeyboardInterrupt is raised at its end, in waits inside `let_through`, or at once when Ctrl-C is pressed again. It
+    does nothing outside the main thread, where Python raises no KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # the previous handler
         self._waiting = self._pressed = False
 
     def __enter__(self) -> None:
@@ -46,8 +46,8 @@ class Interrupts:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """For a wait in which nothing is lost."""
-        self._waiting = True  # first, so that no signal comes between the look and the wait
+        """Allow Ctrl-C during a wait in which nothing is lost."""
+        self._waiting = True  # first, so that no signal arrives between the check and the wait
         try:
             self._raise_if_pressed()
             yield
@@ -70,54 +70,53 @@ class Interrupts:
 
 @dataclass(eq=False)
 class Member:
-    """One worker: at ``place`` i of the team, with its number in trajectory ids."""
+    """A worker: its ``place`` i in the team and its number in trajectory ids."""
 
     place: int
     writer: int
     link: Link
-    limit: float | None  # seconds until it must have made its collector
-    since: float  # when it was started, last had nothing to do, or was heard of; inf while it waits for the owner
-    ready: bool = False  # its collector is made
-    frames: int = 0  # rows that it had collected when last heard of
-    told: int | None = None  # up to how many rows it was last told to collect; -1: without end
-    ended: bool = False  # it has done so
+    limit: float | None  # time limit in seconds for creating its collector
+    since: float  # time of its start, last idle moment or last message; inf while it waits for the owner
+    ready: bool = False  # its collector exists
+    frames: int = 0  # rows collected at its last message
+    told: int | None = None  # row limit of its last request; -1: none
+    ended: bool = False  # it has reached the limit
     overdue: TimeoutError | None = None  # why it was killed
 
     def idle(self, limit: float) -> float:
-        """Seconds since its step under way began, or since it has had nothing to do, see `Link.quiet`; or since it was
-        started, while its collector is not made."""
+        """Return the seconds since its current step or idle time began, or since its start if it has no collector."""
         return self.link.quiet(self.since, limit) if self.ready else monotonic() - self.since
 
     def ask(self, rows: int, limit: int) -> None:
-        """Ask for windows, see `Link.ask`."""
+        """Request windows, see `Link.ask`."""
         self.since = monotonic()
         self.link.ask(rows, limit)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What came from a member: a window; none, it has collected all; or it was lost, and who follows it, if any."""
+    """A message of a member: a window; no window, it has finished; or it was lost, with its replacement, if any."""
 
     member: Member
     note: Note | None = None
     window: Window | None = None
-    fresh: int = 0  # rows that it has collected since it was last heard of
+    fresh: int = 0  # rows collected since its last message
     lost: bool = False
     successor: Member | None = None
 
 
 class Team:
-    """Workers that are started alike; see `MultiCollector` for what the arguments mean.
+    """A team of workers; see `MultiCollector` for the arguments.
 
     Args:
-        transport: starts them.
-        jobs: what they are to do, one for each place; each worker gets a writer number and a seed of its own.
-        first_writer: number of worker 0 in trajectory ids; each further one, replacements included, has the next.
-        writers: numbers that a worker takes, 0 if there are no ids.
-        seeds: the sequence of which each worker takes the next child.
-        random_frames: rows with random actions, of all.
-        frames: rows that were collected before.
-        interrupts: lets Ctrl-C through while the owner waits.
+        transport: starts the workers.
+        jobs: the job of each place; each worker gets its own writer number and seed.
+        first_writer: number of worker 0 in trajectory ids; further workers and replacements get the next ones.
+        writers: numbers that each worker uses, 0 without ids.
+        seeds: the seed sequence; each worker uses the next child.
+        random_frames: rows with random actions, over all workers.
+        frames: rows collected before.
+        interrupts: allows Ctrl-C while the owner waits.
     """
 
     def __init__(
@@ -141,19 +140,19 @@ class Team:
         self._step_timeout, self._start_timeout = step_timeout, start_timeout
         self._seed_sequence, self._random_frames, self._interrupts = seeds, random_frames, interrupts
         self.next_writer = first_writer
-        #: Rows collected for what was delivered so far.
+        #: Rows collected for the windows delivered so far.
         self.frames = frames
-        #: The seed of the last worker at each place, and how many were started.
+        #: The seed of the last worker at each place, and the number of workers started.
         self.seeds, self.started = [0] * len(jobs), 0
         self._failed_at: list[float] = []
-        #: How many workers have failed so far.
+        #: Number of failed workers.
         self.failures = 0
-        #: Seconds that the owner has waited for workers.
+        #: Seconds the owner has waited for workers.
         self.waited = 0.0
-        self.returns_key: Any = None  # of episodes' returns, if the envs count them
+        self.returns_key: Any = None  # key of episode returns, if the envs count them
         self.scaled = False  # whether a running normalisation scales the envs' observations
         self.members: list[Member] = []
-        #: What has come and was not returned yet.
+        #: Events not yet returned.
         self.arrived: list[Event] = []
         self._begun = False
         try:
@@ -161,7 +160,7 @@ class Team:
                 self.members.append(self._start(place))
             while waiting := [member for member in self.members if not member.ready]:
                 self._listen(waiting, self._time_left(waiting))
-            self.arrived.clear()  # of workers that had to be replaced: nobody has asked them for anything
+            self.arrived.clear()  # replacements, which have no request yet
             self._begun = True
         except BaseException:
             self.end(0)
@@ -177,7 +176,7 @@ class Team:
             self._jobs[place],
             writer=writer,
             seed=self.seeds[place],
-            # the share of what is left, rounded up
+            # its share of the remaining random rows, rounded up
             init_random_frames=ceil(max(0, self._random_frames - self.frames) / len(self._jobs)),
         )
         limit = self._start_timeout
@@ -188,18 +187,17 @@ class Team:
     def events(
         self, waiting: Sequence[Member], wake: Wake | None = None, timeout: float | None = None
     ) -> list[Event]:
-        """Wait until one of these members has delivered something or failed, and return what there is.
+        """Wait until one of these members delivers something or fails, and return all events.
 
         Args:
             waiting: the members to wait for.
-            wake: ends the wait once it is set. Default None: nothing does.
-            timeout: seconds to wait at most. Default: without end, as long as each step ends within ``step_timeout``.
+            wake: ends the wait once it is set. Default None.
+            timeout: maximum wait in seconds. Default: no limit, as long as each step ends within ``step_timeout``.
 
         Raises:
-            Exception: what a worker raised, or `WorkerDied`, or TimeoutError, unless workers that fail are dropped or
-                replaced.
+            Exception: a worker's error, `WorkerDied` or TimeoutError, unless failed workers are dropped or replaced.
         """
-        waiting = list(dict.fromkeys(waiting))  # a member may be asked for several windows
+        waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
             self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
@@ -207,21 +205,21 @@ class Team:
                 return events
 
     def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Wake | None = None) -> None:
-        """Note what has come, waiting once if that is nothing."""
+        """Read messages, waiting once if there are none."""
         if not self.hear(waiting):
             began = monotonic()
             with self._interrupts.let_through():
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
             self.hear(waiting)
-        # What is here but not yet taken, as after Ctrl-C in a wait, was in time, however long ago it came.
+        # A message not read yet, as after Ctrl-C in a wait, was in time, however long ago it arrived.
         here = {event.member for event in self.arrived}
         for member in waiting:
             if member not in here:
                 self._check_time(member)
 
     def _time_left(self, waiting: Sequence[Member]) -> float | None:
-        """Seconds until a step may be overdue, or an env that is being made."""
+        """Return the seconds until a step or the creation of an env may be overdue."""
         left = [
             limit - member.idle(limit)
             for member in waiting
@@ -233,7 +231,7 @@ class Team:
         return self._step_timeout if member.ready else member.limit
 
     def _check_time(self, member: Member) -> None:
-        """Kill a member that has not ended a step, or made its env, in time."""
+        """Kill a member whose step or env creation takes too long."""
         limit, link = self._limit(member), member.link
         if limit is None or member.overdue is not None or member not in self.members:
             return
@@ -245,12 +243,12 @@ class Team:
             )
         else:
             member.overdue = TimeoutError(link.not_ready(limit))
-            if not self._begun:  # it would only happen again
+            if not self._begun:  # it would happen again
                 raise member.overdue
         link.kill()
 
     def hear(self, members: Sequence[Member]) -> bool:
-        """Note all that these members have sent, and then their failures; whether there was anything."""
+        """Read all messages of these members, then their failures; return whether there were any."""
         heard = False
         for member in members:
             while True:
@@ -258,7 +256,7 @@ class Team:
                     message = member.link.receive()
                 except Exception as error:
                     if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
-                        raise  # not the worker's
+                        raise  # not the worker's error
                     self.arrived.append(self._failed(member, error))
                     heard = True
                     break
@@ -276,7 +274,7 @@ class Team:
         return heard
 
     def _failed(self, member: Member, error: Exception) -> Event:
-        """Go on without it, or with another in its place; or raise the error."""
+        """Drop or replace a failed member, or raise its error."""
         self.transport.end([member.link], timeout=0)
         now = monotonic()
         self.failures += 1
@@ -285,7 +283,7 @@ class Team:
         if member.overdue is not None:
             error = member.overdue
         if self._on_failure == "raise" or not (member.ready or dies):
-            raise error  # what cannot even be made would fail again and again
+            raise error  # a collector that cannot be created would fail again
         if len(self._failed_at) > self._max_failures:
             error.add_note(
                 f"{len(self._failed_at)} workers failed within {_WITHIN:.0f} s, more than max_failures="
@@ -306,11 +304,11 @@ class Team:
             member.link.name,
             "dropped" if successor is None else "replaced",
             type(error).__name__,
-            str(error),  # the error itself would keep the worker's memory, where records of the log are kept
+            str(error),  # logging the error object would keep the worker's memory alive
         )
         return Event(member, lost=True, successor=successor)
 
     def end(self, timeout: float) -> None:
-        """End all workers, at their next step; kill those that are left after ``timeout`` seconds."""
-        self._on_failure = "raise"  # a thread that is late with a batch must not replace them
+        """Stop all workers at their next step; kill those that remain after ``timeout`` seconds."""
+        self._on_failure = "raise"  # a late thread must not replace them
         self.transport.end([member.link for member in self.members], timeout)

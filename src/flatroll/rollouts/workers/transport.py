@@ -1,10 +1,10 @@
-"""`Transport`: how the owner of workers starts them, asks them for windows, and hears what comes.
+"""`Transport`: starts workers, sends them requests and receives their windows.
 
-One owner logic (`Team`, `Gatherer`, `Delivery`) works over any transport. There are two here: processes of this machine
+The owner's logic (`Team`, `Gatherer`, `Delivery`) works over any transport. There are two: local processes
 (`flatroll.rollouts.workers.processes`) and actors of a Ray cluster (`flatroll.rollouts.workers.actors`).
 
-The worker's side is `flatroll.rollouts.workers.worker.WindowMaker`: it makes the collector and its windows, with
-`Signals` for cuts and heartbeats. It seeds torch, NumPy and `random`, so each process has one.
+On the worker's side `flatroll.rollouts.workers.worker.WindowMaker` creates the collector and its windows, with
+`Signals` for cuts and heartbeats. It seeds the process's torch, NumPy and `random`, so use one per process.
 """
 
 import os
@@ -14,23 +14,24 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-READY, WINDOW, END = "ready", "window", "end"  # kinds of messages, see Link.receive
-WITHOUT_END = -1  # a limit that is none
+READY, WINDOW, END = "ready", "window", "end"  # message kinds, see Link.receive
+WITHOUT_END = -1  # no row limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker needs to make its collector.
+    """What a worker needs to create its collector.
 
     Attributes:
-        place: i of W; ``writer`` is its number in trajectory ids, ``seed`` that of env, random actions, torch, NumPy
-            and `random`.
+        place: index of the worker. ``writer`` is its number in trajectory ids, ``seed`` the seed of env, random
+            actions, torch, NumPy and `random`.
         create_env_fn, frames_per_batch, trajs_per_batch, init_random_frames: of `Collector`.
-        policy: the owner's; `Transport.start` gives the worker a copy, unless ``policy_factory`` makes one there.
-        sync: whether a window is made for each request, with the weights that are there when it begins; else window
-            after window, with the newest weights that the transport can bring.
-        slots: windows that the worker may have ready or at work, if not ``sync``.
-        timed: whether `Link.quiet` will be asked for.
+        policy: the owner's policy; `Transport.start` sends a copy, unless ``policy_factory`` creates it in the
+        worker.
+        sync: whether to make one window per request, with the weights at its start; else windows are made
+            continuously, with the newest weights.
+        slots: windows that the worker may have finished or in progress, if not ``sync``.
+        timed: whether `Link.quiet` will be called.
         options: further arguments of `Collector`.
     """
 
@@ -49,16 +50,16 @@ class Job:
     init_random_frames: int = 0
 
     def without_parts(self) -> "Job":
-        """The job without what users wrote, which transports send one by one, so that errors can name it."""
+        """Return the job without the user's objects, which transports send separately."""
         return replace(self, create_env_fn=None, policy=None, policy_factory=None, options={})
 
 
 class Ready(NamedTuple):
-    """What comes when a worker has made its collector.
+    """Sent when a worker has created its collector.
 
     Attributes:
         returns: key of episodes' returns, if the env counts them.
-        row_bytes: bytes of a row as far as the collector's spec says.
+        row_bytes: bytes per row according to the collector's spec.
         scaled: whether a running normalisation scales the env's observations.
     """
 
@@ -68,15 +69,15 @@ class Ready(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What comes with a window, or, without rows, with the word that there will be no more.
+    """Statistics sent with a window or, without rows, at the end.
 
     Attributes:
         frames: rows that the worker has collected so far.
-        rows: rows of this window as they were collected, before ``postproc``.
-        shape: batch size of what the worker yielded.
-        held: rows that it has collected and keeps for later windows.
-        waited: seconds that it has waited so far, for a request or for a free slot.
-        versions: of the policy in the steps made for this window: oldest, mean and newest; None if none was made.
+        rows: rows of this window before ``postproc``.
+        shape: batch size of the worker's batch.
+        held: rows collected for later windows.
+        waited: total seconds it has waited for a request or a free slot.
+        versions: oldest, mean and newest policy version in this window's steps; None without a step.
     """
 
     frames: int
@@ -88,12 +89,12 @@ class Note(NamedTuple):
 
 
 class Window(Protocol):
-    """Rows that have come.
+    """A received window of rows.
 
     Attributes:
-        tables: columns ``[N, *S]`` by key: the rows, and those of *final* if there is one, see `Collector.final`.
+        tables: columns ``[N, *S]`` by key: the rows, and the *final* if there is one, see `Collector.final`.
         note: see `Note`.
-        owned: whether the columns are memory of their own, which nobody writes to later.
+        owned: whether the columns own their memory, so that nobody overwrites it later.
     """
 
     tables: list[dict[Any, Tensor]]
@@ -101,83 +102,82 @@ class Window(Protocol):
     owned: bool
 
     def keep(self) -> None:
-        """Let the worker go on as if the window had been used: its columns become owned."""
+        """Copy the columns, so that they are owned and the worker can reuse its memory."""
 
     def release(self) -> None:
-        """Say that the columns are used no more."""
+        """Declare that the columns are no longer used."""
 
 
 @dataclass
 class Rows:
-    """A window in memory of this process's own."""
+    """A window in this process's memory."""
 
     tables: list[dict[Any, Tensor]]
     note: Note
     owned: bool = True
 
     def keep(self) -> None:
-        """They stay anyway."""
+        """Do nothing: the columns are owned already."""
 
     def release(self) -> None:
-        """Forget the columns."""
+        """Drop the columns."""
         self.tables = []
 
 
 @dataclass
 class RowsElsewhere(Rows):
-    """A window whose rows stay where a buffer in another process can fetch them, by ``reference``."""
+    """A window whose rows a buffer in another process fetches by ``reference``."""
 
     reference: Any = field(kw_only=True)
 
 
 class Link(Protocol):
-    """One worker as its owner sees it.
+    """The owner's connection to a worker.
 
     Attributes:
-        name: what notes and the log call it; ``str(link)`` may say more, such as the number of its process.
+        name: its name in notes and logs; ``str(link)`` may add details such as the process id.
     """
 
     name: str
 
     def ask(self, rows: int, limit: int) -> None:
-        """Ask for windows of ``rows`` rows until it has collected ``limit`` in all (`WITHOUT_END`: on and on): for one
-        window with ``Job.sync``, else until something else is asked for. A worker that is gone is no error here."""
+        """Request windows of ``rows`` rows, up to ``limit`` in total (or `WITHOUT_END`); ignores dead workers."""
 
     def go_on(self, windows: int) -> None:
-        """Let it make up to ``windows`` further windows, where ``Job.sync`` is False; called before each wait. A
-        transport whose workers go on by themselves, as `Window.release` frees slots, does nothing here."""
+        """Allow up to ``windows`` more windows if not ``Job.sync``; no-op if `Window.release` frees slots."""
 
     def cut(self) -> None:
-        """Let it deliver the window at work with the rows that it has."""
+        """Make it deliver the current window with the rows collected so far."""
 
     def receive(self) -> tuple[str, Any] | None:
-        """What has come next, without waiting: ``(READY, Ready)``, ``(WINDOW, Window)``, ``(END, Note)`` once all up to
-        the limit of the last `ask` is collected; None if there is nothing. An asynchronous worker may have ended an
-        earlier `ask` when the next one came: that end is left out.
+        """Return the next message without waiting; None if there is none.
+
+        Messages are ``(READY, Ready)``, ``(WINDOW, Window)``, and ``(END, Note)`` once the limit of the last `ask` is
+        reached. If an asynchronous worker reached the limit of an earlier `ask` when the next one arrived, that END
+        is left out.
 
         It may be called again after an exception such as KeyboardInterrupt, which has lost nothing.
 
         Raises:
-            WorkerDied: the worker is gone, as after `kill`.
-            Exception: what it raised, with a `WorkerTraceback` as its cause (`flatroll.sharing.worker.Failure` carries
-                and raises it): without that cause the owner takes an error for its own.
+            WorkerDied: the worker died, as after `kill`.
+            Exception: the worker's error, with a `WorkerTraceback` as its cause (`flatroll.sharing.worker.Failure`
+                carries and raises it); without that cause the owner treats it as its own error.
         """
 
     def quiet(self, since: float, limit: float) -> float:
-        """Seconds since its step under way began, or since the time ``since`` (of ``time.monotonic``) if it makes none.
-        Only whether they are ``limit`` or more needs to be right."""
+        """Return the seconds since its current step began, or since ``since``; only compared with ``limit``."""
         ...
 
     def not_ready(self, limit: float) -> str:
-        """The text of the error that it was not ready within ``limit`` seconds."""
+        """Return the error message for a worker that was not ready within ``limit`` seconds."""
         ...
 
     def kill(self) -> None:
-        """End it at once, also in the middle of a step; `receive` then raises `WorkerDied`."""
+        """Kill it at once, even in the middle of a step; `receive` then raises `WorkerDied`."""
 
 
 class Transport(Protocol):
-    """Starts workers, and brings weights to them and windows back. A worker starts, answers and ends in this order::
+    """Starts workers, sends them weights and receives windows. The life of a worker::
 
         transport.share(weights)
         link = transport.start(job)      # comes back at once
@@ -189,9 +189,9 @@ class Transport(Protocol):
         transport.close()
 
     Attributes:
-        version: number of the policy's weights that were published last; the owner sets it when it loads a state.
-        makes_policies: whether a ``policy_factory`` is called in workers only, so that nobody knows the first weights.
-        writers_of_each: numbers in trajectory ids that each worker takes: more than 1 if it has workers itself.
+        version: version of the last published weights; the owner sets it when it loads a state.
+        makes_policies: whether ``policy_factory`` is called in workers only, so that the initial weights are unknown.
+        writers_of_each: writer numbers that each worker uses; more than 1 if it has workers itself.
     """
 
     makes_policies: bool
@@ -204,32 +204,30 @@ class Transport(Protocol):
     def version(self, version: int) -> None: ...
 
     def share(self, state: Mapping[str, Tensor]) -> None:
-        """Begin with these weights, before any worker is started."""
+        """Set the initial weights before any worker starts."""
 
     def publish(self, state: Mapping[str, Tensor]) -> None:
-        """Make these weights the next version; ValueError if names, shapes or dtypes have changed."""
+        """Publish these weights as the next version; ValueError if names, shapes or dtypes have changed."""
 
     def fetch_into(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the weights that were published last into these tensors."""
+        """Copy the last published weights into these tensors."""
 
     def start(self, job: Job) -> Link:
-        """Start a worker. Errors of its collector come by `Link.receive`."""
+        """Start a worker; `Link.receive` raises the errors of its collector."""
         ...
 
     def wait(self, links: Sequence[Any], timeout: float | None, wake: "Wake | None" = None) -> None:
-        """Wait until one of these workers has sent something or ended, or ``wake`` is set, ``timeout`` seconds at most.
-        Nothing is taken, so that an interrupt loses nothing; it may return early."""
+        """Wait for a message or death of one of these workers, for ``wake``, or for ``timeout`` seconds."""
 
     def end(self, links: Sequence[Any], timeout: float) -> None:
-        """End these workers, which may take ``timeout`` seconds to end a step and close their envs; a second call does
-        nothing, or finishes what was interrupted."""
+        """Stop these workers within ``timeout`` seconds; a second call finishes an interrupted one."""
 
     def close(self) -> None:
-        """End what the transport itself has started; a second call does nothing."""
+        """Close what the transport itself has started; a second call does nothing."""
 
 
 class Wake:
-    """Like a ``threading.Event``, with a descriptor that others than threads' locks can wait for.
+    """Like a ``threading.Event``, with a file descriptor to wait for.
 
     >>> wake = Wake()
     >>> wake.set()
@@ -244,20 +242,20 @@ class Wake:
         self._set = False
 
     def set(self) -> None:
-        """Let `fileno` be ready for reading, for good."""
+        """Make `fileno` ready for reading, permanently."""
         if not self._set:
             self._set = True
             os.write(self._write, b".")
 
     def is_set(self) -> bool:
-        """Whether `set` was called."""
+        """Return whether `set` was called."""
         return self._set
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the file descriptor."""
         return self._read
 
     def __del__(self) -> None:
-        if self._read >= 0:  # Ctrl-C may come before
+        if self._read >= 0:  # Ctrl-C may come before the descriptors exist
             os.close(self._read)
             os.close(self._write)

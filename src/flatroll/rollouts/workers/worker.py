@@ -1,4 +1,4 @@
-"""What runs in a worker of any transport: a `Collector` that makes windows, and what is told of them."""
+"""The worker side of every transport: a `Collector` that makes windows and their notes."""
 
 import random
 import warnings
@@ -22,7 +22,7 @@ from flatroll.wrappers.markers import RewardSum, find_wrapper
 
 
 class Weights(Protocol):
-    """Where a worker finds the policy's weights: `version` of the newest ones, and a copy of them."""
+    """A worker's source of the policy's weights: the newest `version` and a copy of it."""
 
     @property
     def version(self) -> int: ...
@@ -33,13 +33,13 @@ class Weights(Protocol):
 
 
 class WindowMaker:
-    """Makes a worker's collector, and one window with its `Note` at each call of `make`.
+    """Creates a worker's collector; each call of `make` returns a window and its `Note`.
 
     Args:
-        job: what to do.
-        signals: numbers that the owner writes while a window is at work.
-        weights: the policy's.
-        first_version: the version of the policy that has version 0 in ``weights``.
+        job: see `Job`.
+        signals: numbers that the owner writes while a window is collected.
+        weights: weights of the policy.
+        first_version: the policy version of version 0 in ``weights``.
     """
 
     def __init__(self, job: Job, signals: "Signals", weights: Weights, first_version: int) -> None:
@@ -50,7 +50,7 @@ class WindowMaker:
         self._counted = RowCount(options.pop("postproc", None))
         self._watch = Watch(signals, weights, first_version, policy, looks=not job.sync, timed=job.timed)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned
+            warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned already
             self.collector = Collector(
                 job.create_env_fn,
                 policy,
@@ -66,7 +66,7 @@ class WindowMaker:
         self._watch.attach(self.collector)
 
     def ready(self) -> Ready:
-        """What the owner is told once the collector is made."""
+        """Return the message for the owner once the collector exists."""
         collector = self.collector
         env = collector.env[0] if isinstance(collector.env, tuple) else collector.env
         returns = find_wrapper(env, RewardSum)
@@ -76,12 +76,11 @@ class WindowMaker:
         return Ready(None if returns is None else next_key(returns.key), row_bytes, scaled)
 
     def ask(self, rows: int, limit: int) -> None:
-        """Make windows of ``rows`` rows from now on, until ``limit`` are collected in all (-1: no end)."""
+        """Set the window size to ``rows`` and the total limit to ``limit`` rows (-1: no limit)."""
         self.collector.frames_per_batch, self.collector.total_frames = rows, limit
 
     def make(self, waited: float) -> tuple[Note, list[Mapping[Any, Tensor]]]:
-        """Collect a window: its note, and the columns of its rows and of their *final*; no columns once all that was
-        asked for is collected. ``waited`` is what the note says of it."""
+        """Collect a window; return its note and its columns and *final*, without columns at the limit."""
         collector, watch = self.collector, self._watch
         watch.begin_window()
         batch = next(collector, None)
@@ -95,10 +94,10 @@ class WindowMaker:
 
 
 class Signals:
-    """What a worker looks at before each vector step, and what it shows there, without a system call.
+    """Shared numbers that worker and owner exchange at each vector step without a system call.
 
     Args:
-        block: the memory, of another process's `Signals`. Default: new memory.
+        block: the memory of another process's `Signals`. Default: new memory.
     """
 
     def __init__(self, block: Block | None = None) -> None:
@@ -109,19 +108,19 @@ class Signals:
             else block
         )
         arrays = self._block.arrays()
-        #: int64 [2]: the last window that is to be delivered with the rows there are; whether to stop (0 or 1).
+        #: int64 [2]: the last window to deliver early; whether to stop (0 or 1).
         self.numbers = arrays["numbers"][0]
-        #: float64 [1]: when the step under way began (``time.monotonic()``), inf while none is.
+        #: float64 [1]: start of the current step (``time.monotonic()``), inf if there is none.
         self.beat = arrays["beat"]
         if made:
             self.beat[0] = inf
 
     def cut(self, window: int) -> None:
-        """Let the worker deliver window number ``window``, counted from 1, with the rows that there are."""
+        """Make the worker deliver window number ``window``, counted from 1, with the rows collected so far."""
         self.numbers[0] = window
 
     def stop(self) -> None:
-        """Let the worker end at its next step."""
+        """Make the worker stop at its next step."""
         self.numbers[1] = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,7 +128,7 @@ class Signals:
 
 
 class Watch:
-    """The `Collector`'s interruptor, asked before each vector step: looks at signals, and at weights if it should."""
+    """The `Collector`'s interruptor: before each vector step it checks signals and, if asked to, new weights."""
 
     def __init__(
         self,
@@ -143,31 +142,31 @@ class Watch:
     ) -> None:
         self._numbers, self._beat = signals.numbers, signals.beat
         self._weights, self._first, self._looks, self._timed = weights, first_version, looks, timed
-        # The tensors themselves, which stay the policy's as long as its parameters are not exchanged.
+        # The policy's own tensors, valid until its parameters are replaced.
         self._state = policy.state_dict() if isinstance(policy, nn.Module) else {}
         self._collector: Collector | None = None
         self._window = 0
-        self._seen = -1  # the version that the policy has
+        self._seen = -1  # version of the policy
         self._oldest, self._sum, self._steps = 0, 0, 0  # of the window's steps
 
     def attach(self, collector: Collector) -> None:
-        """Tell this collector of new versions; the policy gets the newest weights."""
+        """Attach to a collector, which is notified of new versions; load the newest weights."""
         self._collector = collector
         self._fetch()
 
     def begin_window(self) -> None:
-        """Count a window, and get the newest weights."""
+        """Count a window and load the newest weights."""
         self._window += 1
         if self._weights.version != self._seen:
             self._fetch()
         self._sum, self._steps = 0, 0
 
     def end_window(self) -> None:
-        """No step is under way."""
+        """Record that no step is running."""
         self._beat[0] = inf
 
     def versions(self) -> tuple[int, float, int] | None:
-        """The versions of the window's steps: oldest, mean, newest; None without a step."""
+        """Return the oldest, mean and newest version of the window's steps; None without a step."""
         if not self._steps:
             return None
         first = self._first
@@ -179,7 +178,7 @@ class Watch:
         self._collector.policy_version = self._first + self._seen
 
     def is_set(self) -> bool:
-        """Whether to deliver the rows there are. Raises `Closed` once the owner wants this process to end."""
+        """Return whether to deliver early; raise `Closed` if the owner wants this process to stop."""
         cut, stop = self._numbers
         if stop:
             raise Closed("the owner of this worker stops it")
@@ -188,14 +187,14 @@ class Watch:
         if self._timed:
             self._beat[0] = monotonic()
         if not self._steps:
-            self._oldest = self._seen  # the window may have begun with an older one
+            self._oldest = self._seen  # the window may have begun with an older version
         self._steps += 1
         self._sum += self._seen
         return bool(cut >= self._window)
 
 
 class RowCount:
-    """Calls ``postproc``, and keeps the number of rows that it was given (None: it was not called)."""
+    """Calls ``postproc`` and stores the number of rows passed to it (None: not called)."""
 
     def __init__(self, postproc: Callable[[Any], Any] | None) -> None:
         self.postproc = postproc
@@ -208,7 +207,7 @@ class RowCount:
 
 
 def columns_of(table: Any) -> Mapping[Any, Tensor]:
-    """The columns by key; TypeError for what has none, or is no tensor."""
+    """Return the columns by key; TypeError if there are none, or one is not a tensor."""
     if not isinstance(table, TensorDictBase) or not table.batch_dims:
         raise TypeError(
             "a worker's batch must be a tensordict with a first dimension of rows, got "
