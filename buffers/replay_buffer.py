@@ -67,6 +67,8 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Drawn: TypeAlias = tuple[Draw, Any]  # the rows of a sample, and their columns or items
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
+#: More rows than any sample has.
+_MOST_ROWS = 2**48
 #: Attributes that are made anew in another process and in a copy.
 _PER_PROCESS = (
     "lock",
@@ -454,8 +456,8 @@ class ReplayBuffer(Facts):
         if self._ready_in != os.getpid():
             self.enter_process()
         size = self.batch_size if batch_size is None else batch_size
-        if size is not None and (type(size) is not int or size < 1):
-            whole_number("batch_size", size)
+        if size is not None and (type(size) is not int or not 0 < size < _MOST_ROWS):
+            size = whole_number("batch_size", size, 1, _MOST_ROWS)
         size = self.sampler.check(size)
         # Samples made ahead are of the buffer's own size; one of another size is made apart.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):

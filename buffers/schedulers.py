@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -181,7 +181,7 @@ class SchedulerList:
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
         several = [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers
-        self.schedulers = list(expect("schedulers", several, Iterable, "a list of schedulers"))
+        self.schedulers = list(expect("schedulers", several, (Sequence, Iterator), "a list of schedulers"))
         for scheduler in self.schedulers:
             expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 

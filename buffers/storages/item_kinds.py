@@ -20,7 +20,7 @@ from flatroll.buffers.columns.column import Columns
 from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
-from flatroll.layout.keys import NestedKey, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
 
@@ -213,7 +213,7 @@ def batched(items: list[Any]) -> Any:
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
         if other != spec:
-            raise ValueError(f"items must be of one form: item 0 is {spec}, item {i} {other}")
+            raise ValueError(f"data must be items of one form: item 0 is {spec}, item {i} {other}")
         rows.append([as_tensor(leaf) for leaf in leaves])
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
@@ -333,7 +333,9 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     tensor([1.])
     """
     if isinstance(batch, TensorDictBase):
-        return batch[names]
+        if (found := batch.get(names, None)) is None:
+            raise missing_marker(names, batch.keys(True, True))
+        return found
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")

@@ -200,7 +200,10 @@ def fault(case: Case, argument: str, arguments: dict[str, Any], seconds: int = 2
             return None
         value = arguments[argument]
         names = {argument, *case.names.get(argument, "").split(), *entries(arguments, argument)}
-        return foreign(error, names, repr(value) if isinstance(value, (str, int, tuple)) else None)
+        told = repr(value) if isinstance(value, (str, int, tuple)) else None
+        if isinstance(value, str) and argument in ("path", "source"):
+            told = value  # of a file by its path
+        return foreign(error, names, told)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -210,7 +213,7 @@ def fault(case: Case, argument: str, arguments: dict[str, Any], seconds: int = 2
 def entries(arguments: dict[str, Any], argument: str) -> set[str]:
     """By what an error may call a batch: as such, or one of its entries."""
     value = arguments[argument]
-    if argument not in ("batch", "tensordict", "data", "sample", "td", "tensordicts"):
+    if argument not in ("batch", "tensordict", "data", "sample", "td", "tensordicts", "source"):
         return set()
     keys = value.keys(True, True) if isinstance(value, TensorDictBase) else ()
     return {"batch", "rows", "data", *(str(name) for key in keys for name in layout.as_tuple(key)), *USUAL}
@@ -600,6 +603,7 @@ def _buffers() -> Iterator[Case]:
         buffers.LambdaScheduler,
         lambda: {**schedule, "lambda_fn": lambda step: 0.5},
         lambda made: made.step(),
+        called=("lambda_fn",),
     )
     yield Case(
         "SchedulerList",

@@ -372,7 +372,7 @@ def file_path(name: str, value: object) -> Path:
     ...
     TypeError: path must be a path (a string or a pathlib.Path), got 3
     """
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
         return Path(value)
     raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", shown(value)))
 

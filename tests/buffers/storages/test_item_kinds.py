@@ -363,7 +363,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
         (["a"], TypeError, "data of type str cannot be kept in tensors: ListStorage takes"),
         ([torch.zeros(2), torch.zeros(3)], ValueError, r"item 0 has torch.float32 \[2\] where item 1 has .* \[3\]"),
         ([1, 2.5], ValueError, r"item 0 has torch.int64 \[\] where item 1 has torch.float32 \[\]"),
-        ([(1, 2), {"a": 1}], ValueError, r"items must be of one form: item 0 is"),
+        ([(1, 2), {"a": 1}], ValueError, r"data must be items of one form: item 0 is"),
         ([TensorDict({"a": 1}), TensorDict({"b": 1})], ValueError, "items must have the same entries, shapes"),
         ([TensorDict({"a": 1}), torch.zeros(1)], ValueError, "items must have the same entries, shapes"),
         (TensorDict({"a": torch.zeros(())}, []), ValueError, r"batch has batch size \[\]: use add for one row"),
