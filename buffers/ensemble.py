@@ -35,26 +35,26 @@ from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
 
-#: The entry of samples that says which member of the ensemble a row is from.
+#: The entry of samples with the index of each row's member.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 
 
-#: Attributes that hold one part of each member.
+#: Attributes with one part per member.
 _PARTS = ("storage", "sampler", "writer")
-#: How likely each member of an ensemble is: numbers of any sum, their number of rows, or None for equally.
+#: Sampling weights of the members: unnormalised numbers, ``"sampleable"``, or None for equal ones.
 Shares: TypeAlias = Iterable[float] | Tensor | Literal["sampleable"] | None
 Part = TypeVar("Part")
 #: Chooses several members of an ensemble.
 Several: TypeAlias = slice | list[int] | range | Tensor | NDArray[Any]
-#: Dtype and shape of all that a sample consists of, by key.
+#: Dtype and shape of each entry of a sample, by key.
 Form = dict[Any, tuple[Any, torch.Size]]
 
 
 def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[Part]:
-    """The part of member ``index`` of the ensemble ``name``, or a list of those of several members.
+    """Return the part of member ``index``, or a list of parts for several members.
 
     Raises:
-        TypeError: ``index`` does not choose members.
+        TypeError: ``index`` is not a valid index.
         IndexError: there is no such member.
 
     >>> pick("abc", -1, "ensemble"), pick("abc", torch.tensor([2, 0]), "ensemble")
@@ -93,7 +93,7 @@ class _Parts(Sequence[Part]):
     def __getitem__(self, index: Several) -> list[Part]: ...
 
     def __getitem__(self, index: int | Several) -> Part | list[Part]:
-        """The part of member ``index``, or of several members: a slice, or their numbers."""
+        """Return the part of member ``index``, or a list for a slice or several indices."""
         return pick(self.parts, index, type(self).__name__)
 
     def __repr__(self) -> str:
@@ -121,12 +121,12 @@ class StorageEnsemble(_Parts[Storage]):
 
     @property
     def max_size(self) -> int:
-        """Number of slots of all members together."""
+        """Total number of slots of all members."""
         return sum(storage.max_size for storage in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all members' storages together."""
+        """Total bytes of all members' storages."""
         return sum(storage.nbytes for storage in self.parts)
 
 
@@ -139,11 +139,11 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     Args:
         samplers: one per member.
-        p: how likely each member is, not negative, of any sum; ``"sampleable"`` for its number of stored rows. None:
-            all are equally likely. It may be set later.
-        sample_from_all: a sample is made of each member once, in order.
-        num_buffer_sampled: how many members a sample is made of, default as many as there are. They are drawn with
-            replacement, unless ``sample_from_all``.
+        p: unnormalised probability of each member, not negative; ``"sampleable"`` uses the number of stored rows.
+            None: all are equally likely. It may be set later.
+        sample_from_all: sample each member once, in order.
+        num_buffer_sampled: number of members per sample, default all. They are drawn with replacement, unless
+            ``sample_from_all``.
 
     Raises:
         ValueError: ``p`` has not one number per member, or a negative one; ``num_buffer_sampled`` is below 1.
@@ -169,7 +169,7 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     @property
     def num_buffer_sampled(self) -> int:
-        """How many members a sample is made of; None sets it to as many as there are."""
+        """Number of members per sample; setting None means all."""
         return self._num_buffer_sampled
 
     @num_buffer_sampled.setter
@@ -179,7 +179,7 @@ class SamplerEnsemble(_Parts[Sampler]):
         self._num_buffer_sampled = count
 
     def _check_choice(self, chosen: bool) -> None:
-        """TypeError if members are ``chosen`` although each is taken once."""
+        """Raise TypeError if members are ``chosen`` although each is sampled once."""
         if chosen and self.sample_from_all:
             raise TypeError("sample_from_all=True takes each member once: leave out p and num_buffer_sampled")
 
@@ -211,7 +211,7 @@ class SamplerEnsemble(_Parts[Sampler]):
         return torch.ones(len(self), dtype=torch.float64) if self.p is None else self.p
 
     def draw(self, rows: list[int], generator: torch.Generator | None = None) -> list[int]:
-        """Draw the members that a sample is made of, given the number of ``rows`` that each stores."""
+        """Draw the members of a sample, given the number of ``rows`` in each."""
         if self.sample_from_all:
             return list(range(len(self)))
         weights = self.weights(rows)
@@ -225,7 +225,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     """Join the samples of ``members``: stacked ``[n, ...]``, or concatenated.
 
     Raises:
-        ValueError: they do not fit; the text names the members, the entry and the way out.
+        ValueError: the samples differ; the message names the members, the entry and a fix.
 
     >>> collate_members([torch.zeros(2), torch.ones(2)], members=[0, 1], stack=False)
     tensor([0., 0., 1., 1.])
@@ -243,7 +243,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     first, columns = parts[0], []
     tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
     if tensordicts:
-        with suppress(TypeError):  # entries that are no tensors: the tensordicts are joined as they are
+        with suppress(TypeError):  # non-tensor entries: join the tensordicts themselves
             columns = [leaves(part) for part in parts]
     forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
     _check_alike(forms or [_form(part) for part in parts], members, stack)
@@ -283,7 +283,7 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
 
 
 def _form(part: Any) -> Form:
-    """Dtypes and shapes of a sample of any kind; for entries that are no tensors, their type."""
+    """Return dtypes and shapes of any kind of sample; types for non-tensor entries."""
     if isinstance(part, TensorDictBase):
         entries: Any = part.items(True, True)
     else:
@@ -296,35 +296,35 @@ def _form(part: Any) -> Form:
 
 
 def _shown(key: Any) -> str:
-    """The key of an entry, or the path to a leaf of a tree, for an error."""
+    """Return the key of an entry or the path of a tree leaf, for errors."""
     if isinstance(key, str) or (key and isinstance(key[0], str)):
         return f"the entry {key!r}"
     return f"the entry {pytree.keystr(key)}" if key else "its data"
 
 
 class ReplayBufferEnsemble(Facts):
-    """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
+    """Samples from several replay buffers, such as several datasets, or demonstrations and new data.
 
-    A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
-    own transforms: stacked, ``[n, B / n]``, or with ``stack=False`` laid end to end, ``[B]``. Tensordicts have the
-    entry ``("collector", "buffer_ids")`` (int64, of their batch shape), the member that each row is from. Then come
-    the ensemble's transforms. Members are written to one by one: ``rb[0].extend(batch)``.
+    A sample of B rows combines samples of B / n rows from n = ``num_buffer_sampled`` members, after the members' own
+    transforms: stacked ``[n, B / n]``, or with ``stack=False`` concatenated ``[B]``. In tensordicts ``("collector",
+    "buffer_ids")`` (int64, batch shape) is the member of each row. The ensemble's transforms are applied last. Write
+    to the members themselves: ``rb[0].extend(batch)``.
 
     Args:
-        rbs: the members. Instead of them ``storages``, ``samplers`` and ``writers`` may be given.
+        rbs: the members. Alternatively pass ``storages``, ``samplers`` and ``writers``.
         storages: the members' storages and transforms.
         samplers: the members' samplers, with ``p``, ``sample_from_all`` and ``num_buffer_sampled``; default a
             `RandomSampler` each.
         writers: the members' writers, default a `RoundRobinWriter` each.
         transform, batch_size: see `ReplayBuffer`.
-        collate_fn: makes a sample of the list of the members' samples, instead of stacking them.
-        p, sample_from_all, num_buffer_sampled: which members a sample is made of, see `SamplerEnsemble`.
+        collate_fn: combines the list of the members' samples, instead of stacking them.
+        p, sample_from_all, num_buffer_sampled: how members are chosen, see `SamplerEnsemble`.
         stack: whether samples are stacked, default True. With False the members' samples may have different numbers
             of rows, as slices of short trajectories do.
-        generator: CPU random generator of all draws, those of members that have none of their own included.
+        generator: CPU random generator of all draws, also for members without their own.
 
     Raises:
-        TypeError: a member that is no `ReplayBuffer`, or both members and their parts.
+        TypeError: a member is not a `ReplayBuffer`, or both members and parts are given.
         ValueError: ``p`` does not fit, or ``batch_size`` is not divisible by the number of members sampled.
 
     >>> from tensordict import TensorDict
@@ -388,7 +388,7 @@ class ReplayBufferEnsemble(Facts):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in _PARTS:  # the members' states have their parts, of one moment each
+        for name in _PARTS:  # the members' states contain their parts, each consistent in itself
             state[name] = copy.copy(state[name])
             state[name].parts = ()
         return state
@@ -419,7 +419,7 @@ class ReplayBufferEnsemble(Facts):
     def __getitem__(self, index: Several) -> list[ReplayBuffer]: ...
 
     def __getitem__(self, index: int | Several) -> ReplayBuffer | list[ReplayBuffer]:
-        """Member ``index``, or a list of several members: of a slice, or of their numbers.
+        """Return member ``index``, or a list of members for a slice or several indices.
 
         ``ReplayBufferEnsemble(*rb[[0, 2]])`` samples from these only.
         """
@@ -440,19 +440,19 @@ class ReplayBufferEnsemble(Facts):
 
         Args:
             batch_size: rows, default that of the ensemble.
-            return_info: return ``(sample, info)``: ``info["buffer_ids"]`` and ``info["index"]`` hold each row's
-                member and its position there, further entries are those that all drawn members gave. Stacked like
-                the sample; end to end with ``stack=False`` or a ``collate_fn``.
+            return_info: return ``(sample, info)``: ``info["buffer_ids"]`` and ``info["index"]`` are each row's member
+                and its position there; other entries are those of all drawn members. Stacked like the sample;
+                concatenated with ``stack=False`` or a ``collate_fn``.
 
         Raises:
             RuntimeError: a drawn member is empty, or holds no trajectory long enough.
-            ValueError: no batch size, or one that does not fit; samples that cannot be put together.
+            ValueError: the batch size is missing or does not fit; the samples cannot be joined.
         """
         sample, info, _ = self._next_sample(batch_size)
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples without end, or, if all members are sampled without replacement, until each ended a pass."""
+        """Iterate over samples forever or, if all members sample without replacement, until each has ended a pass."""
         ended: set[int] = set()
         while True:
             sample, _, now = self._next_sample(None)
@@ -463,7 +463,7 @@ class ReplayBufferEnsemble(Facts):
                 return
 
     def _next_sample(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
-        """A sample, its info, and the members of which a pass ended with it."""
+        """Return a sample, its info, and the members whose pass ended with it."""
         if self._process != os.getpid():
             self._process = os.getpid()
             reseed_in_worker(self.generator)
@@ -492,7 +492,7 @@ class ReplayBufferEnsemble(Facts):
             sample = self.collate_fn(parts)
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
-        # The member of each row, and the rows that the next row of the sample does not follow: members' last ones.
+        # The member of each row, and the last row of each member, which the next row does not follow.
         counts = torch.tensor([len(each["index"]) for each in infos])
         ids = torch.tensor(members).repeat_interleave(counts)
         ends = torch.zeros(len(ids), dtype=torch.bool)
@@ -507,7 +507,7 @@ class ReplayBufferEnsemble(Facts):
         return sample, info, ended
 
     def _rows(self, batch_size: int | None) -> int:
-        """Rows that each drawn member gives; ValueError for a batch size that does not fit."""
+        """Return the rows per drawn member; ValueError if the batch size does not fit."""
         size, count = self.batch_size if batch_size is None else batch_size, self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
@@ -521,7 +521,7 @@ class ReplayBufferEnsemble(Facts):
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> NoReturn:
-        """Raise RuntimeError: rows are written to a member, as the ensemble cannot know which one."""
+        """Raise RuntimeError: write to a member instead."""
         raise RuntimeError(
             f"an ensemble does not know for which of its {len(self._members)} members data are: extend one of them, "
             "rb[0].extend(batch)"
@@ -532,7 +532,7 @@ class ReplayBufferEnsemble(Facts):
         self.extend(data)
 
     def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform of the ensemble's samples after those there are; see `ReplayBuffer.append_transform`."""
+        """Append a transform of the ensemble's samples; see `ReplayBuffer.append_transform`."""
         return self.insert_transform(len(self.transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
@@ -541,7 +541,7 @@ class ReplayBufferEnsemble(Facts):
         return self
 
     def handle(self) -> BufferHandle:
-        """Return a `BufferHandle`, by which other processes sample this ensemble; see `ReplayBuffer.handle`."""
+        """Return a `BufferHandle` for other processes; see `ReplayBuffer.handle`."""
         return self.service.handle(self)
 
     def empty(self) -> None:
@@ -584,14 +584,14 @@ class ReplayBufferEnsemble(Facts):
         """Set the priorities of a sample's rows from the sample; members without priorities are skipped.
 
         Raises:
-            TypeError: no member has priorities, or one that has is no `TensorDictReplayBuffer`.
+            TypeError: no member has priorities, or one with priorities is not a `TensorDictReplayBuffer`.
             KeyError: ``("collector", "buffer_ids")``, ``"index"`` or a member's ``priority_key`` is missing.
             ValueError: a negative or infinite priority, or NaN.
         """
         prioritized = self._prioritized()
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
-        # Each element along the first dimension goes to its member whole; where one has rows of several members
-        # (a sample that was transposed, say), the rows go one by one.
+        # Each element along the first dimension goes to its member as a whole; if one mixes members (for example in a
+        # transposed sample), rows are updated one by one.
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
         if not bool((rows_ids == rows_ids[:, :1]).all()):
@@ -609,7 +609,7 @@ class ReplayBufferEnsemble(Facts):
             update(data[mask])
 
     def _prioritized(self) -> list[tuple[int, ReplayBuffer]]:
-        """The members with priorities, and their numbers; TypeError if there are none."""
+        """Return the members with priorities and their indices; TypeError if there are none."""
         members = [(i, rb) for i, rb in enumerate(self._members) if has_priorities(rb.sampler)]
         if not members:
             raise TypeError("no member has priorities: use PrioritizedSampler")
@@ -632,11 +632,11 @@ class ReplayBufferEnsemble(Facts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore members and random state from a :meth:`state_dict`, so that the same samples follow.
+        """Restore members and random state from a :meth:`state_dict`; the same samples follow.
 
         Raises:
-            ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on
-                one side only.
+            ValueError: the number of members differs, a member does not fit (see `ReplayBuffer`), or only one side
+                has a generator.
         """
         check_saved_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
@@ -665,7 +665,7 @@ class ReplayBufferEnsemble(Facts):
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
-        """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
+        """Restore what :meth:`dumps` saved; the same samples follow; see `ReplayBuffer.loads`."""
         self.saves.join()
         _, apply = self.load_version(Path(path), version, strict)
         apply()
@@ -686,12 +686,12 @@ class ReplayBufferEnsemble(Facts):
             checkpointer.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows)`` on rows of a member that were read, before they are stored; see `ReplayBuffer`."""
+        """Call ``hook(rows)`` on a member's loaded rows before they are stored; see `ReplayBuffer`."""
         for checkpointer in [hooked(rb.storage) for rb in self._members]:
             checkpointer.register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
-        """Publish a version of the members, each in a folder of its own, of the ensemble and of ``others``."""
+        """Publish a version of the ensemble, its members (each in its own folder) and ``others``."""
         checkpointer = self.storage.checkpointer
         if checkpointer is not None and not isinstance(checkpointer, StorageEnsembleCheckpointer):
             raise TypeError(
@@ -699,7 +699,7 @@ class ReplayBufferEnsemble(Facts):
                 "ensemble[0].storage.checkpointer"
             )
         packer = Packer()
-        packer.add("others", dict(others))  # what is no data is refused before a row is written
+        packer.add("others", dict(others))  # refuse unsupported values before writing rows
         known = self.saves.of(path)
         with Folder(path, write=True, log=False, resume=known.folder, **options._asdict()) as folder:
             if folder.version is None and folder.versions() and not options.overwrite:
@@ -708,7 +708,7 @@ class ReplayBufferEnsemble(Facts):
                     "load it first, save to another folder, or start again with overwrite=True"
                 )
             known.folder = folder
-            # Versions of members that the ensemble's versions name must stay until the new one is there.
+            # Member versions that the ensemble's versions name must stay until the new version is published.
             named: list[Any] = []
             for number in folder.versions():
                 with suppress(DamagedFileError):
@@ -730,7 +730,7 @@ class ReplayBufferEnsemble(Facts):
             return folder.publish(packer.tree, packer.tensors, extra=facts)
 
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
-        """Read and check a version; return what was saved along with the ensemble, and what loads the rest."""
+        """Read and check a version; return the values saved with the ensemble, and a function that loads the rest."""
         rows = sum(member.storage.max_size for member in self._members)
 
         def read(version: LoadedVersion) -> tuple[dict[str, Any], Others, list[Apply]]:
@@ -750,7 +750,7 @@ class ReplayBufferEnsemble(Facts):
                     member.load_version(path / f"member-{i}", each[0], True)[1]
                     for i, (member, each) in enumerate(zip(self._members, saved, strict=True))
                 ]
-            except FileNotFoundError as error:  # the version before may have all of its files
+            except FileNotFoundError as error:  # the previous version may be complete
                 raise DamagedFileError(f"a member is not there: {error}") from None
             return state, tree["others"], applies
 
@@ -777,7 +777,7 @@ pickle_by_value(ReplayBufferEnsemble)
 def _members(
     storages: StorageEnsemble | None, samplers: SamplerEnsemble | None, writers: WriterEnsemble | None
 ) -> tuple[ReplayBuffer, ...]:
-    """Make the members of their parts."""
+    """Create the members from their parts."""
     if storages is None:
         raise TypeError("ReplayBufferEnsemble needs its members, or storages")
     for name, parts in (("samplers", samplers), ("writers", writers)):
@@ -795,7 +795,7 @@ def _members(
 
 
 def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
-    """Write ``ids``, whose dimensions are the sample's first ones, expanded, on the device of the other entries."""
+    """Write ``ids``, expanded to the sample's batch shape, on the device of the other entries."""
     device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
     ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
     sample.set(BUFFER_IDS, ids.to(device, copy=True))

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 class _Once(Generic[R]):
-    """Calls ``function`` once, in the thread that comes first; others wait for it."""
+    """Calls ``function`` once, in the first thread that needs it; others wait."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function: Callable[[], R] | None = function
@@ -19,18 +19,18 @@ class _Once(Generic[R]):
         self._lock = threading.Lock()
 
     def run(self) -> "Future[R]":
-        """Return what came of the call, a result or an error."""
+        """Run the call if necessary; return its result or error."""
         with self._lock:
             if self._function is not None:
                 try:
                     self._outcome.set_result(self._function())
-                except Exception as error:  # after Ctrl-C it is called again
+                except Exception as error:  # called again after Ctrl-C
                     self._outcome.set_exception(error)
                 self._function = None
         return self._outcome
 
     def then(self, finish: Callable[[R], T]) -> T:
-        """Return ``finish`` of the result, or raise the error."""
+        """Return ``finish(result)``, or raise the error."""
         return finish(self.run().result())
 
 
@@ -38,15 +38,15 @@ class Prefetcher(Generic[T]):
     """Computes the next ``count`` results in background threads. All methods are thread-safe.
 
     Args:
-        count: results made ahead, and threads that make them.
+        count: number of prefetched results, and of threads.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool: ThreadPoolExecutor | None = None
-        self._queue: deque[tuple[Future[T], _Once[Any]]] = deque()  # results, and what reads their rows
+        self._queue: deque[tuple[Future[T], _Once[Any]]] = deque()  # results, and their readers
         self._cleared = 0
-        self._lock = threading.Lock()  # of the three above; never held while a result is begun
+        self._lock = threading.Lock()  # guards the three above; never held while a result is begun
 
     def next(self, begin: Callable[[], tuple[Callable[[], R], Callable[[R], T]]]) -> T:
         """Return the oldest result and start computing new ones in its place.
@@ -56,7 +56,7 @@ class Prefetcher(Generic[T]):
         """
         while True:
             with self._lock:
-                # One more than count: the oldest is taken, and as many as there are threads stay under way.
+                # count + 1: the oldest is returned, and one per thread stays pending.
                 if len(self._queue) > self._count:
                     future, _ = self._queue.popleft()
                     break
@@ -64,16 +64,16 @@ class Prefetcher(Generic[T]):
             read, finish = begin()
             rows = _Once(read)
             with self._lock:
-                if cleared == self._cleared:  # else what was begun is to be forgotten, too
+                if cleared == self._cleared:  # otherwise drop what was begun, too
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
                     self._queue.append((self._pool.submit(rows.then, finish), rows))
         return future.result()
 
     def read_all(self) -> None:
-        """Read the rows of all pending results, in this thread where no other one has begun to.
+        """Read the rows of all pending results, in this thread unless another one has begun.
 
-        What is written afterwards does not change these results. An error is raised by the result that it belongs to.
+        Later writes do not change these results. An error is raised by the result that it belongs to.
         """
         with self._lock:
             pending = [rows for _, rows in self._queue]
@@ -84,7 +84,7 @@ class Prefetcher(Generic[T]):
         """Wait for all pending results and return them, oldest first, without removing them."""
         with self._lock:
             futures = [future for future, _ in self._queue]
-        return [future.result() for future in futures]  # without the lock: others may go on meanwhile
+        return [future.result() for future in futures]  # without the lock, so that other threads continue
 
     def replace(self, results: list[T]) -> None:
         """Discard the pending results and queue ``results`` instead."""

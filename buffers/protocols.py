@@ -1,4 +1,4 @@
-"""`Buffer`: what the parts of a replay buffer ask of it."""
+"""`Buffer`: the interface of a replay buffer that its parts use."""
 
 import weakref
 from typing import Any, Protocol
@@ -15,23 +15,22 @@ from flatroll.buffers.writers import Writer
 
 
 class Buffer(StorageOwner, Protocol):
-    """What storages, step writers, row logs, handles and ensembles ask of the buffer that they belong to.
+    """The interface of a buffer used by storages, step writers, row logs, handles and ensembles.
 
     `ReplayBuffer` implements it. Rows are numbered as they were written; row r is in one of ``ring.capacity`` slots.
-    ``write_lock`` is taken before ``lock``, never after it. Who holds ``lock`` keeps it for microseconds, and never
-    while rows are copied: what was read without it is valid if ``ring.unchanged_since(draw)`` says so afterwards.
-    `StorageOwner`, its base class, has the attributes that a storage needs: ``ring``, ``lock``, ``write_lock``,
-    ``started``, ``enter_process``, ``overwrite`` and ``read_drawn``.
+    Lock order: ``write_lock`` before ``lock``. ``lock`` is held for microseconds and never while rows are copied:
+    data read without it is valid if ``ring.unchanged_since(draw)`` is True afterwards. Its base class `StorageOwner`
+    has the attributes that a storage needs: ``ring``, ``lock``, ``write_lock``, ``started``, ``enter_process``,
+    ``overwrite`` and ``read_drawn``.
 
     Attributes:
         storage: where the rows are kept, by slot.
-        sampler, writer: which rows are drawn, and where new ones go.
+        sampler, writer: choose the rows to draw, and the slots of new ones.
         transforms: applied to samples in this order; ``inv`` to what is stored, in the reverse order.
-        batch_size: rows ``N`` of a sample; None if ``sample(batch_size)`` names them.
+        batch_size: rows ``N`` per sample; None if ``sample(batch_size)`` sets it.
         generator: CPU generator of all draws, used under ``lock``; None for torch's global one.
-        markers: keys of the markers by which trajectories are told apart, from the first batch on; None if they are
-            not followed.
-        step_writers: the step writers of the buffer, whose rows may wait; they are flushed before a save or a copy.
+        markers: keys of the trajectory markers, known from the first batch on; None if trajectories are not tracked.
+        step_writers: step writers of the buffer; their waiting rows are flushed before a save or a copy.
     """
 
     storage: Storage
@@ -55,7 +54,7 @@ class Buffer(StorageOwner, Protocol):
         ...
 
     def made_ahead(self) -> list[Any]:
-        """Return copies of the prefetched samples; wait for those that are being made."""
+        """Return copies of the prefetched samples; wait for pending ones."""
         ...
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from flatroll.sharing.worker import Failure, WorkerDied
 
 
 class BufferActor:
-    """Holds the buffer. Batches come and go packed, errors as plain values."""
+    """Holds the buffer. Batches are packed, errors are returned as values."""
 
     _buffer: Any = None
 
     def start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Make the buffer ``kind(**parts(), **options)``; None, or a `Failure`."""
+        """Create the buffer ``kind(**parts(), **options)``; return None or a `Failure`."""
         return attempt(self._start, kind, parts, dict(options))
 
     def _start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: dict[str, Any]) -> None:
@@ -32,14 +32,14 @@ class BufferActor:
         self._buffer = kind(**{name: make() for name, make in parts.items()}, **options)
 
     def run(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the buffer; its result, packed, or a `Failure`."""
+        """Call a method of the buffer; return its packed result or a `Failure`."""
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
         return pack_batches(getattr(self._buffer, method)(*map(unpack_batches, arguments)))
 
     def extend(self, rows: Any) -> Any:
-        """Extend the buffer with packed rows and their *final*; the number of rows, or a `Failure`."""
+        """Extend the buffer with packed rows and their *final*; return the number of rows or a `Failure`."""
         return attempt(self._extend, rows)
 
     def _extend(self, rows: Any) -> int:
@@ -48,33 +48,33 @@ class BufferActor:
 
 
 class RayReplayBuffer(Facts):
-    """A `ReplayBuffer` in an actor, with its methods; any process of the cluster that has it may use it.
+    """A `ReplayBuffer` in a Ray actor; any process of the cluster may use it.
 
-    One owner writes: the actor. Each call goes to it and back, which takes many times as long as a call of a buffer in
-    this process, so a single trainer does better with an ordinary `ReplayBuffer` that a `RayCollector` fills. For
-    several trainers, ``prefetch`` samples are kept under way. Ray is needed: ``pip install 'flatroll[ray]'``.
+    Only the actor writes. Each call is a round trip to it and much slower than a local buffer, so a single trainer
+    should use an ordinary `ReplayBuffer` that a `RayCollector` fills. ``prefetch`` samples are requested ahead.
+    Requires Ray: ``pip install 'flatroll[ray]'``.
 
-    The parts are given as functions that make them, in the actor. Pickled into a task or an actor of Ray, it is the
-    same buffer there.
+    Parts are given as functions that create them in the actor. Pickled into a Ray task or actor, it remains the same
+    buffer.
 
     Args:
         storage: a function that makes the storage, such as ``partial(LazyTensorStorage, 100_000)``.
         sampler, writer, transform: likewise. Default: those of the buffer.
-        batch_size: rows of a sample.
-        prefetch: samples under way, drawn before the latest ``extend`` or ``update_priority``; needs ``batch_size``.
-            Default None: none.
-        seed: of all draws. Default None: others each time.
+        batch_size: rows per sample.
+        prefetch: number of samples requested ahead, possibly drawn before the latest ``extend`` or
+            ``update_priority``; needs ``batch_size``. Default None: none.
+        seed: seed of all draws. Default None: random.
         buffer_cls: the class of the buffer. Default: `ReplayBuffer`.
-        remote_config: options of ``ray.remote`` for the actor. Default: no CPU of its own, and no restart.
+        remote_config: options of ``ray.remote`` for the actor. Default: no reserved CPU, no restart.
         ray_init_config: see `flatroll.rollouts.RayCollector`.
-        calls: what runs the actor. Default: Ray.
+        calls: runs the actor. Default: Ray.
         options: further arguments of the buffer, such as ``collate_fn``.
 
     Raises:
         ImportError: Ray is not installed.
-        TypeError: a part is no function, or cannot be pickled.
-        WorkerDied: the actor is gone; what it held can be had from the last ``state_dict`` that was saved.
-        BaseException: what the buffer raised, with the traceback there as its cause.
+        TypeError: a part is not a function, or cannot be pickled.
+        WorkerDied: the actor died; restore its rows from a saved ``state_dict``.
+        BaseException: raised by the buffer, with the actor's traceback as its cause.
 
     >>> from functools import partial
     >>> from flatroll.buffers import LazyTensorStorage
@@ -104,7 +104,7 @@ class RayReplayBuffer(Facts):
         parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
-            if not callable(part) or isinstance(part, Transform):  # which is callable itself
+            if not callable(part) or isinstance(part, Transform):  # a class is callable, too
                 raise TypeError(
                     f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
                     f"for a storage, got {type(part).__name__}"
@@ -120,7 +120,7 @@ class RayReplayBuffer(Facts):
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
         try:
-            put_named(self._calls, **parts, **options)  # one by one, for the error
+            put_named(self._calls, **parts, **options)  # one by one, so that the error names it
             self._actor = self._calls.make(BufferActor, config)
             settings = {"batch_size": batch_size, "seed": seed, **options}
             self._result(self._calls.call(self._actor, "start", buffer_cls, parts, settings))
@@ -156,10 +156,10 @@ class RayReplayBuffer(Facts):
         return positions
 
     def extend_reference(self, rows: Any) -> int:
-        """Store packed rows with their *final* that stand in the object store: they do not come to this process.
+        """Store packed rows with their *final* from the object store, without a copy through this process.
 
         Args:
-            rows: a reference to what `flatroll.sharing.ray_calls.pack_batches` returns for ``(batch, final)``.
+            rows: a reference to the result of `flatroll.sharing.ray_calls.pack_batches` for ``(batch, final)``.
 
         Returns:
             Number of rows.
@@ -174,7 +174,7 @@ class RayReplayBuffer(Facts):
         return int(self._run("add", data))
 
     def update_priority(self, index: Any, priority: Any, generation: Tensor | None = None) -> None:
-        """As `ReplayBuffer.update_priority`; samples under way were drawn before."""
+        """As `ReplayBuffer.update_priority`; pending samples were drawn before."""
         self._run("update_priority", index, priority, generation)
 
     def note_waiting(self, rows: int) -> None:
@@ -182,14 +182,14 @@ class RayReplayBuffer(Facts):
         self._run("note_waiting", rows)
 
     def empty(self) -> None:
-        """Remove all rows, and forget the samples under way."""
+        """Remove all rows and drop pending samples."""
         self._run("empty")
         self._under_way.clear()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """As `ReplayBuffer.sample`; of the samples under way the one that was asked for first, if there are any."""
+        """As `ReplayBuffer.sample`; returns the oldest pending sample, if there is one."""
         if not self.prefetch or batch_size not in (None, self.batch_size):
             sample, info = self._run("sample", batch_size, True)
         else:
@@ -199,7 +199,7 @@ class RayReplayBuffer(Facts):
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples without end."""
+        """Iterate over samples forever."""
         while True:
             yield self.sample()
 
@@ -217,16 +217,16 @@ class RayReplayBuffer(Facts):
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ReplayBuffer.state_dict`; all rows come to this process."""
+        """As `ReplayBuffer.state_dict`; all rows are copied to this process."""
         return dict(self._run("state_dict"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `ReplayBuffer.load_state_dict`; samples under way are forgotten."""
+        """As `ReplayBuffer.load_state_dict`; pending samples are dropped."""
         self._run("load_state_dict", state)
         self._under_way.clear()
 
     def shutdown(self) -> None:
-        """End the actor, with its rows, and Ray if it was started here; a second call does nothing."""
+        """Stop the actor, which drops its rows, and Ray if it was started here; a second call does nothing."""
         actor, self._actor = self._actor, None
         self._under_way.clear()
         if actor is not None:

@@ -1,4 +1,4 @@
-"""Replay buffers that other processes use: `BufferHandle` asks there, `Owner` answers here, `Post` carries both.
+"""Replay buffers for other processes: a `BufferHandle` is the client, an `Owner` the server, `Post` the channel.
 
 Each end sends one value and then waits for one. Large tensors travel through shared memory, small ones in the message.
 """
@@ -25,7 +25,7 @@ from flatroll.sharing.channel import Channel, Closed, Door, forget_in_children
 from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox, pack, unpack
 from flatroll.sharing.worker import WorkerTraceback, portable
 
-#: What a handle may ask the owner to do with the buffer.
+#: Methods that a handle may call.
 CALLS = frozenset(
     {
         "__len__",
@@ -41,20 +41,20 @@ CALLS = frozenset(
         "update_tensordict_priority",
     }
 )
-# First value of an answer: the call returned, it raised an error, or its message could not be read and the owner has
-# closed the channel.
+# First value of an answer: the call returned, it raised, or its message was unreadable and the owner closed the
+# channel.
 DONE, FAILED, LOST = "done", "failed", "lost"
 _GONE = (
     "the owner of this shared buffer is gone: its process has ended, or the buffer was deleted there. Keep the buffer, "
     "on which handle() was called, as long as its handles are used"
 )
-_PATIENCE = 5.0  # seconds that closing waits for a call under way
-LETTER = "buffer: letter"  # kind of the messages that hold all bytes themselves
-_SMALL = 1 << 16  # bytes that still go into a message: a socket takes them without a reader
+_PATIENCE = 5.0  # seconds that closing waits for a running call
+LETTER = "buffer: letter"  # kind of self-contained messages
+_SMALL = 1 << 16  # maximum bytes sent inline: a socket accepts them without a reader
 
 
 class Served(Protocol):
-    """What handles are made for: a replay buffer or an ensemble. They call the methods named in ``CALLS``."""
+    """A replay buffer or an ensemble; handles call its methods named in ``CALLS``."""
 
     transforms: list[TransformLike]
 
@@ -65,10 +65,10 @@ class Served(Protocol):
 
 
 class Post:
-    """One end of a channel to or from the owner of a buffer.
+    """One end of a channel between the owner of a buffer and a client.
 
-    Each end sends one value and then waits for one. So a value that comes says, too, that the one sent before was read
-    and that its slot may be written again: no message has to.
+    Each end sends one value and then waits for one. A received value therefore confirms that the last sent one was
+    read and its slot can be reused.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -77,21 +77,21 @@ class Post:
         self._outbox, self._inbox = Outbox(channel, slots=1), Inbox(channel)
 
     def send(self, value: Any) -> None:
-        """Send a value: anything that cloudpickle takes; nothing is sent of one that it does not.
+        """Send a value that cloudpickle can pickle; nothing is sent if it cannot.
 
         Raises:
-            Closed: the other end is gone.
+            Closed: the other end has closed.
         """
         rest, tensors = pack(value)
         if len(rest) + sum(tensor.nbytes for tensor in tensors) <= _SMALL:
             self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
             return
         self._take_back()  # where no answer came to an answer that could not be read
-        # Columns of one length make a table: the rows of a batch, and those of its ``final``.
+        # Columns of equal length form a table: a batch, or its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
         for place, tensor in enumerate(tensors):
             tables.setdefault(len(tensor), {})[str(place)] = tensor
-        if len(rest) > _SMALL:  # the pickle itself, of very many items
+        if len(rest) > _SMALL:  # the pickle itself may be large
             packed: dict[Key, Tensor] = {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8)}
             self._outbox.put(*tables.values(), packed, note=None)
         else:
@@ -104,15 +104,15 @@ class Post:
             self._in_slot = False
 
     def open(self, kind: str, content: Any, keep: bool) -> tuple[Any] | None:
-        """Return the value that a message brings, in a tuple; None if it brings none.
+        """Return the value of a message in a tuple; None if it has none.
 
         Args:
             kind: of the message.
             content: of the message.
-            keep: give tensors of their own memory; the others hold the value until the next `send`.
+            keep: copy the tensors; otherwise they are valid until the next `send`.
 
         Raises:
-            ValueError: the message is none of a post, or does not fit to the memory.
+            ValueError: the message is invalid or does not match the memory.
         """
         if kind == LETTER:
             rest, parts = content
@@ -132,7 +132,7 @@ class Post:
         return (unpack(rest, tensors),)
 
     def receive(self) -> Any:
-        """Wait for a value, whose tensors own their memory; `Closed` if none will come."""
+        """Wait for a value and copy its tensors; `Closed` if none will come."""
         while True:
             kind, content = self.channel.receive(LETTER, BLOCK, WINDOW)
             opened = self.open(kind, content, keep=True)
@@ -146,24 +146,24 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
-    if not data:  # frombuffer refuses to look at nothing
+    if not data:  # frombuffer refuses empty memory
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(bytearray(data), dtype=kind).view(shape)
 
 
 class OwnerGone(RuntimeError):
-    """The process that owns a shared buffer has ended, or has deleted the buffer."""
+    """The owner process of a shared buffer has exited or deleted the buffer."""
 
 
 class BufferHandle:
-    """Uses a replay buffer that one process owns, from any process: made by ``buffer.handle()``.
+    """A client for another process's replay buffer, created by ``buffer.handle()``.
 
-    A handle goes to other processes as an argument of ``multiprocessing.Process`` (fork, spawn, forkserver) or of
-    `Nursery.start`, or is there after a fork. Every call is made by a thread of the owner, with the arguments and
-    the results of the buffer's own method, and raises what that raises. Rows travel through anonymous shared memory. A
-    sample comes in host memory, whichever device the storage is on. Several threads may use a handle: they take turns.
+    Pass a handle to other processes as an argument of ``multiprocessing.Process`` (fork, spawn, forkserver) or of
+    `Nursery.start`, or inherit it by a fork. A thread of the owner executes each call, with the buffer's own
+    arguments, results and errors. Rows are sent through anonymous shared memory. Samples are in host memory, whatever
+    the storage's device. Threads may share a handle: calls are serialized.
 
-    Every method raises `OwnerGone`, at once, when the owner's process has ended or the buffer was deleted there.
+    Every method raises `OwnerGone` at once if the owner process has exited or deleted the buffer.
 
     >>> import torch
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -182,7 +182,7 @@ class BufferHandle:
 
     def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
         self.door, self._owner, self._here = door, owner, here
-        self.post: Post | None = None  # of this process, made with its first call
+        self.post: Post | None = None  # this process's channel, opened by its first call
         self._lock = threading.Lock()
         forget_in_children(self)
 
@@ -191,7 +191,7 @@ class BufferHandle:
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
         options = {} if update_priority is None else {"update_priority": update_priority}
-        # An ensemble's method has neither option, and says itself that it takes no rows.
+        # An ensemble's method has neither option and raises its own error.
         stored: Tensor = self._call("extend", data, *(() if final is None else (final,)), **options)
         return stored
 
@@ -236,12 +236,12 @@ class BufferHandle:
         return dict(self._call("stats"))
 
     def note_waiting(self, rows: int) -> None:
-        """Note how many rows a collector keeps back, for the error of an empty buffer."""
+        """Record how many rows a collector holds back, for the error of an empty buffer."""
         self._call("note_waiting", rows)
 
     @property
     def batch_size(self) -> int | None:
-        """Rows per sample, unless ``sample(batch_size)`` names another number."""
+        """Rows per sample, unless ``sample(batch_size)`` overrides it."""
         size: int | None = self._call("batch_size")
         return size
 
@@ -255,13 +255,13 @@ class BufferHandle:
         return BufferHandle, (self.door, self._owner)
 
     def forget(self) -> None:
-        """Let go of a channel that belongs to the process that this one was forked from."""
+        """Drop a channel inherited from the parent process."""
         if self.post is not None:
             self.post.channel.forget()
         self.post, self._lock = None, threading.Lock()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Have a method of the buffer called."""
+        """Call a method of the buffer."""
         if self._here is not None and self._owner == os.getpid():
             buffer = self._here()
             if buffer is None:
@@ -276,7 +276,7 @@ class BufferHandle:
             except (Closed, ConnectionError):
                 self.hang_up()
                 raise OwnerGone(_GONE) from None
-            except BaseException:  # as Ctrl-C: the answer may still come, and is not that of the next call
+            except BaseException:  # a late answer must not be taken for the next call's
                 self.hang_up()
                 raise
             if outcome == LOST:
@@ -287,14 +287,14 @@ class BufferHandle:
         return torch.arange(value.start, value.stop) if isinstance(value, range) else value
 
     def hang_up(self) -> None:
-        """Close this process's channel; the next call makes another."""
+        """Close this process's channel; the next call opens a new one."""
         if self.post is not None:
             self.post.channel.close()
         self.post = None
 
 
 def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call a method of ``buffer`` that handles have, or return an attribute; ValueError for any other name."""
+    """Call an allowed method of ``buffer`` or return an attribute; ValueError for other names."""
     if name not in CALLS:
         raise ValueError(f"a handle can ask for {sorted(CALLS)}, not for {name!r}")
     found = getattr(buffer, name)
@@ -302,7 +302,7 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
 
 
 def shortened(value: Any) -> Any:
-    """A range in place of positions that count up by one, as those of most windows do: a kilobyte less per 128 rows."""
+    """Replace consecutive positions by a range, which saves a kilobyte per 128 rows."""
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
         first, last = int(value[0]), int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
@@ -311,19 +311,19 @@ def shortened(value: Any) -> Any:
 
 
 def send_quietly(post: Post, *answer: Any) -> None:
-    """Send an answer; that nobody is there to read it is no error."""
+    """Send an answer; ignore that the client is gone."""
     with suppress(Closed):
         post.send(answer)
 
 
 class Owner:
-    """Serves one buffer to other processes on one thread, which ends with the buffer or with the interpreter.
+    """Serves a buffer to other processes in a thread that ends with the buffer or the interpreter.
 
-    The thread waits on the door and on all clients at once. Only it, and whoever has the buffer itself, ever writes:
-    a client that is killed has sent a whole message or none, and its memory goes with its channel.
+    The thread waits for new clients and messages. Only it and the buffer's own process write: a killed client has
+    sent a whole message or none, and its memory is freed with its channel.
 
     Args:
-        buffer: the buffer, which is not kept alive.
+        buffer: the buffer, held by a weak reference.
     """
 
     def __init__(self, buffer: Served) -> None:
@@ -336,11 +336,11 @@ class Owner:
         self._poll.register(self._inside.fileno(), select.POLLIN)
         self.thread = threading.Thread(target=self._serve, name="flatroll buffer owner", daemon=True)
         forget_in_children(self)
-        weakref.finalize(buffer, self.close)  # also when the interpreter ends
+        weakref.finalize(buffer, self.close)  # also at interpreter exit
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread; clients get `OwnerGone`. Does nothing in a forked process."""
+        """Stop the thread; clients get `OwnerGone`. Does nothing in a forked process."""
         if os.getpid() != self.process:
             return
         self._closed = True
@@ -349,13 +349,13 @@ class Owner:
             self.thread.join(_PATIENCE)
 
     def forget(self) -> None:
-        """Close a forked process's copies of the descriptors: clients would take them for a living owner."""
+        """Close a forked process's copies of the descriptors, which clients would mistake for a living owner."""
         self._inside.forget()
         for post in self.clients.values():
             post.channel.forget()
 
     def _serve(self) -> None:
-        """Admit clients and do what they ask for, until the door is shut."""
+        """Accept clients and serve their calls until closed."""
         door = self._inside.fileno()
         try:
             while True:
@@ -364,7 +364,7 @@ class Owner:
                         return
                     if descriptor == door:
                         entered = self._inside.admit()
-                        if entered is not None:  # a client, and not something else that came through the door
+                        if entered is not None:  # a valid client
                             self.clients[entered] = Post(Channel(entered))
                             self._poll.register(entered, select.POLLIN)
                     elif descriptor in self.clients:
@@ -375,7 +375,7 @@ class Owner:
             self._inside.forget()
 
     def _hear(self, descriptor: int) -> None:
-        """Read from a client, answer it, and drop it if it is gone or what it sends makes no sense."""
+        """Read and answer a client's message; drop a client that is gone or sends invalid data."""
         post = self.clients[descriptor]
         try:
             post.channel.feed()
@@ -383,17 +383,17 @@ class Owner:
                 self._answer(post, *message)
             if not post.channel.ended:
                 return
-        except BaseException as error:  # of reading: where the next message begins is unknown
+        except BaseException as error:  # reading failed: the start of the next message is unknown
             send_quietly(post, LOST, portable(error), traceback.format_exc())
         self._poll.unregister(descriptor)
         del self.clients[descriptor]
         post.channel.close()
 
     def _answer(self, post: Post, kind: str, content: Any) -> None:
-        """Do what a message asks for. Whatever the buffer raises goes back to the client."""
+        """Execute a message; the buffer's errors are sent to the client."""
         buffer = self._buffer()
-        # A list storage and the `inv` of a transform may keep the very tensors that they are given: these must not be
-        # in memory that the client writes to again.
+        # A list storage or a transform's `inv` may keep the tensors, so they must not be in memory that the client
+        # overwrites.
         keep = buffer is not None and (
             any(map(changes_stored, buffer.transforms)) or not isinstance(buffer.storage, ColumnStorage)
         )
@@ -405,7 +405,7 @@ class Owner:
             answer = DONE, shortened(call(buffer, name, arguments, options)), ""
         except BaseException as error:
             trace = traceback.format_exc()
-            answer = FAILED, portable(error).with_traceback(None), trace  # its frames hold the buffer
+            answer = FAILED, portable(error).with_traceback(None), trace  # its frames refer to the buffer
         del buffer
         try:
             send_quietly(post, *answer)
@@ -414,20 +414,20 @@ class Owner:
 
 
 class Service:
-    """What a buffer or an ensemble knows of the thread that serves it to other processes.
+    """The server thread of a buffer or an ensemble.
 
-    Copies know which process that is.
+    Copies remember the owner's process.
     """
 
     def __init__(self, owned_by: tuple[int, float] | None = None) -> None:
         self.owner: Owner | None = None
-        self._owned_by = owned_by  # number and start of the owner's process
+        self._owned_by = owned_by  # pid and start time of the owner's process
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Service, (self._owned_by,)
 
     def handle(self, buffer: Served) -> BufferHandle:
-        """Return the handle of ``buffer``, which is this process's own; see `ReplayBuffer.handle`."""
+        """Return the handle of this process's ``buffer``; see `ReplayBuffer.handle`."""
         if self.owner is None or self.owner.process != os.getpid():
             if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
                 raise RuntimeError(
@@ -440,9 +440,9 @@ class Service:
 
 
 def _runs(process: int, start: float) -> bool:
-    """Whether the process of this number that began at ``start`` is alive."""
+    """Return whether the process with this pid and start time is alive."""
     try:
-        # The start is counted from that of the system, which is corrected now and then.
+        # The start time is relative to the system's boot time, which is adjusted now and then.
         return bool(abs(psutil.Process(process).create_time() - start) < 2)
     except psutil.NoSuchProcess:
         return False

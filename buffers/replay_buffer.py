@@ -65,11 +65,9 @@ from flatroll.specs import Composite, as_space, make_composite_from_td
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Drawn: TypeAlias = tuple[Draw, Any]  # the rows of a sample, and their columns or items
-Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
+Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended
 
-#: More rows than any sample has.
-_MOST_ROWS = 2**48
-#: Attributes that are made anew in another process and in a copy.
+#: Attributes that are recreated in another process and in a copy.
 _PER_PROCESS = (
     "lock",
     "write_lock",
@@ -80,39 +78,39 @@ _PER_PROCESS = (
     "_failure",
     "step_writers",
 )
-#: Attributes that a write changes, one after the other.
+#: Attributes that a write changes, in this order.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
-#: The buffer that began to use a sampler or a writer last.
+#: The buffer that last began to use a sampler or writer.
 _USERS: weakref.WeakKeyDictionary[Any, "weakref.ref[ReplayBuffer]"] = weakref.WeakKeyDictionary()
 
 
 class ReplayBuffer(Facts):
     """Stores rows in a ring and samples from it.
 
-    Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with
-    `ListStorage` any items at all. When the storage is full, each new row overwrites the oldest one. A sample
-    owns its memory, has the same entries every time, and carries the sampler's marks before transforms see it.
+    Rows come from flat tensordict batches, from tensors or trees of tensors (nested tuples and dicts), or with
+    `ListStorage` from any items. Once the storage is full, each new row overwrites the oldest one. A sample owns its
+    memory and always has the same entries; the sampler marks it before transforms are applied.
 
-    ``extend`` and ``sample`` may run on several threads: a row is sampled only when all its columns are in, and a
-    sample during which one of its rows was overwritten is drawn again.
+    ``extend`` and ``sample`` are thread-safe: a row is sampled only once all its columns are written, and a sample is
+    redrawn if one of its rows was overwritten while it was read.
 
     Args:
-        storage: where the rows are kept, default ``ListStorage(1000)``.
-        sampler: which rows a sample takes, default :class:`RandomSampler`.
-        writer: where new rows go, default :class:`RoundRobinWriter`.
-        collate_fn: makes a batch of what the storage gives: a list of items from `ListStorage`, else a batch.
-        prefetch: samples made ahead by as many threads, default none; needs ``batch_size``. Rows are drawn in order
-            in the caller's thread, and a write first reads the rows of those samples, so samples do not depend on the
-            threads (unless a transform draws random numbers of its own there). Up to
-            ``prefetch`` of them were drawn before the latest ``extend`` or ``update_priority``.
+        storage: stores the rows, default ``ListStorage(1000)``.
+        sampler: chooses the rows of a sample, default :class:`RandomSampler`.
+        writer: chooses the slots of new rows, default :class:`RoundRobinWriter`.
+        collate_fn: makes a sample from the storage's output: a list of items of a `ListStorage`, else a batch.
+        prefetch: number of samples prepared ahead, by as many threads, default none; needs ``batch_size``. Rows are
+            drawn in order in the caller's thread, and a write first reads the rows of pending samples, so samples do
+            not depend on thread timing (unless a transform draws its own random numbers). Up to ``prefetch`` samples
+            were drawn before the latest ``extend`` or ``update_priority``.
         transform: applied to samples, see :meth:`append_transform`.
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
-        checkpointer: in what form :meth:`dumps` writes the rows; default that of the storage.
+        checkpointer: how :meth:`dumps` writes the rows; default the storage's.
         shared, compilable: whether other processes will write (`LazyMemmapStorage` only); see `Storage`.
 
     >>> import torch
@@ -125,7 +123,7 @@ class ReplayBuffer(Facts):
     (3, tensor([0., 1., 2.]), torch.Size([2]))
     """
 
-    #: What `note_spec` was told.
+    #: The spec from `note_spec`.
     noted_spec: Composite | None = None
 
     def __init__(
@@ -181,32 +179,32 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
-        self._home = os.getpid()  # where rows are written
+        self._home = os.getpid()  # of the last write
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
 
     def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
-        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
+        """Append a transform: an object with ``forward(td)`` and perhaps ``inv(td)``, or a function. Samples pass
+        through ``forward`` in order, batches to store through ``inv`` in reverse order.
 
         Args:
             transform: see `Transform`.
-            invert: apply ``forward`` to what is stored, and ``inv`` to samples. So work that is the same every time
-                is done once.
+            invert: apply ``forward`` to what is stored and ``inv`` to samples, so that deterministic work is done
+                once.
 
         Raises:
-            TypeError: neither of the two.
+            TypeError: ``transform`` is not a transform.
             RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
-            ValueError: ``invert`` with a transform that follows trajectories.
+            ValueError: ``invert`` with a transform that reads trajectories.
         """
         return self.insert_transform(len(self.transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
+        """Insert a transform before the one at ``index``; see :meth:`append_transform`.
 
         Raises:
-            ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
+            ValueError: there are fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
         flags(invert=invert)
@@ -225,20 +223,20 @@ class ReplayBuffer(Facts):
     ) -> Tensor:
         """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
-        Of a batch with more rows than the storage holds, the last ones are stored, and a warning says so once.
-        Nothing is stored of a batch that raises an error.
+        If a batch has more rows than the storage holds, only the last ones are stored, with one warning. If it
+        raises, nothing is stored.
 
         Args:
-            data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
-                cut), a tensor ``[N, ...]``, a tree of such tensors (a tuple is a tree), or a list of items.
+            data: a tensordict ``[N]`` (whole or cut trajectories, concatenated), a tensor ``[N, ...]``, a tree of
+                such tensors (a tuple is a tree), or a list of items.
             final: the next observations that no row of a compact batch holds (``collector.final``).
             update_priority: False ignores priorities in the batch (see `TensorDictReplayBuffer`).
 
         Raises:
-            TypeError: data of another kind than before, or a marker of the wrong dtype.
-            ValueError: the batch is not flat where trajectories are followed, holds padding, or differs from the
-                first one in entries, shapes or dtypes; or rows do not continue the trajectory that their id names,
-                as those of two collectors with one number (``Collector(writer=)``) do not.
+            TypeError: the kind of data has changed, or a marker has the wrong dtype.
+            ValueError: the batch is not flat although trajectories are tracked, has padding, or differs from the
+                first one in entries, shapes or dtypes; or rows do not continue the trajectory of their id, for
+                example if two collectors have the same number (``Collector(writer=)``).
             KeyError: a marker that the sampler or the storage needs is missing.
             MemoryError, OSError: at the first extend, if the storage does not fit in memory or on the disk.
         """
@@ -258,8 +256,7 @@ class ReplayBuffer(Facts):
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:
-        """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage`
-        anything. Return its position in the storage, -1 if the writer rejected it."""
+        """Store one item (a row ``[]``, a tensor, a tree, ...); return its position, -1 if the writer rejected it."""
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
         kind = self.storage.structure
@@ -274,17 +271,17 @@ class ReplayBuffer(Facts):
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
-        if self._prefetcher is not None:  # else whether a row is drawn anew would depend on the threads
+        if self._prefetcher is not None:  # otherwise redraws would depend on thread timing
             self._prefetcher.read_all()
         with self.write_lock:
-            # The first batch says whether trajectories are followed, so the ring is made with it.
+            # The first batch decides whether trajectories are tracked, so create the ring with it.
             ring = self.ring if self.started else self._first_ring(data)
             if isinstance(data, (TensorDictBase, list)) and not len(data):
                 slots = torch.zeros(0, dtype=torch.int64)
             else:
                 rows = self.storage.prepare(data, final, self.markers, whole=self.writer.chooses)
                 if not self.started:
-                    # Only after the batch was found to fit: an error leaves the buffer as it was.
+                    # Only after the batch was checked: an error leaves the buffer unchanged.
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self.lock:
@@ -293,7 +290,7 @@ class ReplayBuffer(Facts):
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
     def _first_ring(self, data: Any) -> Ring:
-        """Make the ring: the first batch says whether trajectories are followed."""
+        """Create the ring; the first batch decides whether trajectories are tracked."""
         needs_index = self._needs_index()
         if needs_index is not None and getattr(data, SCALED, False):
             warn_of_scales(stacklevel=4)
@@ -301,7 +298,7 @@ class ReplayBuffer(Facts):
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
-                # Where compact_obs alone needs the index, trajectories are not followed: any order of rows will do.
+                # If only compact_obs needs the index, trajectories are not tracked and rows may be in any order.
                 followed = self.sampler.needs_index or any(map(looks_ahead, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
             if self.markers is not None and data.batch_dims != 1:
@@ -316,24 +313,24 @@ class ReplayBuffer(Facts):
     def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
         """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
 
-        The copy is made without the lock of readers: nobody draws the claimed slots, and a sample that was drawn
-        before is drawn again if it had one of them.
+        The copy runs without the readers' lock: claimed slots are not drawn, and an earlier sample with one of them
+        is redrawn.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
-        # This may refuse the rows, so it comes before other rows are given up.
+        # This may refuse the rows, so do it before dropping others.
         links = storage.link(ring, rows, self.markers)
-        with self.lock:  # from here on nobody draws the rows that will be overwritten
+        with self.lock:  # from here on rows that will be overwritten are not drawn
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
                 sampler.claimed(ring, first, count)
-        if chosen is not None:  # the writer has taken the rows out of the draw whose slots it gives away
+        if chosen is not None:  # the writer has excluded the rows in these slots from draws
             at, slots = chosen
             storage.put(slots, rows, at)
             with self.lock:
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
-        slot = first % ring.capacity  # row r takes slot r modulo the capacity
+        slot = first % ring.capacity  # row r goes to slot r modulo the capacity
         if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
                 storage.write(slot, rows, links.after(fragments.firsts) if storage.shares else None)
@@ -351,19 +348,18 @@ class ReplayBuffer(Facts):
                 ring.publish(count)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
-        # Slots go on at 0 after the last one; most writes do not reach it and save the division.
+        # Slots wrap around to 0; most writes do not reach the end and skip the modulo.
         slots = torch.arange(slot, slot + count)
         return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        """Write ``data`` (after the transforms' ``inv``) over stored rows; length and cursor stay.
+        """Overwrite stored rows with ``data`` (after the transforms' ``inv``); length and cursor do not change.
 
-        A tensordict may have some of the entries only.
+        A tensordict may have a subset of the entries.
 
         Raises:
             IndexError: no row is stored there.
-            ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
-                would change.
+            ValueError: a trajectory marker, or an entry that a compact storage shares between rows, would change.
         """
         self.overwrite(index, before_storing(data, self.transforms, self.storage.not_compared))
 
@@ -397,9 +393,9 @@ class ReplayBuffer(Facts):
         """Set the priorities of stored rows, given their positions.
 
         Args:
-            index: positions as in the info of a sample, or their coordinates as a tuple, on any device; -1 is left out.
+            index: positions as in a sample's info, or a tuple of coordinates, on any device; -1 is skipped.
             priority: one value for all rows or one per row, not negative.
-            generation: ``info["index_generation"]``; rows overwritten since are then left out.
+            generation: ``info["index_generation"]``; rows overwritten since then are skipped.
 
         Raises:
             TypeError: the sampler has no priorities.
@@ -414,7 +410,7 @@ class ReplayBuffer(Facts):
             self.sampler.update_priority(self.ring, slots, priorities, generation)
 
     def mark_update(self, index: Index) -> None:
-        """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        """Reset the priorities of rows to that of new rows; does nothing for samplers without priorities."""
         self._enter_to_write()
         with self.lock:
             self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
@@ -428,16 +424,16 @@ class ReplayBuffer(Facts):
     def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Draw a sample, a batch ``[n]`` of the stored kind; with ``return_info`` also return an info dict.
+        """Draw a sample, a batch ``[n]`` of the stored kind of data; with ``return_info`` also return an info dict.
 
         Args:
-            batch_size: rows, default that of the buffer. Short trajectories may give fewer (see the sampler).
-            return_info: return ``(sample, info)``: ``info["index"]`` holds the rows' positions (int64 ``[n]``, or
-                ``[n, ndim]``), further entries are the sampler's.
+            batch_size: number of rows, default the buffer's. Short trajectories may give fewer (see the sampler).
+            return_info: return ``(sample, info)``: ``info["index"]`` are the rows' positions (int64 ``[n]``, or ``[n,
+                ndim]``); other entries come from the sampler.
 
         Raises:
             RuntimeError: the buffer is empty, or holds no trajectory long enough.
-            ValueError: no batch size, or one that does not fit the sampler.
+            ValueError: the batch size is missing or does not fit the sampler.
         """
         if return_info is not False and return_info is not True:
             flags(return_info=return_info)
@@ -452,14 +448,14 @@ class ReplayBuffer(Facts):
             yield sample
 
     def next_sample(self, batch_size: int | None) -> Made:
-        """Return the oldest prefetched sample or make one: the sample, its info, whether a pass ended with it."""
+        """Return the oldest prefetched sample or a new one: the sample, its info, and whether a pass ended."""
         if self._ready_in != os.getpid():
             self.enter_process()
         size = self.batch_size if batch_size is None else batch_size
-        if size is not None and (type(size) is not int or not 0 < size < _MOST_ROWS):
-            size = whole_number("batch_size", size, 1, _MOST_ROWS)
+        if size is not None and (type(size) is not int or not 0 < size < 2**63):
+            size = whole_number("batch_size", size)
         size = self.sampler.check(size)
-        # Samples made ahead are of the buffer's own size; one of another size is made apart.
+        # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
             read, finish = self._draw_sample(size)
             return finish(read())
@@ -467,8 +463,7 @@ class ReplayBuffer(Facts):
         return made
 
     def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
-        """Draw rows in this thread; return the rest of the work, which any thread may do: to read them, and to make a
-        sample of what was read."""
+        """Draw rows in this thread; return functions to read them and to make the sample, for any thread."""
         with self.lock:
             ring = self.ring
             draw = self._draw(ring, size)
@@ -477,7 +472,7 @@ class ReplayBuffer(Facts):
         return read, partial(self._finish_sample, ended)
 
     def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
-        """Let the sampler draw ``size`` rows, or draw these ``slots``, and with them what transforms read."""
+        """Draw ``size`` rows by the sampler, or these ``slots``, and the rows that transforms read."""
         if slots is None:
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
@@ -492,7 +487,7 @@ class ReplayBuffer(Facts):
         return draw
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
-        """Mark the rows that were read, and put them through the transforms."""
+        """Mark the rows and apply the transforms."""
         storage, (draw, values) = self.storage, drawn
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
         structure, shape = storage.structure, draw.slots.shape
@@ -512,33 +507,33 @@ class ReplayBuffer(Facts):
     def read_drawn(
         self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw], read: Callable[[Ring, Draw], T]
     ) -> tuple[Draw, T]:
-        """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
+        """Return ``read(ring, draw)``, called without a lock, and its draw.
 
-        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` redraws under the lock.
         """
         for _ in range(8):
-            # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+            # Other threads may write meanwhile; the counters then reveal overwritten rows.
             values = read(ring, draw)
             with self.lock:
                 if ring is self.ring and ring.unchanged_since(draw):
                     return draw, values
                 ring = self.ring
                 draw = draw_again(ring)
-        with self.write_lock:  # the ring is small and the writers fast: they wait for once
+        with self.write_lock:  # small ring, fast writers: make them wait this time
             with self.lock:
                 ring = self.ring
                 draw = draw_again(ring)
             return draw, read(ring, draw)
 
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
-        """What the storage gave (columns by key, or a list of items), with entries of the info."""
+        """Add info entries to the storage's output (columns by key, or a list of items)."""
         return values
 
     def __getitem__(self, index: Any) -> Any:
-        """Stored rows by position in the storage (not by age), transformed but not marked.
+        """Return stored rows by position in the storage (not by age), transformed but not marked.
 
-        An entry's name gives that entry of all rows. Positions that a write under way, or one that failed, has
-        given up are left out of slices; asked for one by one they raise IndexError.
+        An entry's name returns that entry of all rows. Slices skip positions that a running or failed write has
+        claimed; indexing them individually raises IndexError.
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
@@ -556,7 +551,7 @@ class ReplayBuffer(Facts):
             return values[0]
         ends = torch.ones(len(rows), dtype=torch.bool)
         numbers = ring.numbers(rows, draw.version[0])
-        ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
+        ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written directly after
         data = values if listed else self.storage.build(values, rows.shape)
         for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
@@ -567,7 +562,7 @@ class ReplayBuffer(Facts):
         return in_shape(data, slots, len(rows), self.storage.lanes)
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
-        """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
+        """Return the drawn rows, changed by the transforms that read other rows."""
         values = self.storage.read_rows(draw.slots, draw.follow)
         if draw.ahead is None and draw.chosen is None:
             return values
@@ -594,9 +589,9 @@ class ReplayBuffer(Facts):
 
     @property
     def spec(self) -> Composite:
-        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty.
+        """The shapes and dtypes of rows as read: a spec of shape ``(-1,)``; RuntimeError if empty.
 
-        Entries of the kind that :meth:`note_spec` told have the limits of that spec, too.
+        Entries that match :meth:`note_spec` also have the limits of that spec.
         """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
@@ -611,25 +606,26 @@ class ReplayBuffer(Facts):
 
     @property
     def _storage(self) -> Storage:
-        """The storage, by the name that the references' programs read it by."""
+        """The storage, under the name that torchrl programs use."""
         return self.storage
 
     def note_spec(self, spec: Composite) -> None:
-        """Note which values the rows can have, ``collector.spec`` or `flatroll.rollouts.batch_spec`, for :attr:`spec`
-        and for files that tell the env's spaces (`export`). A `Collector` with ``replay_buffer=`` does it itself.
+        """Record the spec of the rows, ``collector.spec`` or `flatroll.rollouts.batch_spec`.
 
-        Copies and pickles have the spec; saved states have not: note it again after a load.
+        It is used by :attr:`spec` and by exported files that store the env's spaces (`export`). A `Collector` with
+        ``replay_buffer=`` calls it.
+
+        Copies and pickles keep the spec; saved states do not, so call it again after a load.
         """
         self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
 
     def noted_space(self, key: NestedKey) -> Any:
-        """Return the Gymnasium space of an entry's values, one row's, as `note_spec` told; None if it did not."""
+        """Return the Gymnasium space of one row of an entry from `note_spec`; None if unknown."""
         spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
         return None if spec is None else as_space(spec[0])
 
     def oldest_first(self) -> Any:
-        """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
-        slots: what `extend` of another buffer takes.
+        """Return all stored rows in writing order (``buffer[:]`` returns slot order), for `extend` of another buffer.
 
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
         >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3))
@@ -643,11 +639,11 @@ class ReplayBuffer(Facts):
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
     def stats(self) -> dict[str, int | float]:
-        """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
+        """Return statistics for logging: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
-        ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever
-        written and rows / capacity.
+        ``bytes`` counts storage and index, ``bytes_saved`` the savings of ``compact_obs``, ``frame_stack`` and
+        ``codec``. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever written and
+        rows / capacity.
         """
         storage = self.storage
         with self.lock:
@@ -672,7 +668,7 @@ class ReplayBuffer(Facts):
         return f"{name}({len(self)} of {self.ring.capacity} rows, {kind}, {sampler})"
 
     def _facts(self) -> dict[str, Any]:
-        """What a notebook shows: the statistics, and the parts with their options."""
+        """Return what a notebook shows: the statistics, and the parts with their options."""
         parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
         transforms = ", ".join(map(repr, self.transforms)) or None
         stats = self.stats()
@@ -686,10 +682,10 @@ class ReplayBuffer(Facts):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
+        """Return the complete state of the buffer, including prefetched samples, for :meth:`load_state_dict`.
 
-        It owns its memory, and is plain Python and tensors, so that ``torch.load`` reads what ``torch.save`` wrote of
-        it; but for objects of your own in a `ListStorage`. Transforms are not in it.
+        It owns its memory and consists of plain Python values and tensors, so ``torch.save`` and ``torch.load`` work
+        with it (except for custom objects in a `ListStorage`). It does not contain transforms.
         """
         self.enter_process()
         ahead = self.made_ahead()
@@ -699,36 +695,35 @@ class ReplayBuffer(Facts):
         return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
+        """Restore rows and random state from a :meth:`state_dict`; the same samples follow.
 
-        Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
-        them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.
+        Existing rows are dropped. Open trajectories are cut: new rows do not continue them, because the envs are not
+        in the state. A state that does not fit changes nothing.
 
         Args:
-            state: of a buffer with a storage, a sampler and a writer made with the same arguments; the storage may
-                be in memory here and in files there. Samples made ahead are taken over if both buffers prefetch.
+            state: state of a buffer whose storage, sampler and writer have the same arguments; one storage may be in
+                memory and the other in files. Prefetched samples are restored if both buffers prefetch.
 
         Raises:
-            ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
-                needed; a generator on one side only; a damaged state, such as one whose columns, counters, tables or
-                priorities do not fit together.
+            ValueError: the storage's capacity, kind or entries differ; a required trajectory index is missing; only
+                one side has a generator; or the state is damaged (its columns, counters, tables or priorities are
+                inconsistent).
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
         expect("state", state, Mapping, "what state_dict returned")
         self._load(dict(state))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
-        """Restore a state. ``ring``, which `_check_state` returned of it while the buffer had the ring ``checked_for``,
-        saves a second check if it still has that one: then the storage has the same columns, too."""
+        """Restore a state; ``ring`` is `_check_state`'s result if the buffer still has the ring ``checked_for``."""
         self.enter_process()
         if self._prefetcher is not None:
-            self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+            self._prefetcher.wait()  # its threads must first read rows that will be overwritten
         state = _tables_of(state)
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
                 ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
-            # Sampler and writer go first, since a user's own can refuse; the rows cannot be brought back.
+            # Sampler and writer first, since a user's own may refuse; rows cannot be rolled back.
             before = self.sampler.state_dict(), self.writer.state_dict()
             try:
                 if state["ring"] is None:
@@ -743,7 +738,7 @@ class ReplayBuffer(Facts):
                         self._own_parts()
                         self.storage.max_size = ring.capacity  # with the saved lanes
                     elif not self.storage.loads_whole:
-                        # Nobody reads a mixture of old and new rows, in other processes neither.
+                        # Prevent readers, also in other processes, from seeing a mixture of old and new rows.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
                     self.storage.load_state_dict(state["storage"])
                     self.storage.use_ring(ring, self._unshareable_part(ring), first)
@@ -752,7 +747,7 @@ class ReplayBuffer(Facts):
             except BaseException:
                 self.sampler.load_state_dict(before[0])
                 self.writer.load_state_dict(before[1])
-                if not len(self.ring):  # interrupted while rows were copied
+                if not len(self.ring):  # interrupted during the copy
                     self.sampler.emptied()
                 raise
             if self.generator is not None:
@@ -771,25 +766,24 @@ class ReplayBuffer(Facts):
     ) -> None:
         """Save rows, sampler, writer and random state to a folder, for :meth:`loads`; transforms are not in it.
 
-        A second save to the same folder writes the rows that are new since, and the tables. It is there as a whole or
-        not at all: whatever the process is killed by, the folder holds the version before or this one. Other threads
-        write and sample meanwhile. No pickle is written or read. Which form the rows have says
-        ``storage.checkpointer``.
+        A second save to the same folder writes only new rows and the tables. Saves are atomic: if the process is
+        killed, the folder holds either the previous version or this one. Other threads may write and sample
+        meanwhile. No pickle is written or read. ``storage.checkpointer`` determines the form of the rows.
 
         Args:
-            path: of the folder, which is made.
-            wait: return when all is written, default True. With False a thread does it, one at a time; its error comes
-                with the next call of `dumps` or `loads`, which waits for it.
-            sync: return when the data are on the disk, safe from a power loss, default True.
-            keep: versions that stay in the folder, default 2.
-            overwrite: begin anew in a folder with a version that this buffer has neither saved nor loaded, default
+            path: the folder, created if necessary.
+            wait: return when everything is written, default True. If False, a thread saves; the next call of `dumps`
+                or `loads` waits for it and raises its error.
+            sync: also flush to disk, safe from a power loss, default True.
+            keep: number of versions kept in the folder, default 2.
+            overwrite: start over in a folder with a version that this buffer has neither saved nor loaded, default
                 False.
 
         Raises:
-            FileExistsError: the folder holds such a version.
-            BlockingIOError: somebody else saves to it right now.
-            TypeError: the state holds something that is no data, such as an object in a `ListStorage`.
-            OSError: the disk is full, or failed; the version before stays.
+            FileExistsError: the folder has such a version.
+            BlockingIOError: another save to it is running.
+            TypeError: the state contains unsupported values, such as an object in a `ListStorage`.
+            OSError: the disk is full or failed; the previous version is intact.
 
         >>> import tempfile, torch
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -809,22 +803,21 @@ class ReplayBuffer(Facts):
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
-        """Restore what :meth:`dumps` saved, so that the same samples follow, as `load_state_dict` does.
+        """Restore what :meth:`dumps` saved, like `load_state_dict`; the same samples follow.
 
-        Nothing in the folder is trusted: checksums, sizes and tables are checked, and what does not fit changes
-        nothing. `dumps` and `loads` call neither `state_dict` nor `load_state_dict`: what a subclass keeps besides is
-        saved along with the buffer by `Checkpoint`, as a part of its own.
+        Nothing in the folder is trusted: checksums, sizes and tables are checked before anything changes. `dumps` and
+        `loads` do not call `state_dict` or `load_state_dict`: save further state of a subclass with `Checkpoint`, as
+        a separate part.
 
         Args:
             path: of the folder.
-            version: number of a version that is kept, default the newest.
-            strict: raise if the newest version is damaged; by default a warning says what is lost, and the version
-                before it is loaded.
+            version: number of a kept version, default the newest.
+            strict: raise if the newest version is damaged; by default warn and load the previous one.
 
         Raises:
-            FileNotFoundError: there is no folder, or no version in it, or not this one (the text lists them).
-            ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
-                same), or damaged files, named; a folder of a later version of the package.
+            FileNotFoundError: the folder, or a version in it, does not exist (the message lists the versions).
+            ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
+                are damaged, or the folder is from a later version of the package.
         """
         flags(strict=strict)
         if version is not None:
@@ -845,18 +838,18 @@ class ReplayBuffer(Facts):
         self.loads(path, **options)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows, path=path)`` before rows are written; what it returns is written instead.
+        """Call ``hook(rows, path=path)`` before rows are written; its result is written instead.
 
-        The rows, oldest first and some at a time, are a batch of the kind that is stored (a compact storage gives each
-        observation once), or a list of items. The hook returns as many, or a tensordict of batch size ``[]``. A hook
-        with the attributes ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path``
-        and may return any form. They are set before, to what the rows are that it gets: 0 and True if the buffer is
-        full, else their number and False. A buffer with the hooks that undo it (`Flat2TED`, `Nested2TED`) loads it.
+        Rows are passed in chunks, oldest first, as a batch (a compact storage passes each observation once) or a list
+        of items. The hook returns as many rows, or a tensordict of batch size ``[]``. A hook with attributes
+        ``shift`` and ``is_full``, such as `TED2Flat` and `TED2Nested`, is called without ``path`` and may return
+        anything; the attributes are set before the call, to 0 and True if the buffer is full, else to the number of
+        rows and False. Load with the inverse hooks (`Flat2TED`, `Nested2TED`).
         """
         hooked(self.storage).register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
-        """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
+        """Call ``hook(rows)`` on loaded rows before they are stored, to undo the save hooks."""
         hooked(self.storage).register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
@@ -864,9 +857,10 @@ class ReplayBuffer(Facts):
         self.enter_process()
         self._store_steps()
         packer = Packer()
-        packer.add("others", dict(others))  # what is no data is refused before a row is written
+        packer.add("others", dict(others))  # refuse unsupported values before writing rows
         checkpointer = checkpointer_of(self.storage)
-        # Nobody writes until all is copied: rows written out of order, or the first rows, which bring another ring.
+        # Block writers until everything is copied: they may write rows out of order, or the first rows with a new
+        # ring.
         alone = not self.ring.in_order or not self.started
         ahead = self.made_ahead() if alone else []
         with self.write_lock if alone else nullcontext():
@@ -879,7 +873,7 @@ class ReplayBuffer(Facts):
             with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
                 save.begin(rows)
                 if not alone:
-                    ahead = self.made_ahead()  # without a lock, which those that make them may wait for
+                    ahead = self.made_ahead()  # without a lock: the prefetching threads may wait for it
                 with nullcontext() if alone else self.write_lock:
                     if ring is not self.ring:
                         raise RuntimeError(
@@ -887,13 +881,13 @@ class ReplayBuffer(Facts):
                         )
                     head, end = ring.saved_rows
                     save.hold(head, end)
-                    with self.lock:  # of readers, too: a draw changes the sampler
+                    with self.lock:  # also the readers' lock: a draw changes the sampler
                         tables = self.tables(ahead)
                 packer.add("buffer", tables)
                 return save.publish(packer, {"kind": "buffer", "buffer": repr(self), "rows": end - head})
 
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
-        """Read and check a version; return what was saved along with the buffer, and what loads the rest."""
+        """Read and check a version; return the values saved with the buffer, and a function that loads the rest."""
         self.enter_process()
         checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
@@ -928,7 +922,7 @@ class ReplayBuffer(Facts):
             raise
 
         def apply() -> None:
-            # An empty state's ring goes on from the rows that are there when it is loaded.
+            # The ring of an empty state continues the numbers of the buffer that loads it.
             self._load(state, None if state["ring"] is None else ring, checked_for)
             saved.folder = folder
             saved.note(self.ring)
@@ -940,7 +934,7 @@ class ReplayBuffer(Facts):
         return checkpointer_of(self.storage).versions(path)
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
-        """The state without the rows; ``ahead`` are samples made ahead. The caller holds both locks."""
+        """Return the state without the rows; ``ahead`` are prefetched samples. The caller holds both locks."""
         return {
             "storage": self.storage.tables(self.ring.pool_size),
             "ring": self.ring.state_dict() if self.started else None,
@@ -952,7 +946,7 @@ class ReplayBuffer(Facts):
         }
 
     def made_ahead(self) -> list[Any]:
-        """Copies of the samples made ahead; waits for those that are being made."""
+        """Return copies of the prefetched samples; waits for pending ones."""
         return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -963,8 +957,7 @@ class ReplayBuffer(Facts):
 
     @reading_tables()
     def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
-        """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
-        cannot be loaded. The caller holds both locks, and nothing changes."""
+        """Check ``state`` and return the ring for its rows, without changes; the caller holds both locks."""
         if missing := _ENTRIES - set(state):
             raise ValueError(
                 f"state is not that of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
@@ -982,7 +975,7 @@ class ReplayBuffer(Facts):
         return ring
 
     def _saved_ring(self, state: dict[str, Any]) -> Ring:
-        """The ring that will count the rows of ``state``; an error if it is none for this buffer."""
+        """Return the ring for the rows of ``state``; raise if it does not fit this buffer."""
         if state["ring"] is None:
             return self._empty_ring()
         needs_index = self._needs_index()
@@ -992,7 +985,7 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
-        if capacity > self.storage.most_rows:  # before tables of that size are made
+        if capacity > self.storage.most_rows:  # before allocating tables of that size
             raise other_capacity(capacity, self.storage.max_size)
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1000,27 +993,26 @@ class ReplayBuffer(Facts):
         return ring
 
     def _empty_ring(self) -> Ring:
-        """A ring for the rows after all that were written: the next one takes slot 0."""
+        """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
         ring, capacity = self.ring, self.ring.capacity
-        # That row has a number that no row had: written, rounded up to whole rounds.
+        # Its number is unused: written, rounded up to a multiple of the capacity.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
     def _count_by(self, ring: Ring) -> None:
-        """Let ``ring`` count the rows, in other processes too."""
+        """Use ``ring`` to count the rows, in other processes too."""
         self.ring = ring
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
 
     def _needs_index(self) -> str | None:
-        """Name of what needs a trajectory index (for errors); None for nothing."""
+        """Return the name of the part that needs a trajectory index (for errors), or None."""
         if self.sampler.needs_index:
             return type(self.sampler).__name__
         ahead = (type(transform).__name__ for transform in self.transforms if reads_others(transform))
         return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
     def _unshareable_part(self, ring: Ring) -> str | None:
-        """Name of the component whose state other processes cannot see (for the error); None if the buffer can be
-        shared: the rows, if they are in files, and the counters of a plain ring can be put where others see them."""
+        """Return the name of the part whose state other processes cannot see (for errors), or None."""
         if isinstance(ring, TrajectoryIndex):
             return "a trajectory index"
         names = [type(part).__name__ for part in (self.sampler, self.writer) if part.stateful]
@@ -1032,65 +1024,65 @@ class ReplayBuffer(Facts):
     # -- other threads, processes and copies ---------------------------------------------------------------------
 
     def writer_for(self, num_envs: int, *, window: int | None = None, writer: int = 0) -> StepWriter:
-        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
+        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as efficiently as long batches.
 
         Args:
-            num_envs: number E of envs that each step comes from.
-            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
-                largest divisor up to 64, and up to 8,192 rows.
-            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
-                buffer needs a number of its own (see `TrajId`).
+            num_envs: number E of envs per step.
+            window: number of steps stored at a time; ``E * window`` rows must divide the capacity. Default: the
+                largest divisor up to 64 steps and 8,192 rows.
+            writer: number of this writer in trajectory ids, 0 to 2**23 - 1; writers to the same buffer need different
+                numbers (see `TrajId`).
 
         Raises:
             ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
-            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
-                chooses among rows.
+            TypeError: the storage has no columns (`ListStorage`) or ``ndim`` of 2 or more, or the writer selects
+                rows.
         """
         return StepWriter(self, num_envs, window=window, writer=writer)
 
     def handle(self) -> BufferHandle:
-        """Return a `BufferHandle`, by which other processes extend and sample this buffer.
+        """Return a `BufferHandle` with which other processes extend and sample this buffer.
 
-        This process is the owner: a thread of it does what handles ask for, as long as the buffer lives. All handles of
-        a buffer are one. (Pickling the buffer itself makes a copy of it.)
+        This process is the owner: one of its threads serves the handles as long as the buffer exists. A buffer has
+        one handle, returned by every call. (Pickling the buffer itself copies it.)
 
         Raises:
-            RuntimeError: this buffer is a copy, made by pickle or fork, of one that a living process owns.
+            RuntimeError: this buffer is a copy, by pickle or fork, of one that a running process owns.
         """
         return self.service.handle(self)
 
     def note_waiting(self, rows: int) -> None:
-        """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
+        """Record how many rows a collector holds back, for the error of an empty buffer."""
         self.ring.waiting = rows
 
     @property
     def copies_rows(self) -> bool:
-        """Whether `extend` will keep nothing of its batch but copies, so that its memory may be written again."""
+        """Whether `extend` only copies its batch, so that the batch's memory may be reused."""
         storage = self.storage
         plain = not self.transforms and not self.writer.stateful
         return self.started and storage.copies_rows and storage.own_column is None and plain
 
     def _make_locks(self, ahead: list[Any] | None = None) -> None:
         self.lock = threading.Lock()  # bookkeeping: held for microseconds
-        # One writer at a time, of all processes; taken before ``lock``, never after it.
+        # Serializes writers of all processes; acquired before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         if self._prefetcher is not None and ahead:
             self._prefetcher.replace(ahead)
-        # The process that made these locks, and the one in which a use has nothing left to do first.
+        # The process that created these locks, and the process prepared by enter_process.
         self._process = self._ready_in = os.getpid()
-        # Raises what ended a thread that writes into the buffer.
+        # Raises the error of a thread that writes into the buffer.
         self._failure: Callable[[], Any] | None = None
         self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
         self.storage.attach(self)
 
     def note_failure(self, tell: Callable[[], Any]) -> None:
-        """Let the next use of the buffer call this function, which raises what ended a thread that filled it."""
+        """Make the next use of the buffer call this function, which raises the error of a writing thread."""
         self._failure = tell
-        self._ready_in = 0  # so that the next use looks at it, at no cost for all other uses
+        self._ready_in = 0  # makes the next use check it, at no cost otherwise
 
     def enter_process(self) -> None:
-        """Get ready in this process, to which the buffer may have come by ``fork`` or by pickle.
+        """Prepare the buffer for this process after a fork or unpickling.
 
         Raises:
             RuntimeError: the storage does not work in a forked process.
@@ -1099,7 +1091,7 @@ class ReplayBuffer(Facts):
         if self._ready_in == process:
             return
         if self._process != process:
-            # A lock may be held here by a thread that did not come along; nobody would release it.
+            # A lock may be held by a thread that does not exist in this process and would never release it.
             self.storage.enter_process()
             self._make_locks()
         self._ready_in = process
@@ -1109,7 +1101,7 @@ class ReplayBuffer(Facts):
             tell()
 
     def _enter_to_write(self) -> None:
-        """`enter_process`, and raise RuntimeError where what is written would be lost with this process."""
+        """Call `enter_process`; raise RuntimeError if writes would be lost with this process."""
         process = os.getpid()
         if self._ready_in != process:
             self.enter_process()
@@ -1120,7 +1112,7 @@ class ReplayBuffer(Facts):
             )
 
     def _own_parts(self) -> None:
-        """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
+        """Raise ValueError if the sampler or writer has state about another live buffer's rows."""
         for part in (self.sampler, self.writer):
             user = _USERS.get(part, lambda: None)()
             if part.stateful and user is not None and user is not self:
@@ -1130,21 +1122,21 @@ class ReplayBuffer(Facts):
         _USERS.update({part: weakref.ref(self) for part in (self.sampler, self.writer)})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
+        """Return the state to pickle: a consistent snapshot of the rows, even while other threads write.
 
-        The steps that wait in step writers are stored first, and samples made ahead go along. A storage whose rows
-        other processes share is not copied: the pickle names its files.
+        Waiting steps of step writers are stored first; prefetched samples are included. A shared storage is not
+        copied: the pickle refers to its files.
         """
         self.enter_process()
         self._store_steps()
         ahead = self.made_ahead()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
-        if get_spawning_popen() is not None:  # it goes to a new process as an argument, as it does by a fork
+        if get_spawning_popen() is not None:  # it is passed to a new process as an argument
             state["_home"] = self._home
         if self.storage.by_reference:
             return state
-        # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
+        # pickle reads the parts after the locks are released, so give it copies.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1153,13 +1145,12 @@ class ReplayBuffer(Facts):
             {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
         )
         self._make_locks(ahead)
-        # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
+        # A DataLoader worker can be recognised only at the first use: it unpickles too early.
         self._ready_in = 0
         self.storage.reattach(self.ring)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
-        that wait in step writers are stored first, and samples made ahead go along."""
+        """Return a consistent copy, even while other threads write; see `__getstate__`."""
         self.enter_process()
         self._store_steps()
         ahead = self.made_ahead()
@@ -1173,14 +1164,14 @@ class ReplayBuffer(Facts):
         return other
 
     def _store_steps(self) -> None:
-        # A copy of a step writer may be made after that of its buffer, which has to have all its steps.
+        # A step writer may be copied after its buffer, which must then have all its steps.
         for writer in list(self.step_writers):
             writer.flush()
 
     def _copy_written(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """Copies of the parts that writes and draws change, all of one moment."""
+        """Return a consistent copy of the parts that writes and draws change."""
         with self.write_lock:
-            copy.deepcopy(self.storage, memo)  # long, so readers go on: they change nothing in it
+            copy.deepcopy(self.storage, memo)  # slow, so without the readers' lock: they do not change it
             with self.lock:  # ``memo`` has the storage's copy
                 return copy.deepcopy({name: self.__dict__[name] for name in _WRITTEN}, memo)
 
@@ -1190,13 +1181,13 @@ class ReplayBuffer(Facts):
 
 
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
-    """What torchrl's ``stats`` calls the rows, the rows ever written and their share of the capacity."""
+    """Return torchrl's names of these statistics."""
     rows, capacity = numbers["rows"], numbers["capacity"]
     return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 
 def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with its tables as the parts of a buffer take them."""
+    """Return a state dict with its tables in the form that the buffer's parts expect."""
     found = state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
     if not isinstance(found.get("ring"), dict | None):
         raise damaged(f"its ring is a {type(found['ring']).__name__}")

@@ -1,4 +1,4 @@
-"""Schedulers, which change a number of a sampler (``alpha``, ``beta``) or of any other object step by step."""
+"""Schedulers for attributes of a sampler (``alpha``, ``beta``) or any other object."""
 
 import math
 from abc import ABC, abstractmethod
@@ -61,7 +61,7 @@ class ParameterScheduler(ABC):
         return {"steps": self.steps, "initial_value": self.initial_value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a :meth:`state_dict` was taken."""
+        """Resume from a :meth:`state_dict`."""
         self.steps, self.initial_value = state["steps"], state["initial_value"]
 
 
@@ -127,7 +127,7 @@ class LinearScheduler(ParameterScheduler):
 
 
 class StepScheduler(ParameterScheduler):
-    """Multiplies an attribute by ``gamma``, or adds it, at every ``n_steps``-th step.
+    """Multiplies an attribute by ``gamma``, or adds ``gamma`` to it, at every ``n_steps``-th step.
 
     Args:
         obj, param_name, min_value, max_value: see `ParameterScheduler`.

@@ -1,4 +1,4 @@
-"""What replay buffers and ensembles do alike on their way to other processes."""
+"""Helpers for passing replay buffers and ensembles to other processes."""
 
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -8,7 +8,7 @@ from torch.utils.data import get_worker_info
 
 
 def pickle_by_value(cls: type) -> None:
-    """Let other processes get copies of the objects of this class.
+    """Make objects of this class be copied to other processes.
 
     By default, torch's pickler for other processes shares the memory of the tensors, but not the counters.
     """
@@ -16,10 +16,10 @@ def pickle_by_value(cls: type) -> None:
 
 
 def reseed_in_worker(generator: torch.Generator | None) -> None:
-    """Give ``generator`` numbers of its own in a worker of a `torch.utils.data.DataLoader`; elsewhere nothing changes.
+    """Reseed ``generator`` in a worker of a `torch.utils.data.DataLoader`; elsewhere do nothing.
 
-    Every worker begins with a copy of one generator. The new seed depends on the generator's state and on the worker's
-    seed, so that two buffers of one worker differ too, and a loader with a seeded generator repeats itself.
+    Every worker starts with a copy of the same generator. The new seed depends on the generator's state and the
+    worker's seed, so two buffers of a worker also differ, and a loader with a seeded generator is reproducible.
     """
     worker = get_worker_info()
     if generator is not None and worker is not None:

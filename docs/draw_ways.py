@@ -15,26 +15,25 @@ from typing import Any
 from benchmarks.shape.hops import NOT_PRODUCT, PACKAGE, make_calls
 
 DOCS = Path(__file__).parent
-BATCH = """# One batch's way through the library
+BATCH = """# One batch through the library
 
-From the env to the gradient: every function of the library that a batch passes, in the order in which it is first
-entered, with the first sentence of its docstring. The program is the one of the README: CartPole with three markers, a
-`Collector`, a compact `ReplayBuffer` with a `SliceSampler`, `GAE`, `ClipPPOLoss`. Where you see a function twice, a
-later stage uses it again. `python -m docs.draw_ways` writes this page; [one save](one_save.md) follows `dumps` and
-`loads`.
+Every function of the library that handles a batch, from the env to the gradient: in the order of the first call, with
+the first sentence of its docstring. The program uses CartPole with three markers, a `Collector`, a compact
+`ReplayBuffer` with a `SliceSampler`, `GAE` and `ClipPPOLoss`. A function is listed again if a later stage calls it
+again. `python -m docs.draw_ways` writes this page; [one save](one_save.md) lists the functions of `dumps` and `loads`.
 """
-SAVE = """# One save's way through the library
+SAVE = """# One save through the library
 
-Every function that `dumps` and `loads` of a compact buffer enter, in order, with the first sentence of its docstring.
-`python -m docs.draw_ways` writes this page; [one batch](one_batch.md) goes from the env to the gradient.
-[Keep what you collected](disk.md) says what a save promises.
+Every function that `dumps` and `loads` of a compact buffer call, in order, with the first sentence of its docstring.
+`python -m docs.draw_ways` writes this page; [one batch](one_batch.md) lists the functions from the env to the gradient.
+[Save and resume](disk.md) describes what a save guarantees.
 """
 #: Call of `make_calls` -> title and what happens.
 STAGES = {
     "collector step": (
         "Collect",
-        "The runner asks the policy, steps the env and writes both into the cells of a window. When the window has "
-        "enough transitions, they are laid out as one flat batch.",
+        "The runner calls the policy, steps the env and writes the results into a window. When the window has "
+        "enough transitions, they are copied into one flat batch.",
     ),
     "extend, compact": (
         "Store",
@@ -43,27 +42,28 @@ STAGES = {
     ),
     "sample slices, compact": (
         "Sample",
-        "The sampler draws slices from the index of trajectories under the lock; rows are read without it, and drawn "
-        "again if a writer was faster.",
+        "The sampler draws slices from the trajectory index while it holds the lock. Rows are read without the "
+        "lock, and drawn again if a writer has overwritten them.",
     ),
     "GAE": (
         "Estimate advantages",
-        "The critic values the observations and those that follow; one scan over the runs adds up the residuals.",
+        "The critic computes the values of observations and next observations. One scan over the runs sums up the "
+        "residuals.",
     ),
     "ClipPPOLoss": (
         "Compute the loss",
-        "The actor's distribution gives log-probabilities and the entropy; losses are averages over the valid rows. "
-        "`backward()` is PyTorch's.",
+        "The actor's distribution gives log-probabilities and the entropy. Losses are averages over the valid "
+        "rows. `backward()` is PyTorch's.",
     ),
     "dumps": (
         "dumps",
-        "State and tables are packed, rows that are not yet in the folder are copied and written as a segment, and a "
-        "manifest, renamed last, publishes both.",
+        "The state and the tables are packed. Rows that are not yet in the folder are copied and written as a "
+        "segment. A manifest, renamed last, publishes both.",
     ),
     "loads": (
         "loads",
-        "The newest manifest that is whole names the files; each is checked while it is read. Only when all fits does "
-        "the buffer take it over.",
+        "The newest intact manifest names the files; each is checked while it is read. The buffer changes only "
+        "after all checks have passed.",
     ),
 }
 

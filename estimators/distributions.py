@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from flatroll.estimators.masked import WarnOnce, on_host
 from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.layout.sampling import draw, saturated, score
-from flatroll.layout.tensordict_seam import get_entry, prepare_sampling, shallow_copy
+from flatroll.layout.tensordict_seam import build_distribution, prepare_sampling, shallow_copy
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -73,17 +73,7 @@ def distribution_for(
         work = batch if readers is None else shallow_copy(batch)
         return whole.get_dist(work), work
     head, work, outputs = ready
-    if type(head) is ProbabilisticTensorDictModule and head.dist_keys == head.in_keys:
-        columns: dict[str, Any] = {}
-        for key in head.in_keys:
-            if type(key) is str:
-                columns[key] = outputs[key] if key in outputs else get_entry(work, key)
-        if len(columns) == len(head.in_keys):
-            # what get_dist() does in more steps; it finds the words for what goes wrong
-            with suppress(TypeError):
-                return head.distribution_class(**columns, **head.distribution_kwargs), work
-    read = shallow_copy(work).update(outputs) if outputs else work
-    return head.get_dist(read), work
+    return build_distribution(head, work, outputs), work
 
 
 def part_key(part: NestedKey, actions: Sequence[NestedKey], actor_network: TensorDictModuleBase) -> NestedKey:

@@ -89,7 +89,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         lends_markers: markers may put their own arrays into ``info``, and `first` may be the same array as `ended`,
             since nobody writes into them. True only in a collector.
         drawn: the actions of the next step were drawn from the action space, so their range is not checked. True only
-        in a collector.
+            in a collector.
         capabilities: see `Capabilities`.
         moves: the count of steps and resets of the env, shared by all adapted envs around it.
         at: the count at this stream's last step or reset; -1 before the first.

@@ -13,16 +13,16 @@ from flatroll.buffers.index.ring import Array
 from flatroll.disk.state_tree import damaged
 from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
-_NAMES = ("is_init", "done", "traj", "step_count")  # of BoundaryKeys: each one key
+_NAMES = ("is_init", "done", "traj", "step_count")  # fields of BoundaryKeys with a single key
 Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryKeys:
-    """Names the columns that mark trajectory boundaries; those that a batch lacks are ignored.
+    """Names the columns that mark trajectory boundaries; columns that a batch lacks are ignored.
 
-    A trajectory ends where ``done`` or one of ``more_done`` is True. ``in_order`` says that rows of a batch that do not
-    follow one another, by their ``step_count``, are an error, since slices would join them.
+    A trajectory ends where ``done`` or one of ``more_done`` is True. With ``in_order``, rows of a run whose
+    ``step_count`` is not consecutive are an error, since slices would join them.
     """
 
     is_init: NestedKey = IS_INIT
@@ -55,7 +55,7 @@ class BoundaryKeys:
 
     @classmethod
     def from_plain(cls, plain: Any) -> "BoundaryKeys":
-        """Return the names of which :meth:`to_plain` made ``plain``; ValueError if they are none."""
+        """Invert :meth:`to_plain`; ValueError if ``plain`` is not valid."""
         more = plain.get("more_done") if isinstance(plain, dict) else None
         if not isinstance(more, list) or plain.keys() != {*_NAMES, "more_done", "in_order"}:
             raise damaged("its markers have other names")
@@ -75,7 +75,7 @@ class Fragments(NamedTuple):
         rows: rows of the batch.
         firsts: int64 ``[F]``, first row of each fragment, as a number within the batch.
         lasts: int64 ``[F]``, last row of each fragment.
-        joined: bool ``[F]``, whether a fragment goes on within the run of the fragment before it.
+        joined: bool ``[F]``, whether a fragment continues the run of the previous one.
         ids: int64 ``[F]``, trajectory ids.
         init: bool ``[F]``, whether the first row is ``is_init``.
         done: bool ``[F]``, whether the last row is done.
@@ -99,7 +99,7 @@ class Fragments(NamedTuple):
         `layout.run_ends` ends a run, and where ``cuts`` (bool ``[N]``) is True.
 
         Raises:
-            KeyError: the batch has no marker at all.
+            KeyError: the batch has no marker.
             TypeError: a marker has the wrong dtype.
             ValueError: a marker has the wrong shape, or a run's step counts do not go up by one (``keys.in_order``).
         """
@@ -120,11 +120,11 @@ class Fragments(NamedTuple):
             )
         rows = marker.shape[0]
         mask = _read_marker(batch, MASK, True)
-        # The kernel reads columns by their addresses; these variables keep the memory alive until it is done.
+        # The kernel reads columns by address; these variables keep the memory alive.
         cut = None if cuts is None else cuts.cpu().contiguous()
         columns = (done, init, ids, step, mask, cut)
         addresses = [0 if column is None else column.data_ptr() for column in columns]
-        # One line per field of F numbers or flags; there are at most as many fragments as rows.
+        # One row per field; there are at most as many fragments as rows.
         numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
         count = fragments(rows, *addresses, keys.in_order, numbers, marks)
         if count < 0 and step is not None:
@@ -143,7 +143,7 @@ class Fragments(NamedTuple):
 
 
 def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
-    """A marker of ``batch``, contiguous in host memory: bool if ``flags``, else int64; None if there is none."""
+    """Return a marker of ``batch``, contiguous in host memory: bool if ``flags``, else int64; None if missing."""
     column: Tensor | None = batch.get(key, None)
     if column is None:
         return None

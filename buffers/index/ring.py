@@ -1,4 +1,4 @@
-"""The ring, which counts the stored rows and knows their slots, and `Draw`, the rows of one sample."""
+"""The ring, which counts stored rows and maps them to slots, and `Draw`, the rows of one sample."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,29 +25,29 @@ class Follow:
     """Where the next observation of each drawn row is stored (``compact_obs`` only).
 
     Attributes:
-        slots: int64 ``[N]``, slot of the row that follows, -1 where no stored row does.
-        patch: int64 ``[2, K]``, (position in ``slots``, pool entry) of the rows whose next observation is kept
-            apart; these win over ``slots``.
+        slots: int64 ``[N]``, slot of the next row, -1 if none is stored.
+        patch: int64 ``[2, K]``, (position in ``slots``, pool entry) of rows whose next observation is in the pool;
+            takes precedence over ``slots``.
     """
 
     slots: Tensor
     patch: Tensor
 
 
-@dataclass(slots=True)  # not frozen: it is made for every sample, and freezing costs 2 of its µs
+@dataclass(slots=True)  # not frozen: created for every sample, and freezing costs 2 µs
 class Draw:
     """The rows that a sampler drew. A sampler of single rows sets ``slots``, ``follow`` and ``version``.
 
     Attributes:
         slots: int64 ``[N]``, positions in the storage.
-        firsts: int64 ``[S]``, positions in ``slots`` where the slices begin; None if rows stand alone.
+        firsts: int64 ``[S]``, positions in ``slots`` where slices begin; None for single rows.
         lasts: int64 ``[S]``, positions in ``slots`` of the last row of each slice.
         follow: where the next observations are (`Ring.follow`); None unless asked for.
-        mask: bool ``[N]``, False at rows that only pad; None without padding.
-        version: the ring's `Ring.version` at the time of the draw, by which it sees overwritten rows.
+        mask: bool ``[N]``, False at padding; None without padding.
+        version: the ring's `Ring.version` at the draw, used to detect overwritten rows.
         info: further entries of the sample's info, one value per row.
-        ahead: int64 ``[N, n]``, slots of each row and of the rows after it in its trajectory, -1 where there is
-            none; set by the buffer for transforms that look ahead.
+        ahead: int64 ``[N, n]``, slots of each row and the following rows of its trajectory, -1 if none; set by the
+            buffer for transforms that look ahead.
         chosen: int64 ``[2, M]``, positions in ``slots`` and the slot of the row of the same trajectory that was chosen
             for each; set by the buffer for a transform that chooses rows.
     """
@@ -63,7 +63,7 @@ class Draw:
     chosen: Tensor | None = None
 
     def ends(self) -> Tensor:
-        """Return where a slice ends or a row is padding: bool ``[N]``; all True for single rows."""
+        """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
         if self.lasts is None:
             return torch.ones(len(self.slots), dtype=torch.bool)
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
@@ -72,14 +72,14 @@ class Draw:
 
 
 class Ring:
-    """Counts the rows of a buffer: rows are numbered as written, ``head ... written - 1`` are readable.
+    """Counts the rows of a buffer: rows are numbered in writing order, ``head ... written - 1`` are readable.
 
-    For samplers: :meth:`snapshot` says how many rows may be drawn, and :meth:`slots_by_age` which slots they are in. Do
-    not take a row's number modulo the capacity for its slot: a writer that keeps the best rows puts them anywhere.
+    Samplers get the number of drawable rows from :meth:`snapshot` and their slots from :meth:`slots_by_age`. A row's
+    number modulo the capacity is not always its slot: a writer that keeps the best rows uses any slot.
 
-    Writing is ``claim`` (the rows about to be overwritten can no longer be drawn), then copying, then ``publish``
-    (the new rows can). A write that fails between the two leaves a ring that is right, with fewer rows. Counters
-    are 64-bit and only grow.
+    Writing is ``claim`` (rows about to be overwritten can no longer be drawn), copying, then ``publish`` (new rows
+    can be drawn). A write that fails in between leaves a valid ring with fewer rows. Counters are 64-bit and only
+    grow.
 
     Args:
         capacity: number of slots, at least 1.
@@ -95,30 +95,30 @@ class Ring:
     tensor([1, 0])
     """
 
-    #: Rows that a collector keeps back until their trajectories end, for the error of an empty buffer.
+    #: Rows that a collector holds back until their trajectories end, for the error of an empty buffer.
     waiting = 0
-    #: Whether row r stands in slot r modulo the capacity.
+    #: Whether row r is in slot r modulo the capacity.
     in_order = True
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         whole_number("capacity", capacity)
         self.capacity = capacity
-        # One record, so that it can stand in memory that processes share, and kernels can change it.
+        # One record, so that it can be in shared memory and be changed by kernels.
         self._state: Array = np.zeros(1, self._dtype)
         self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
-        # Counters may be in memory that other processes write: head is read first, since it moves first. A head read
-        # after written may have passed it.
+        # Other processes may write the counters. Read head first, since it moves first: a head read after written may
+        # exceed it.
         head = self.head
         return min(self.written - head, self.capacity)
 
     @property
     def used(self) -> int:
         """Number of slots written so far, counted from slot 0; no stored row lies beyond them."""
-        head = self.head  # before written, as in __len__: the difference would be negative
-        # head // capacity * capacity is the row that stood in slot 0 when the oldest row was written.
+        head = self.head  # read before written, as in __len__: the difference could be negative
+        # head // capacity * capacity is the row in slot 0 when the oldest row was written.
         return min(self.written - head // self.capacity * self.capacity, self.capacity)
 
     @property
@@ -138,12 +138,12 @@ class Ring:
 
     @property
     def saved_rows(self) -> tuple[int, int]:
-        """Numbers of the first row that a save has, and of the row after the last: those of slots if not `in_order`."""
+        """Numbers of a save's first row and of the row after its last; slot numbers if not `in_order`."""
         return (self.head, self.written) if self.in_order else (0, self.used)
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
-        # Afterwards head ... written + rows - 1 are at most capacity numbers, one for each slot.
+        # Afterwards head ... written + rows - 1 are at most capacity numbers, one per slot.
         written = self.written
         self._state["head"] = max(self.head, written + rows - self.capacity)
         return written
@@ -154,9 +154,9 @@ class Ring:
         self._state["written"] += rows
 
     def snapshot(self) -> tuple[tuple[int, int], int]:
-        """Return the `version` now, and how many rows are stored in it: what a sampler asks before anything else.
+        """Return the current `version` and its number of rows; samplers call this first.
 
-        Rows of this version can be found (:meth:`slots_by_age`) even if another process gives some up meanwhile.
+        Rows of this version can be found (:meth:`slots_by_age`) even if another process drops some meanwhile.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -171,19 +171,19 @@ class Ring:
         >>> slots, ring.unchanged_since(Draw(slots, version=version))  # a buffer draws again then
         (tensor([0, 3]), False)
         """
-        version = self.version  # before the number of rows written: it is never below this head
+        version = self.version  # before reading written, which is never below this head
         rows = min(self.written - version[0], self.capacity)
         if rows <= 0:
             raise self._empty()
         return version, rows
 
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
-        """Return the slots of the stored rows with these ages; it is correct under every writer.
+        """Return the slots of the stored rows with these ages, whatever the writer.
 
         Args:
             ranks: int64 ``[N]``, from 0 for the oldest row to ``rows - 1`` for the newest.
-            version: ages count in this version, which came with ``rows`` from :meth:`snapshot`. Default: now, with
-                ``len(ring)`` rows, which another process that writes may change between the two calls.
+            version: the version from :meth:`snapshot` in which ages count. Default: the current one with
+                ``len(ring)`` rows, which another writing process may change between the two calls.
 
         Returns:
             int64 ``[N]``.
@@ -211,7 +211,7 @@ class Ring:
 
     def numbers(self, slots: Tensor, head: int) -> Tensor:
         """Return the numbers (int64 ``[N]``) of the rows in ``slots`` when ``head`` was the oldest row."""
-        # The one number in head ... head + capacity - 1 that is slot modulo capacity.
+        # The number in head ... head + capacity - 1 that equals slot modulo capacity.
         return (slots - head).remainder_(self.capacity).add_(head)
 
     def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
@@ -220,12 +220,12 @@ class Ring:
         Raises:
             RuntimeError: nothing is stored.
         """
-        version = self.version  # first: other processes may write meanwhile
+        version = self.version  # read first: other processes may write meanwhile
         head, written = version[0], self.written
         if written <= head:
             raise self._empty()
         slots = torch.randint(head, written, (count,), generator=generator)
-        if written > self.capacity:  # else row r stands in slot r
+        if written > self.capacity:  # row r is in slot r
             slots.remainder_(self.capacity)
         return Draw(slots, version=version)
 
@@ -245,23 +245,23 @@ class Ring:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two counters that change with every overwrite: the oldest row's number, and pool entries taken.
+        """Two counters that change with every overwrite: the oldest row's number, and the pool entries taken.
 
-        A sampler reads it before it looks at anything else, for `Draw.version`.
+        A sampler reads it first, for `Draw.version`.
         """
         return self.head, 0
 
     def unchanged_since(self, draw: Draw) -> bool:
-        """Return whether none of the rows (and pool entries) in ``draw`` has been overwritten since."""
+        """Return whether no row or pool entry of ``draw`` has been overwritten since."""
         head, drawn_head = self.head, draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
-        # Rows from head on still stand in their slots; one with a smaller number was given up since the draw.
+        # Rows from head on are still in their slots; smaller numbers were dropped since the draw.
         read = draw.slots if draw.chosen is None else torch.cat([draw.slots, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters for :meth:`load_state_dict`, in memory of their own."""
+        """Return a copy of the counters for :meth:`load_state_dict`."""
         return {"capacity": self.capacity, "state": self._state.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ class Ring:
         self._state[:] = self._checked_counters(state["capacity"], state["state"])
 
     def _checked_counters(self, capacity: int, counters: Array) -> Array:
-        """The record ``counters`` of a state; ValueError unless they are those of a ring of this kind and size."""
+        """Return a state's record of counters; ValueError unless it fits a ring of this kind and size."""
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
         check_table("counters", counters, self._dtype, 1)
@@ -298,7 +298,7 @@ class Ring:
         """Move the counters into ``memory`` (uint8), which other processes share."""
         before = self._state
         self.adopt(memory)
-        for name in ("head", "taken", "written"):  # no row is readable before its number is
+        for name in ("head", "taken", "written"):  # a row is not readable before its number is
             self._state[name] = before[name]
 
     def adopt(self, memory: Array) -> None:

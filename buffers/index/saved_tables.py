@@ -1,5 +1,4 @@
-"""Checks the tables of a saved ring or index, and saved generators: a state is data, and kernels would read by what it
-says."""
+"""Checks saved tables and generators: states are untrusted, and kernels use their values as addresses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ Array = NDArray[Any]
 
 @contextmanager
 def reading_tables() -> Iterator[None]:
-    """Return a context in which Python's own errors about what a state lacks or holds become those of a damaged one."""
+    """Return a context that reports missing or wrong entries as a damaged state."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
@@ -33,8 +32,7 @@ def check_table(name: str, table: Any, dtype: np.dtype[Any], rows: int | None = 
 
 
 def check_rows(counted: tuple[int, int], found: tuple[int, int]) -> None:
-    """Raise ValueError unless the rows that are ``found`` beside the tables are those that they count: numbers of the
-    first row and of the one after the last."""
+    """Raise ValueError unless the ``found`` rows (first, after last) are those that the tables count."""
     if counted != found:
         raise damaged(
             f"it counts the rows {counted[0]} ... {counted[1] - 1}, and has {found[0]} ... {found[1] - 1}"
@@ -70,20 +68,20 @@ def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: 
         )
     if saved is not None:
         try:
-            torch.Generator().set_state(saved)  # of one that is thrown away
+            torch.Generator().set_state(saved)  # a scratch generator
         except (RuntimeError, TypeError) as error:
             raise damaged(f"its generator cannot be restored ({error})") from None
 
 
 class SavedFragments(NamedTuple):
-    """The F stored fragments of a saved trajectory index, from which all its tables are built anew.
+    """The F fragments of a saved trajectory index, from which its tables are rebuilt.
 
     Attributes:
         firsts: int64 ``[F]``, number of each fragment's first row, ascending; the first one holds the oldest row.
-        chains: int64 ``[F]``, the trajectory that each is of: its place in the table of trajectories.
+        chains: int64 ``[F]``, each fragment's trajectory, as its place in the table of trajectories.
         pool: int64 ``[F]``, pool entry with the next observation of the last row, -1 for none; all distinct.
-        ids: int64 ``[C]``, trajectory ids by place, of places in use and free ones.
-        free: int64, the free places, in the order in which they will be taken.
+        ids: int64 ``[C]``, trajectory ids by place, used or free.
+        free: int64, the free places in order of use.
         spare: int64, the free pool entries, ascending.
     """
 
@@ -109,10 +107,10 @@ class SavedFragments(NamedTuple):
             raise damaged(
                 f"fragments {begin} ... {end - 1} of {used} trajectories are more than its tables hold"
             )
-        # Fragment n stands at n modulo the table's length, a power of two.
+        # Fragment n is at n modulo the table's length, a power of two.
         live = table[np.arange(begin, end) & (size - 1)]
         firsts, chain, pool = (live[name].astype(np.int64) for name in ("first", "chain", "pool"))
-        # The oldest row is in the first fragment; the others begin after it, each after the one before.
+        # The oldest row is in the first fragment; the others follow in ascending order.
         begins = np.append(firsts, written)
         in_order = len(live) > 0 and 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
         if not in_order and (len(live) or head != written):
@@ -137,7 +135,7 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     is_free[chain] = False
     order, at = list[int](), first - 1
     while 0 <= at < used and is_free[at]:
-        is_free[at] = False  # each once: a circle would have no end
+        is_free[at] = False  # each once: a cycle would never end
         order.append(at)
         at = int(following[at]) - 1
     if at != -1 or is_free.any():

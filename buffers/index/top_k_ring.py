@@ -14,12 +14,11 @@ _GONE = np.iinfo(np.int64).max  # the number of a slot that holds no row
 
 
 class RankedRing(Ring):
-    """Counts the rows of a buffer that keeps the ``capacity`` rows of highest rank, and knows their slots.
+    """The ring of a buffer that keeps the ``capacity`` rows of highest rank.
 
-    Writing is ``choose`` (the worst rows make room and can no longer be drawn), then copying, then ``publish``. A
-    write that fails between the two leaves the rows that made no room. A row's number is its place among all rows
-    ever offered, so two rows with consecutive numbers came one after the other. Of two rows of equal rank the
-    earlier one is kept.
+    Writing is ``choose`` (the worst rows are dropped and can no longer be drawn), copying, then ``publish``. A write
+    that fails in between keeps the other rows. A row's number is its position among all rows ever offered. Of two
+    rows of equal rank the earlier one is kept.
 
     Args:
         capacity: number of slots, at least 1.
@@ -44,7 +43,7 @@ class RankedRing(Ring):
         self._rank: Array = np.zeros(capacity)
         self._number: Array = np.full(capacity, _GONE)
         self._chosen: tuple[int, Array, Array] = (0, self._rank[:0], self._number[:0])
-        # (rows ever offered, rows stored) and the slots of the stored rows by age, sorted when first asked for
+        # (rows ever offered, rows stored) and the stored rows' slots by age, sorted on demand
         self._by_age: tuple[tuple[int, int], Tensor] = ((-1, 0), torch.zeros(0, dtype=torch.int64))
 
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,12 +51,12 @@ class RankedRing(Ring):
         from flatroll.kernels.trees.heap import make_room  # numba: 0.3 s, only where rows are ranked
 
         offered = ranks.numpy(force=True)
-        # Best first, and of equal ranks the earlier one: the first `room` of them are kept.
+        # Best first, of equal ranks the earlier one: keep the first `room`.
         best = np.argsort(-offered, kind="stable")
         room = make_room(self._state, self._heap, self._rank, self._number, offered[best], _GONE)
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
-        # Behind the rows that stay, the heap lists the free slots.
+        # After the rows that stay, the heap lists the free slots.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
 
@@ -70,7 +69,7 @@ class RankedRing(Ring):
         self._chosen = (0, ranks[:0], numbers[:0])
 
     def claim(self, rows: int) -> int:
-        """Raise TypeError: which rows go depends on the ranks of the new ones, see :meth:`choose`."""
+        """Raise TypeError: which rows are dropped depends on the ranks of the new ones, see :meth:`choose`."""
         raise TypeError("a RankedRing is written by choose and publish")
 
     @property
@@ -90,9 +89,9 @@ class RankedRing(Ring):
 
     @override
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
-        # `version` says nothing more: this ring is in the memory of one process, and its buffer locks it.
+        # `version` is not needed: this ring belongs to one process, and its buffer locks it.
         self._check_ranks(ranks, len(self))
-        # Between two writes the order stays; a write that has only made room changes the second number.
+        # The order is constant between writes; a write that only dropped rows changes the second number.
         version = self.written, len(self)
         if self._by_age[0] != version:
             slots = self._heap[: len(self)]

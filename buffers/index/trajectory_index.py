@@ -1,4 +1,4 @@
-"""The trajectory index: knows which stored rows follow each other, updated at every write."""
+"""The trajectory index: tracks which stored rows follow each other, updated at every write."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -47,15 +47,15 @@ def _kernels() -> _Kernels:
 class TrajectoryIndex(Ring):
     """A ring that also tracks which trajectory each stored row belongs to, and draws slices.
 
-    A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
-    are written, and trimmed as the ring overwrites them. A write costs time in its own fragments, a draw time in
-    its own rows and the logarithm of the number of trajectories; neither feels the capacity.
+    A table of fragments (consecutive rows of one trajectory, linked in time order) is updated as rows are written and
+    trimmed as the ring overwrites them. A write takes time in the number of its fragments, a draw in its rows and the
+    logarithm of the number of trajectories; both are independent of the capacity.
 
     A batch's first row of a trajectory continues the rows stored before if the last row of its id (without ids:
-    the newest row) is not done, the row is not ``is_init``, and ``step_count``, where stored, goes on. So slices
-    run across the windows a collector cut and across the writes of interleaved workers.
+    the newest row) is not done, the row is not ``is_init``, and ``step_count``, if stored, is consecutive. Slices
+    therefore span a collector's windows and the writes of interleaved workers.
 
-    Not locked: writers and readers on several threads take turns by a lock of the caller's.
+    Not thread-safe: the caller locks it.
 
     Args:
         capacity: number of rows.
@@ -82,8 +82,8 @@ class TrajectoryIndex(Ring):
         self._table: Array = np.zeros(64, ENTRY)
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
-        self._claimed: tuple[int, int] = (-1, 0)  # after claim: oldest row before it, chains in _touched
-        self._changing = False  # whether weights may be out of date
+        self._claimed: tuple[int, int] = (-1, 0)  # set by claim: previous oldest row, chains in _touched
+        self._changing = False  # whether weights may be stale
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class TrajectoryIndex(Ring):
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
-        # Dropping rows shortens trajectories, so their weights change before anybody draws again.
+        # Dropping rows shortens trajectories, so update their weights before the next draw.
         tables = self._fragments, self._chains, self._spare, self._touched
         count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
@@ -110,7 +110,7 @@ class TrajectoryIndex(Ring):
         """Find what each of F fragments will continue, before or after the claim of their rows.
 
         Args:
-            fragments: those to be entered.
+            fragments: the fragments to enter.
             compare: the ``pairs, source, compared, pool`` of `flatroll.kernels.slices.publishing.link`.
 
         Returns:
@@ -125,10 +125,11 @@ class TrajectoryIndex(Ring):
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
     ) -> None:
-        """Publish the claimed rows of a batch of F fragments, which continue what :meth:`link` said, ``before``.
+        """Publish the claimed rows of a batch of F fragments; ``before`` is the result of :meth:`link`.
 
         ``pool`` (int64 ``[F]``) holds the pool entry with the next observation of each fragment's last row, -1 for
-        none; ``released`` (int64) the chains that give back that of their last row: the next row holds the same.
+        none; ``released`` (int64) the chains that release their last row's entry, because the next row holds the same
+        values.
         """
         count = len(fragments.firsts)
         self._reserve(count, count)  # trajectories at most
@@ -144,7 +145,7 @@ class TrajectoryIndex(Ring):
 
     def take(self, count: int) -> Array:
         """Return ``count`` free pool entries and mark them used; the pool grows if it has fewer."""
-        # _spare[:spare] lists the free entries; those behind are in use, and their numbers there mean nothing.
+        # _spare[:spare] lists the free entries; the rest of _spare is meaningless.
         spare = int(self._state["spare"][0])
         if count > spare:
             size = len(self._spare)
@@ -170,7 +171,7 @@ class TrajectoryIndex(Ring):
 
     def tail_entries(self, chains: Array) -> Array:
         """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
-        # Fragment n stands at n modulo the table's length, a power of two.
+        # Fragment n is at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
         return np.asarray(self._fragments["pool"][numbers], np.int64)
 
@@ -188,12 +189,12 @@ class TrajectoryIndex(Ring):
 
     @property
     def fragments(self) -> int:
-        """Number of stretches of consecutive rows that the stored trajectories consist of."""
+        """Number of fragments (runs of consecutive rows) of the stored trajectories."""
         return int(self._state["end"][0] - self._state["first"][0])
 
     @property
     def longest(self) -> int:
-        """Number of stored rows of the longest trajectory; takes time in the number of trajectories."""
+        """Number of stored rows of the longest trajectory; O(number of trajectories)."""
         chains = self._chains[: int(self._state["slots"][0])]
         return int((chains["total"] - chains["dropped"]).max(initial=0))
 
@@ -226,14 +227,14 @@ class TrajectoryIndex(Ring):
 
         Args:
             count: number of slices.
-            length: rows per slice; shorter trajectories give what they have, or, if ``strict``, are left out.
+            length: rows per slice; shorter trajectories give shorter slices, or with ``strict`` are left out.
             by: ``"trajectory"`` draws a trajectory uniformly, then a start within it uniformly; ``"start"`` draws
                 uniformly over all starts of all trajectories.
-            span: rows, fewer than ``length``, by which a slice may reach beyond the first and the last row of its
-                trajectory; they are left out of it. Every such start counts as one.
+            span: number of rows, less than ``length``, by which a slice may extend beyond its trajectory on either
+                side; these rows are left out. Each such start counts.
             strict: only trajectories of at least ``length`` rows.
             generator: CPU random generator; None is torch's global one.
-            follow: say where the next observation of each row stands, too.
+            follow: also return where each row's next observation is.
 
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough.
@@ -243,7 +244,7 @@ class TrajectoryIndex(Ring):
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
             raise self.too_short(length)
-        # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
+        # Two random numbers per slice: one selects the trajectory by weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", *span
         return self._make_slices(_kernels().drawing.draw, arguments, count, count * length, follow)
@@ -262,8 +263,8 @@ class TrajectoryIndex(Ring):
 
         A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly; the slice begins at the row at or
         before it that ``marks`` (bool ``[capacity]``, by slot) marks, or, where the ring has dropped that, at the first
-        marked one. Rows beyond the last start that a slice to the end of the trajectory needs are not drawn: the last
-        slice of a trajectory may be short, unless ``strict``.
+        marked one. Rows after the last start needed to reach the trajectory's end are not drawn; the last slice may
+        be short, unless ``strict``.
 
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough and marked where a slice could start.
@@ -299,14 +300,14 @@ class TrajectoryIndex(Ring):
     ) -> Tensor:
         """Choose the slices of one pass without replacement: first slots and lengths, int64 ``[2, n]``.
 
-        By trajectory: one of each, its start drawn uniformly. By start: each trajectory is cut into slices of
-        ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one); ``strict``
-        leaves out the shorter slices at both ends, and cuts as many as fit. A trajectory of fewer than ``length``
-        rows is one slice, or, if ``strict``, none. RuntimeError if none is long enough.
+        By trajectory: one slice each, its start drawn uniformly. By start: each trajectory is cut into consecutive
+        slices of ``length`` rows, from a random row on (without ``shuffle`` from its first row); ``strict`` leaves
+        out the shorter slices at both ends. A trajectory of fewer than ``length`` rows is one slice, or with
+        ``strict`` none. RuntimeError if none is long enough.
         """
         chains = self._chains[: int(self._state["slots"][0])]
         rows = chains["total"] - chains["dropped"]  # stored rows of each trajectory
-        # How many rows there are at which the (first) slice of each trajectory may begin.
+        # Number of possible starts of each trajectory's (first) slice.
         if by == "trajectory":
             choices = np.maximum(rows - length, 0) + 1
         elif strict:
@@ -318,8 +319,8 @@ class TrajectoryIndex(Ring):
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-        begin[rows < (length if strict else 1)] = -1  # no slice of this one
-        # By start, a trajectory gives its whole slices and one shorter one at either end.
+        begin[rows < (length if strict else 1)] = -1  # no slice of this trajectory
+        # By start, a trajectory gives full slices and a shorter one at either end.
         most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -331,8 +332,8 @@ class TrajectoryIndex(Ring):
     def _make_slices(
         self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
     ) -> Draw:
-        """Draw ``count`` slices of up to ``most`` rows together, as ``kernel`` chooses them given ``arguments``."""
-        # The kernel fills these from the front, as far as the slices reach, and returns how far it came.
+        """Draw ``count`` slices of up to ``most`` rows in total, chosen by ``kernel`` with ``arguments``."""
+        # The kernel fills these from the front and returns how many it filled.
         slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
         following = np.empty(most, np.int64) if follow else NONE
@@ -344,14 +345,14 @@ class TrajectoryIndex(Ring):
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
-        state = self._state[0]  # unchanged since the kernel ran: the caller holds the lock
+        state = self._state[0]  # unchanged since the kernel ran, because the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
         return draw
 
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
         """Return the slots (int64) of rows at which a slice of ``length`` rows can start only since the rows
         from number ``first`` on were written. With the oldest row as ``first``, these are all starts."""
-        if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
+        if not len(self):  # no fragments before the first write, or during a write of all rows
             return NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -359,10 +360,9 @@ class TrajectoryIndex(Ring):
         return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
-        """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
-        dropped rows from number ``head`` on; int64. Perhaps of others with fewer."""
+        """Return first slots (int64) of trajectories shortened below ``length`` by dropping rows from ``head`` on."""
         claimed, count = self._claimed
-        # Only those that claim has just shortened, if it dropped the rows from head on; else every trajectory.
+        # Only trajectories that claim has just shortened, if it dropped the rows from head on; else all.
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -384,7 +384,7 @@ class TrajectoryIndex(Ring):
     @override
     def unchanged_since(self, draw: Draw) -> bool:
         state, (drawn_head, drawn_taken) = self._state[0], draw.version
-        # A pool entry given back may hold another row's observation as soon as entries were taken.
+        # A released pool entry may hold another row's observation once entries are taken again.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
             if in_pool or draw.ahead is not None or draw.chosen is not None:
@@ -417,10 +417,10 @@ class TrajectoryIndex(Ring):
         return torch.from_numpy(ahead)
 
     def extents(self, slots: Tensor) -> Array:
-        """Return where the stored rows ``slots`` stand in their trajectories; int64 ``[3, N]``.
+        """Return the positions of the stored rows ``slots`` in their trajectories; int64 ``[3, N]``.
 
-        Line 0 is each row's position among the stored rows of its trajectory, from 0; line 1 their number; line 2 the
-        trajectory, as a number for :meth:`rows_at`.
+        Row 0 is each row's position among the stored rows of its trajectory, from 0; row 1 their number; row 2 the
+        trajectory, an index for :meth:`rows_at`.
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         found = np.empty((3, len(asked)), np.int64)
@@ -431,7 +431,7 @@ class TrajectoryIndex(Ring):
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
         records = self._chains[chains]
         slots, count = np.empty(len(chains), np.int64), len(chains)
-        # One row of each: it begins at its offset in the chain, and goes to its place in the result.
+        # One row each: from its offset in the chain to its place in the result.
         stretches = (
             records["last"],
             records["dropped"] + positions,
@@ -449,12 +449,12 @@ class TrajectoryIndex(Ring):
         return self._state, self.capacity, self._fragments, self._chains
 
     def choose(self, draw: Draw, choose: Choose) -> Tensor:
-        """Let ``choose`` choose another row for some of the rows or slices of a draw; see `Draw.chosen`.
+        """Call ``choose`` to select another row for some rows or slices of a draw; see `Draw.chosen`.
 
         Args:
-            draw: single rows, each of which counts for itself, or slices, each of which counts as its first row.
-            choose: given the positions of S rows among the stored rows of their trajectories and the numbers of these,
-                both int64 ``[S]``, returns which of the S, ascending, and the position chosen for each, int64 ``[M]``.
+            draw: single rows, or slices, which are represented by their first rows.
+            choose: maps positions of S rows in their trajectories and the trajectories' lengths, both int64 ``[S]``,
+                to ascending indices in S and the chosen positions, both int64 ``[M]``.
         """
         heads = draw.slots if draw.firsts is None else draw.slots[draw.firsts]
         at, count, chains = self.extents(heads)
@@ -462,7 +462,7 @@ class TrajectoryIndex(Ring):
         slots = self.rows_at(chains[which], positions)
         if draw.firsts is None:
             return torch.stack([torch.from_numpy(which), slots])
-        # The rows up to the first one of the next slice, padding among them, are those of a slice.
+        # A slice's rows, including padding, extend to the first row of the next slice.
         of_slice = torch.full((len(heads),), -1).index_copy_(0, torch.from_numpy(which), slots)
         bounds = torch.cat([draw.firsts, torch.tensor([len(draw.slots)])])
         of_row = of_slice.repeat_interleave(bounds.diff())
@@ -478,13 +478,13 @@ class TrajectoryIndex(Ring):
         """
         chains = self._chains[: int(self._state["slots"][0])]
         length = chains["total"] - chains["dropped"]
-        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several, if the id was used again
+        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several if the id was reused
         if not len(chosen):
             raise KeyError(f"no row of trajectory {traj} is stored")
-        chosen = chosen[np.argsort(chains["last"][chosen])]  # in the order in which they were written
+        chosen = chosen[np.argsort(chains["last"][chosen])]  # in writing order
         rows = length[chosen]
         slots = np.empty(rows.sum(), np.int64)
-        # From the first stored row on of each, to the position behind the rows of those before it.
+        # From each one's first stored row, to the position after the rows of the previous ones.
         stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
         tables = self._state, self.capacity, self._fragments
         _kernels().drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
@@ -502,7 +502,7 @@ class TrajectoryIndex(Ring):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the index; stored trajectories count as closed, so new rows do not continue them.
 
-        Its tables are built anew of checked fragments; ValueError if they are none, and nothing has changed then.
+        Its tables are rebuilt from checked fragments; ValueError, without changes, if they are invalid.
         """
         counters = self._checked_counters(state["capacity"], state["state"])
         saved = SavedFragments.read(counters[0], state)
@@ -518,15 +518,15 @@ class TrajectoryIndex(Ring):
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
-        """The sums of the weights by which trajectories are drawn this way; the last entry is their total."""
+        """Return the Fenwick tree of the weights for this way of drawing; the last entry is the total."""
         if by not in BY:
             one_of("by", by, BY)
         if length < 1:
             whole_number("length", length)
-        if by == "trajectory":  # each trajectory that may be drawn has weight 1: all of them, unless strict
+        if by == "trajectory":  # each drawable trajectory has weight 1: all of them, unless strict
             length, strict, span = (length, True, 0) if strict else (1, True, 0)
         key = (length, by == "start", strict, span)
-        if self._changing:  # a change was interrupted (Ctrl-C) before the weights followed
+        if self._changing:  # a change was interrupted (Ctrl-C) before the weights were updated
             self._weights.clear()
             self._changing = False
         if key not in self._weights:
@@ -540,17 +540,17 @@ class TrajectoryIndex(Ring):
         return self._weights[key][1]
 
     def _update_weights(self, touched: Array, count: int) -> None:
-        """Bring all weights up to date, which ends a change."""
+        """Update all weights, which completes a change."""
         for key, (weight, tree) in self._weights.items():
             _kernels().publishing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
 
     def _reserve(self, fragments: int, chains: int) -> None:
-        """Make room for so many more fragments and trajectories. All tables are powers of two long."""
+        """Reserve space for more fragments and trajectories. Table lengths are powers of two."""
         state = self._state[0]
         live = int(state["end"] - state["first"])
         if live + fragments > len(self._fragments):
-            numbers = np.arange(state["first"], state["end"])  # number n stands at n modulo the length
+            numbers = np.arange(state["first"], state["end"])  # number n is at n modulo the length
             larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
             larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
             self._fragments = larger
@@ -558,8 +558,8 @@ class TrajectoryIndex(Ring):
             larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
-            self._weights.clear()  # they are as long as the table; the next draw makes new ones
-        # The hash table of ids stays at most half full; a new one leaves out the ids of closed trajectories.
+            self._weights.clear()  # as long as the table; the next draw makes new ones
+        # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
             self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)

@@ -1,1 +1,1 @@
-"""Samplers: they choose which rows or slices of the buffer a sample contains."""
+"""Samplers, which choose the rows or slices of a sample."""

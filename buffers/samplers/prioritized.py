@@ -1,4 +1,4 @@
-"""Prioritized experience replay: rows drawn in proportion to their priorities, by a sum tree."""
+"""Prioritized experience replay: draws rows in proportion to their priorities with a sum tree."""
 
 import math
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-_BLOCK = 256  # slots whose highest priority is kept together
+_BLOCK = 256  # slots per block with a common maximum
 _NO_GENERATIONS = np.zeros(0, np.int64)
 
 
 class PrioritizedSampler(RandomSampler):
     """Prioritized replay: draws rows in proportion to ``(priority + eps) ** alpha``, with replacement.
 
-    Each row of a sample is marked as a run of its own, as by `RandomSampler`. A new row gets the highest priority
-    there was so far (1 at first), so that it is soon drawn. The sample's info has ``"priority_weight"``, float32
-    ``[N]``: ``(P / min P) ** -beta``, where P is ``(priority + eps) ** alpha`` and the minimum is over the rows that
-    can be drawn, so the largest possible weight is 1; and ``"index_generation"``, int64 ``[N]``, by which
-    `update_priority` knows rows that were overwritten since.
+    Each row of a sample is marked as a separate run, as by `RandomSampler`. A new row gets the highest priority so
+    far (1 at first), so that it is drawn soon. The sample's info has ``"priority_weight"``, float32 ``[N]``: ``(P /
+    min P) ** -beta``, where P is ``(priority + eps) ** alpha`` and the minimum is over the rows that can be drawn, so
+    the largest possible weight is 1; and ``"index_generation"``, int64 ``[N]``, with which `update_priority` detects
+    rows that were overwritten since.
 
     Schaul, Quan, Antonoglou, Silver: "Prioritized experience replay" (2015), the proportional variant; draws are
     independent, not stratified. Weights are kept in a float64 sum tree: a draw or an update costs time in the
@@ -41,18 +41,18 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: at least the capacity of the buffer.
-        alpha: how much priorities count, at least 0 (then draws are uniform). A number or a tensor of one; it may be
-            set later, by `LinearScheduler` for instance, which takes time in the capacity at the next use.
-        beta: how much of the bias the weights take back, at least 0. As ``alpha``, it may be a tensor, and set later.
-        eps: added to priorities, so that a row of priority 0 is drawn now and then; at least 0. With 0, such rows
-            are never drawn and do not count in the minimum.
-        dtype: of the priorities kept, ``torch.float`` or ``torch.double``.
-        reduction: makes one priority of several per row: ``"max"``, ``"min"``, ``"median"`` or ``"mean"``.
+        alpha: exponent of the priorities, at least 0 (uniform draws). A number or one-element tensor; it may be set
+            later, for example by `LinearScheduler`; the next use then takes time in the capacity.
+        beta: exponent of the importance weights, at least 0. Like ``alpha``, it may be a tensor and be set later.
+        eps: added to priorities, so that rows of priority 0 are drawn occasionally; at least 0. With 0, such rows are
+            never drawn and are ignored in the minimum.
+        dtype: dtype of the stored priorities, ``torch.float`` or ``torch.double``.
+        reduction: reduces several priorities per row to one: ``"max"``, ``"min"``, ``"median"`` or ``"mean"``.
         max_priority_within_buffer: a new row gets the highest priority of the rows stored now.
-        max_policy_lag: rows that are older get no weight, see `RandomSampler`. Default: none are too old.
+        max_policy_lag: rows that are older get no weight, see `RandomSampler`. Default: no limit.
 
     Attributes:
-        priorities: those of all slots, and the weights that follow from them (a `Priorities`).
+        priorities: priorities and weights of all slots (a `Priorities`).
 
     Raises:
         ValueError: a number out of range, or an unknown ``reduction`` or ``dtype``.
@@ -92,7 +92,7 @@ class PrioritizedSampler(RandomSampler):
         self.priorities = Priorities(
             max_capacity, _number("alpha", alpha, 1e6), _number("eps", eps), dtype, max_priority_within_buffer
         )
-        # The ring's counters up to which the priorities are brought: rows _head ... _written - 1 are in the tree.
+        # The ring's counters at the last update: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
         self._fresh: Tensor | None = None  # max_policy_lag: the slots that weights were left to
@@ -138,7 +138,7 @@ class PrioritizedSampler(RandomSampler):
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
         self._catch_up(ring)
 
-    # Rows about to be overwritten can no longer be drawn; rows entered get their priority and can be drawn.
+    # Exclude rows about to be overwritten; give entered rows their priority.
     entered = claimed
 
     @override
@@ -149,14 +149,14 @@ class PrioritizedSampler(RandomSampler):
         self._head = self._written = 0
 
     state_key = "priority"
-    #: Whether every stored row may be drawn; if not, `_allow_starts` says which may.
+    #: Whether every stored row may be drawn; if not, `_allow_starts` decides.
     _every_row = True
 
     def _allow_starts(self, ring: Ring, first: int | None) -> None:
-        """Let rows be drawn that may be since the rows from number ``first`` on are there (None: others dropped)."""
+        """Make rows drawable after rows from ``first`` on were written (None: after rows were dropped)."""
 
     def _catch_up(self, ring: Ring) -> None:
-        """Give the rows written since the last time their priority, and take those dropped out of the tree."""
+        """Add the rows written since the last update to the tree and remove dropped ones."""
         if ring.capacity > self.max_capacity:
             raise ValueError(
                 f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
@@ -183,8 +183,7 @@ class PrioritizedSampler(RandomSampler):
         self._changing = False
 
     def _start_over(self, ring: Ring) -> None:
-        """Compute all weights anew from the priorities and the ring: after an interrupted change (Ctrl-C), another
-        ``alpha``, a state loaded, or rows that were written before the sampler was there."""
+        """Recompute all weights from priorities and ring, after an interrupt, a new ``alpha`` or a load."""
         self._changing = True
         self._fresh = None
         head, written, priorities = ring.head, ring.written, self.priorities
@@ -219,11 +218,11 @@ class PrioritizedSampler(RandomSampler):
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, weights and generations of ``count`` drawable rows, drawn independently; each ``[count]``."""
+        """Draw ``count`` rows independently; return slots, weights and generations, each ``[count]``."""
         ring.check_not_empty()
         priorities, tree = self.priorities, self.priorities.tree
         if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
-            # Another list than at the last draw: rows that became too old get no weight.
+            # The list has changed since the last draw: rows that became too old get no weight.
             stale = priorities.drawable.copy()
             stale[fresh.numpy()] = False
             slots_out = stale.nonzero()[0]
@@ -235,7 +234,7 @@ class PrioritizedSampler(RandomSampler):
                 "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
                 f"{type(self).__name__} eps=1e-8"
             )
-        # A uniform number times the sum of all weights falls into the weight of one slot; the tree finds which.
+        # A uniform number times the total weight falls into one slot's interval; the tree finds the slot.
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
         slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
@@ -250,15 +249,14 @@ class PrioritizedSampler(RandomSampler):
 
         Args:
             ring: the counters of the buffer.
-            slots: integers of any shape, on any device. -1 is left out, and so is a row that is being overwritten.
-            priority: a number, one per slot, or several per slot (further dimensions), which ``reduction``
-                makes one.
-            generation: the ``"index_generation"`` of the slots; rows overwritten since are left out.
+            slots: integers of any shape, on any device. -1 and rows being overwritten are skipped.
+            priority: a number, one per slot, or several per slot (further dimensions), which ``reduction`` reduces.
+            generation: the ``"index_generation"`` of the slots; rows overwritten since are skipped.
 
         Raises:
             IndexError: a slot outside the buffer.
             TypeError: ``slots`` or ``generation`` are not integers.
-            ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
+            ValueError: a priority is negative, infinite or NaN, or sizes do not match. Nothing is changed.
         """
         index = _host_integers("index", slots)
         values = _reduce(priority, len(index), self.reduction)
@@ -328,14 +326,14 @@ class PrioritizedSampler(RandomSampler):
         super().load_state_dict(state)
         priority = state["priority"].detach()
         self._check_fits(priority)
-        self._changing = True  # the weights follow at the next use, when the ring is there
+        self._changing = True  # weights are recomputed at the next use, when the ring exists
         self._beta, self.priorities.alpha, self.priorities.eps = state["beta"], state["alpha"], state["eps"]
         self.priorities.values[: len(priority)] = priority.numpy(force=True)
         self.priorities.ever = state["highest"]
         self._head, self._written = state["head"], state["written"]
 
     def _check_fits(self, priority: Tensor) -> None:
-        """ValueError if a state's priorities are too many, or of another dtype."""
+        """Raise ValueError if a state has too many priorities or another dtype."""
         if len(priority) > self.max_capacity or priority.dtype is not self.dtype:
             raise ValueError(
                 f"the state has {len(priority)} priorities of {priority.dtype}, this sampler is of "
@@ -346,24 +344,23 @@ class PrioritizedSampler(RandomSampler):
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Draws slices of trajectories in proportion to the priority of their first row.
 
-    The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
-    `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
-    never drawn as a start and do not count in the minimum, whatever their priority. Where a slice of
-    ``slice_len`` rows can start is known at each write; a draw costs time in its own rows and the logarithm of the
+    Slices and their marks are those of `SliceSampler`, priorities and info those of `PrioritizedSampler`. A row's
+    priority applies to slices that start there; rows that cannot start a slice are never drawn and are ignored in the
+    minimum. Possible starts are updated at each write; a draw takes time in its rows and the logarithm of the
     capacity.
 
-    Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
+    ``info["priority_weight"]`` is the first row's weight at every row of a slice.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: see `PrioritizedSampler`.
         num_slices, slice_len, end_key, end_keys, traj_key, truncated_key, init_key, fill: see `SliceSampler`. With
             ``num_slices``, the length is ``batch_size // num_slices``; a draw of another length than the last takes
             time in the capacity.
-        strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
-            stored row of a shorter trajectory starts a slice, too, a short one.
+        strict_length: a slice starts only where ``slice_len`` rows (less ``span``) follow. Default False: the first
+            stored row of a shorter trajectory starts a short slice.
         cache_values, compile: accepted and without effect.
-        span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
-            integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
+        span: slices may extend beyond the end of a trajectory and are then shorter: by up to ``span`` rows, or down
+            to one row with True. Of a pair (before, after), the first must be False: a slice starts at the drawn row.
         max_policy_lag: rows that are older start no slice, see `PrioritizedSampler`; later rows of a trajectory are
             never older than its first ones.
 
@@ -429,11 +426,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
         )
-        self._least: int | None = None  # rows of its trajectory that must be stored from a start on
+        self._least: int | None = None  # rows that must be stored from a start on
 
     @override
     def _allow_starts(self, ring: Ring, first: int | None) -> None:
-        # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
+        # Only rows that can start a slice are drawable. A write changes few of them, which the index lists.
         if self._least is None or not isinstance(ring, TrajectoryIndex):
             return
         if first is not None:
@@ -450,7 +447,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """
         index, length = indexed(ring, self), self._length(batch_size)
         least = length - spans(self.span, length)[1]
-        if least != self._least:  # other starts than before: all are looked for again
+        if least != self._least:  # different starts: search all again
             self._least, self._changing = least, True
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
@@ -462,7 +459,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def _slices(
         self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int
     ) -> Draw:
-        """Draw ``count`` slices by priority; every row gets the weight of its slice, and its own generation."""
+        """Draw ``count`` slices by priority; rows get their slice's weight and their own generation."""
         starts, weights, _ = self._choose(index, count, generator)
         draw = index.slices_from(starts, length, follow=follow)
         firsts, lasts = (ends.numpy() for ends in bounds(draw))
@@ -475,17 +472,17 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
 
 class Priorities:
-    """Stores one priority per slot, and in a sum tree the weights ``(priority + eps) ** alpha``.
+    """Stores one priority per slot and a sum tree of the weights ``(priority + eps) ** alpha``.
 
-    All that is kept follows from the priorities and from which slots may be drawn; :meth:`weigh_all` brings it
-    back in step after an interrupted change. Weights are float64.
+    The tree is derived from the priorities and the drawable slots; :meth:`weigh_all` rebuilds it after an interrupted
+    change. Weights are float64.
 
     Attributes:
-        values: the priorities, 0 where no row is stored; whole blocks of 256, more than there are slots.
-        drawable: bool, the slots with a weight.
-        alpha: may be set; the weights follow at the next :meth:`weigh_all`.
-        ever: the highest priority there ever was, at least 1.
-        within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
+        values: the priorities, 0 where no row is stored; padded to blocks of 256.
+        drawable: bool, slots with a weight.
+        alpha: may be set; the next :meth:`weigh_all` updates the weights.
+        ever: the highest priority ever set, at least 1.
+        within_buffer: new rows get the highest stored priority, not the highest ever set.
     """
 
     def __init__(
@@ -496,7 +493,7 @@ class Priorities:
         one_of("dtype", dtype, _DTYPES)
         self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
-        # The highest priority of each block of 256 slots, so that a change looks at its blocks only.
+        # The highest priority of each block of 256 slots, so that a change only rescans its blocks.
         blocks = -(-capacity // _BLOCK)  # rounded up
         self.values: Array = np.zeros(blocks * _BLOCK, _DTYPES[dtype])
         self._highest: Array = np.zeros(blocks, _DTYPES[dtype])
@@ -505,7 +502,7 @@ class Priorities:
         self.ever = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The kernels go through all tables by the size of one of them.
+        # The kernels iterate over all tables by the size of one of them.
         size, blocks = len(state["drawable"]), len(state["_highest"])
         sizes = state["tree"].capacity, len(state["values"])
         if (
@@ -534,7 +531,7 @@ class Priorities:
         return self.alpha == self._used
 
     def top(self, stored: int) -> float:
-        """Return the priority for new rows, given the number of ``stored`` rows: the highest one, or 1."""
+        """Return the priority of new rows, given the number of ``stored`` rows: the highest one, or 1."""
         if self.within_buffer:
             return float(self._highest.max()) if stored else 1.0
         return self.ever
@@ -550,12 +547,12 @@ class Priorities:
         self.values[slots] = priority
         self.drawable[slots] = drawable
         weight = 0.0
-        if drawable:  # of the priority as it is kept, rounded to float32 say
+        if drawable:  # of the stored priority, possibly rounded to float32
             rounded = float(self.values.dtype.type(priority))
             weight = self.kernels.weight(rounded, self.eps, self._used)
         self.tree.fill(slots.start, slots.stop - slots.start, weight)
         if self.within_buffer:
-            # Blocks that the stretch touches: the last one rounded up.
+            # Blocks that the stretch touches, rounded up.
             blocks = slice(slots.start // _BLOCK, -(-slots.stop // _BLOCK))
             self._highest[blocks] = self.values.reshape(-1, _BLOCK)[blocks].max(1)
 
@@ -571,7 +568,7 @@ class Priorities:
         self.weigh(slots)
 
     def weigh(self, slots: Array, allow: bool = False) -> None:
-        """Compute the weights of ``slots`` (int64) and the sums above them; ``allow`` lets them be drawn first."""
+        """Compute the weights of ``slots`` (int64) and the sums above; ``allow`` first makes them drawable."""
         if allow:
             self.drawable[slots] = True
         tree = self.tree
@@ -594,7 +591,7 @@ class Priorities:
 
 
 def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
-    """One priority per slot, float64 ``[count]`` in host memory; ``reduction`` makes one of several per slot."""
+    """Return one priority per slot, float64 ``[count]`` on the host; ``reduction`` reduces several per slot."""
     if priority.is_complex():
         raise TypeError(f"priority must be real numbers, got {priority.dtype}")
     values = priority.detach().to("cpu", torch.float64)
@@ -607,7 +604,7 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
             f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
         )
     values = values.flatten(1)
-    # The reduction may hide them: the highest of 1 and -2 is 1.
+    # The reduction could hide them: the maximum of 1 and -2 is 1.
     if not values.min() >= 0:  # nor is NaN
         row = int((~(values >= 0)).any(1).nonzero()[0])
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be numbers from 0 on")
@@ -616,7 +613,7 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
 
 
 def _host_integers(name: str, values: Tensor) -> Array:
-    """Integers of any shape and device as int64 ``[N]`` in host memory; TypeError for other numbers."""
+    """Convert integers of any shape and device to int64 ``[N]`` on the host; TypeError for other numbers."""
     if values.numel() and (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool):
         raise TypeError(f"{name} must be integers, got {values.dtype}")
     integers: Array = values.detach().reshape(-1).to("cpu", torch.int64).numpy()
@@ -634,7 +631,7 @@ def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
 
 
 def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
-    """Slots of the rows ``first ... stop - 1``, of which there are at most ``capacity``: up to two stretches."""
+    """Return the slots of at most ``capacity`` rows ``first ... stop - 1``, as one or two ranges."""
     count, slot = stop - first, first % capacity
     if slot + count > capacity:  # around the end of the ring
         return [slice(slot, capacity), slice(0, slot + count - capacity)]

@@ -1,4 +1,4 @@
-"""The base class of samplers, which choose and mark the rows of a sample, and the uniform sampler."""
+"""The base class of samplers, which choose and mark a sample's rows, and the uniform sampler."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,65 +17,65 @@ from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, POLICY_VERSION, TRAJ_IDS, NestedKey, require
 
-#: Entries by which runs are told apart; a batch with one of them holds trajectories.
+#: Entries that mark runs; a batch with one of them holds trajectories.
 _MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
-_TRIES = 4  # draws of rows of which the stale ones are thrown away, before all stored rows are looked at
-_MOST = 10_000  # slices drawn for each one that is asked for, before the search is given up
+_TRIES = 4  # rejection draws before all stored rows are searched
+_MOST = 10_000  # slices drawn per requested one before giving up
 
 
 class StoredColumns(Protocol):
-    """The part of a storage that samplers use: its columns by key, empty before the first batch."""
+    """The part of a storage that samplers use."""
 
     @property
     def columns(self) -> Mapping[NestedKey, Column]:
-        """The stored columns by key; ``column.take(slots)`` reads rows of one."""
+        """The stored columns by key, empty before the first batch; ``column.take(slots)`` reads rows."""
         ...
 
 
 class Freshness:
-    """Knows which stored rows are at most ``max_lag`` policy versions older than the newest version.
+    """Finds stored rows that are at most ``max_lag`` policy versions older than the newest.
 
-    The newest version is the highest among the rows that were stored when a sample was drawn, and among those told
-    by :meth:`tell`. It never falls.
+    The newest version is the maximum over stored rows at any draw and versions passed to :meth:`tell`. It never
+    decreases.
 
     Args:
-        max_lag: how much less than the newest a row's version may be, at least 0.
+        max_lag: maximum difference to the newest version, at least 0.
     """
 
     def __init__(self, max_lag: int) -> None:
         self.max_lag = whole_number("max_policy_lag", max_lag, 0)
         self.newest = -1
         self.storage: StoredColumns | None = None
-        self._seen = 0  # rows below this number were looked at for the newest version
+        self._seen = 0  # rows below this number were searched for the newest version
         self._fresh: tuple[tuple[int, int, int], Tensor] | None = (
-            None  # what the list rests on, and fresh slots
+            None  # key of the cached list, and fresh slots
         )
 
     def tell(self, version: int) -> None:
-        """Say that there is a policy of this version, of which perhaps no row has come yet."""
+        """Announce a policy version, even before rows of it arrive."""
         self.newest = max(self.newest, whole_number("policy_version", version, 0))
 
     def begin_from(self, newest: int) -> None:
-        """Know of ``newest`` only, -1 for no version: other rows are stored now."""
+        """Reset to ``newest``, -1 for no version, after the stored rows were replaced."""
         self.newest, self._seen = newest, 0
         self._fresh = None
 
     def versions(self, slots: Tensor) -> Tensor:
-        """The policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` in host memory."""
+        """Return the policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` on the host."""
         column = None if self.storage is None else self.storage.columns.get(POLICY_VERSION)
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
 
     def look(self, ring: Ring) -> int:
-        """Take notice of the rows written since the last time; the least version that is fresh."""
+        """Scan the rows written since the last call; return the lowest fresh version."""
         ring.check_not_empty()
         first, written = max(self._seen, ring.head), ring.written
-        if written < self._seen:  # another state was loaded
+        if written < self._seen:  # a state was loaded
             self.newest, first = -1, ring.head
         if written > first:
             stored = ring.stored()
-            # The newest rows; a writer that chooses among rows numbers them otherwise.
+            # The newest rows; a selecting writer numbers rows differently.
             new = stored[len(stored) - (written - first) :] if written - first < len(stored) else stored
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
@@ -83,7 +83,7 @@ class Freshness:
         return self.newest - self.max_lag
 
     def fresh_slices(self, draw: Draw, least: int) -> tuple[Tensor, Tensor]:
-        """First slots and lengths of the slices of ``draw`` whose rows are all of version ``least`` or later."""
+        """Return first slots and lengths of the slices of ``draw`` without a row older than version ``least``."""
         firsts, lasts = draw.firsts, draw.lasts
         assert firsts is not None and lasts is not None
         stale = torch.cat([torch.zeros(1, dtype=torch.int64), (self.versions(draw.slots) < least).cumsum(0)])
@@ -91,7 +91,7 @@ class Freshness:
         return draw.slots[firsts[kept]], (lasts - firsts + 1)[kept]
 
     def stored(self, ring: Ring) -> Tensor:
-        """The slots of all fresh rows, oldest first, int64; RuntimeError if there are none."""
+        """Return the slots of all fresh rows, oldest first, int64; RuntimeError if there are none."""
         basis = self.look(ring), ring.head, ring.written
         if self._fresh is None or self._fresh[0] != basis:
             slots = ring.stored()
@@ -102,7 +102,7 @@ class Freshness:
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
-        version = ring.version  # first: other processes may write meanwhile
+        version = ring.version  # read first: other processes may write meanwhile
         least, kept, missing = self.look(ring), list[Tensor](), count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
@@ -110,7 +110,7 @@ class Freshness:
             missing -= len(kept[-1])
             if not missing:
                 break
-        else:  # few rows are fresh: the rest is drawn from a list of them
+        else:  # few rows are fresh: draw the rest from a list of them
             slots = self.stored(ring)
             kept.append(slots[torch.randint(len(slots), (missing,), generator=generator)])
         return Draw(torch.cat(kept), version=version)
@@ -126,10 +126,9 @@ class Freshness:
         follow: bool,
         **options: Any,
     ) -> Draw:
-        """Draw ``count`` slices of fresh rows: as ``way(count, length, follow=, **options)`` does, given that no row of
-        the slice is stale. RuntimeError if too few were found.
+        """Draw ``count`` slices with ``way(count, length, follow=, **options)``, rejecting those with a stale row.
 
-        ``lay_out(first slots, lengths, follow=)`` lists the rows of slices.
+        ``lay_out(first slots, lengths, follow=)`` lists the rows of slices. RuntimeError if too few are found.
         """
         least, found, drawn, ask = self.look(ring), 0, 0, count
         starts, lengths = list[Tensor](), list[Tensor]()
@@ -144,12 +143,12 @@ class Freshness:
             starts.append(start)
             lengths.append(rows)
             found, drawn = found + len(start), drawn + ask
-            # Twice as many as are likely to do, but not more than 65,536 at once.
+            # Twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
     def too_old(self) -> RuntimeError:
-        """The error where no row that could be drawn is fresh."""
+        """Return the error for no fresh row."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
             f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with a newer policy"
@@ -157,12 +156,12 @@ class Freshness:
 
 
 def freshness(max_policy_lag: int | None) -> Freshness | None:
-    """The `Freshness` for the option of a sampler, None for None."""
+    """Return the `Freshness` for a sampler's option, None for None."""
     return None if max_policy_lag is None else Freshness(max_policy_lag)
 
 
 def check_versions(batch: TensorDictBase) -> None:
-    """Raise KeyError or TypeError unless the rows of ``batch`` say their policy version."""
+    """Raise KeyError or TypeError unless ``batch`` has policy versions."""
     versions = require(batch, POLICY_VERSION)
     if versions.dtype is not torch.int64:
         raise TypeError(f"batch[{POLICY_VERSION!r}] must be int64, got {versions.dtype}")
@@ -171,24 +170,24 @@ def check_versions(batch: TensorDictBase) -> None:
 class Sampler(Facts, ABC):
     """Chooses the rows of a sample. A subclass defines :meth:`draw`; one sampler belongs to one buffer.
 
-    ``draw`` asks the ring how many rows there are, `Ring.snapshot`, chooses among them by age, from 0 for the oldest to
-    ``rows - 1`` for the newest, and lets the ring say which slots those are, `Ring.slots_by_age`. That is right under
-    every writer, in other processes too; a row's number modulo the capacity is not.
+    ``draw`` gets the number of rows from `Ring.snapshot`, chooses rows by age, from 0 for the oldest to ``rows - 1``
+    for the newest, and converts ages to slots with `Ring.slots_by_age`. This works with every writer, also in other
+    processes; a row's number modulo the capacity does not.
 
-    To draw single rows, subclass `RandomSampler`: its :meth:`mark` makes each drawn row a run of its own, where this
-    class leaves the stored markers as they are. To draw whole slices, subclass `SliceSampler`.
+    To draw single rows, subclass `RandomSampler`: its :meth:`mark` makes each drawn row a separate run, while this
+    class leaves the stored markers unchanged. To draw slices, subclass `SliceSampler`.
 
-    The buffer calls :meth:`claimed`, :meth:`entered` and :meth:`draw` under its lock, the first two only if they are
-    overridden. It then reads the rows, and draws again if one of them was overwritten meanwhile.
+    The buffer calls :meth:`claimed`, :meth:`entered` (both only if overridden) and :meth:`draw` under its lock. It
+    then reads the rows, and redraws if one of them was overwritten meanwhile.
 
     Attributes:
         ran_out: whether the last sample ended a pass over the rows (samplers without replacement); iterating over
             the buffer stops there.
-        stateful: whether draws depend on something that the sampler remembers, so that processes cannot share the
-            buffer. By default True for a class that overrides a method which keeps such a memory up to date; set
-            ``stateful = False`` in the class if its :meth:`state_dict` only has what the constructor was given.
-        state_key: an entry that every :meth:`state_dict` of this kind of sampler has, by which
-            :meth:`check_state_dict` refuses the states of others. Default: None, any state is loaded.
+        stateful: whether draws depend on the sampler's state, so that processes cannot share the buffer. By default
+            True if the class overrides a method that updates such state; set ``stateful = False`` in the class if its
+            :meth:`state_dict` only has constructor arguments.
+        state_key: an entry in every :meth:`state_dict` of this kind of sampler; :meth:`check_state_dict` refuses
+            states without it. Default: None, any state is loaded.
         follows_writes: whether the buffer calls :meth:`claimed` and :meth:`entered`; True if one is overridden.
         needs_index: whether :meth:`draw` gets a `TrajectoryIndex`; True if :meth:`boundary_keys` is overridden.
 
@@ -213,7 +212,7 @@ class Sampler(Facts, ABC):
     stateful: bool = False
     follows_writes: bool = False
     needs_index: bool = False
-    freshness: Freshness | None = None  # of the option max_policy_lag
+    freshness: Freshness | None = None  # for the option max_policy_lag
     state_key: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -225,7 +224,7 @@ class Sampler(Facts, ABC):
         cls.needs_index = overrides(cls, Sampler, "boundary_keys")
 
     def attach(self, storage: StoredColumns) -> None:
-        """Receive the storage to draw from; called once, when the buffer is created."""
+        """Set the storage to draw from; called once, when the buffer is created."""
         if self.freshness is not None:
             if not hasattr(storage, "allocated"):
                 raise TypeError(
@@ -237,7 +236,7 @@ class Sampler(Facts, ABC):
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """Name the columns of ``batch`` that mark trajectories; None if the sampler ignores them.
 
-        With ``max_policy_lag``, KeyError or TypeError if the rows do not say their policy version.
+        With ``max_policy_lag``, KeyError or TypeError if the rows have no policy version.
         """
         if self.freshness is not None:
             check_versions(batch)
@@ -245,8 +244,7 @@ class Sampler(Facts, ABC):
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version, for ``max_policy_lag``: the highest that was seen in stored rows when a sample was
-        drawn, or that was set here, where the learner may tell it before rows of it come. It never falls."""
+        """The newest policy version, for ``max_policy_lag``: the highest seen at a draw or set by the learner."""
         return self._lagging().newest
 
     @policy_version.setter
@@ -269,10 +267,10 @@ class Sampler(Facts, ABC):
         """Choose the rows of a sample.
 
         Args:
-            ring: says which rows are stored, and where.
-            batch_size: how many rows to choose, as :meth:`check` gave it.
+            ring: tells which rows are stored, and where.
+            batch_size: number of rows to choose, from :meth:`check`.
             generator: CPU random generator of all draws; None is torch's global one.
-            follow: whether the draw must say where the next observations are, ``ring.follow(slots)``.
+            follow: whether the draw must include ``ring.follow(slots)``, where the next observations are.
 
         Returns:
             a `Draw` with ``slots`` int64 ``[N]``, ``version`` and, if asked for, ``follow``.
@@ -286,15 +284,15 @@ class Sampler(Facts, ABC):
         return
 
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
-        """React to a write that begins: rows ``first ... first + rows - 1`` now overwrite their slots."""
+        """Called when a write begins: rows ``first ... first + rows - 1`` will overwrite their slots."""
         return
 
     def entered(self, ring: Ring, first: int, rows: int) -> None:
-        """React to a finished write: rows ``first ... first + rows - 1`` can be drawn from now on."""
+        """Called after a write: rows ``first ... first + rows - 1`` can be drawn from now on."""
         return
 
     def emptied(self) -> None:
-        """React to `ReplayBuffer.empty`: no row is stored any more."""
+        """Called by `ReplayBuffer.empty`: no row is stored any more."""
         return
 
     def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
@@ -302,16 +300,15 @@ class Sampler(Facts, ABC):
         raise TypeError(f"{type(self).__name__} has no priorities: use PrioritizedSampler")
 
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
-        """React to rows that were changed in place: reset their priorities to that of new rows, if there are any."""
+        """Called after in-place changes of rows: reset their priorities, if any, to that of new rows."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state for :meth:`load_state_dict`: with ``max_policy_lag`` the newest policy version;
-        empty if it has none."""
+        """Return the sampler's state for :meth:`load_state_dict`: the newest policy version, or nothing."""
         return {} if self.freshness is None else {"policy_version": self.freshness.newest}
 
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` along with ``ring``. Nothing changes."""
+        """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` with ``ring``; nothing is changed."""
         if self.state_key is not None and self.state_key not in state:
             raise ValueError(
                 f"the state was saved with a sampler of another kind, this buffer has a {type(self).__name__}: load it "
@@ -333,17 +330,16 @@ def overrides(cls: type, base: type, *methods: str) -> bool:
 
 
 class RandomSampler(Sampler):
-    """Draws single rows uniformly, with replacement, and marks each as the first of its run.
+    """Draws single rows uniformly with replacement, and marks each as the first of its run.
 
-    In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
-    side are never read as a transition (shifted GAE, recurrent modules, `audit`). Only a batch of plain rows,
-    without any of ``is_init``, ``done``, ``("collector", "traj_ids")`` and ``"episode"``, is left as it is, and so
-    are rows that are whole trajectories. The stored flags are in ``buffer[info["index"]]``
-    (``sample(return_info=True)``).
+    Every row of the sample has ``is_init`` True, even in mid-episode, so that adjacent rows are never read as a
+    transition (shifted GAE, recurrent modules, `audit`). Batches without any of ``is_init``, ``done``,
+    ``("collector", "traj_ids")`` and ``"episode"``, and rows that are whole trajectories, are left unchanged. The
+    stored flags are in ``buffer[info["index"]]`` (``sample(return_info=True)``).
 
     Args:
-        max_policy_lag: leave out rows whose ``("collector", "policy_version")`` is more than so much below the newest
-            one (`policy_version`), at least 0; the others are uniform. Default: all rows are drawn.
+        max_policy_lag: draw only rows whose ``("collector", "policy_version")`` is at most this much below the newest
+            one (`policy_version`), at least 0. Default: all rows.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size

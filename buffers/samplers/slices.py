@@ -1,4 +1,4 @@
-"""Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
+"""Slice samplers: draw slices (consecutive rows of one trajectory) and mark their starts and ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,48 +28,46 @@ class SliceSampler(Sampler):
     replacement. Slices run across the windows of a collector and the writes of interleaved workers, never across
     trajectories or the write head.
 
-    In the sample, the first row of each slice has ``is_init`` True (or-ed with the stored value) and its last row
-    has ``done`` True, and ``truncated`` True unless it is terminated. Other rows keep what the env said. These
-    entries are always there, stored or not. So whoever splits at ``is_init`` or ``done`` keeps slices apart.
+    In the sample, the first row of each slice has ``is_init`` True, and the last row has ``done`` True, and
+    ``truncated`` True unless it is terminated. Other rows keep the env's flags. These entries are always in the
+    sample, so code that splits at ``is_init`` or ``done`` separates the slices.
 
     Args:
         num_slices: slices per sample; ``slice_len`` is then ``batch_size // num_slices``.
         slice_len: rows per slice; ``num_slices`` is then ``batch_size // slice_len``. Both may be given if their
             product is the batch size.
         end_key: bool entry that marks the last row of an episode, default ``("next", "done")``. A list is ``end_keys``.
-        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some, or all
-            where they have trajectory ids.
+        end_keys: several such entries, any of which marks it; not with ``end_key``. Batches may lack some of them, or
+            all if they have trajectory ids.
         traj_key: integer entry, constant within a trajectory. Default: ``("collector", "traj_ids")`` or else
             ``"episode"`` if the first batch has one of them; without any, ``end_key`` and ``init_key`` decide.
         truncated_key: entry marked at the end of slices, default ``("next", "truncated")``; ``done`` and
-            ``terminated`` are its neighbours. None leaves what the env said.
-        strict_length: leave trajectories of fewer than ``slice_len`` rows out. Default False: they give shorter
-            slices.
-        fill: where slices are short, draw further ones until the sample has exactly ``batch_size`` rows, and cut the
-            last one to fit; ``num_slices`` then says how long slices are, not how many there are. False: draw
-            ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows. Default True. With
-            ``pad_output`` samples have ``batch_size`` rows anyway, padding included, and ``fill`` has no effect.
+            ``terminated`` are looked up next to it. None keeps the env's flags.
+        strict_length: skip trajectories of fewer than ``slice_len`` rows. Default False: they give shorter slices.
+        fill: if slices are short, draw more until the sample has exactly ``batch_size`` rows, and cut the last one to
+            fit; ``num_slices`` then only determines the slice length. False: draw ``batch_size // slice_len`` slices,
+            so a sample with short ones has fewer rows. Default True. With ``pad_output`` samples have ``batch_size``
+            rows anyway, padding included, and ``fill`` has no effect.
         pad_output: repeat the last row of short slices up to ``slice_len`` and write a bool
             ``("collector", "mask")``, False at repeated rows. The mask is written even if nothing is short.
             Repeated rows have ``is_init`` False.
-        init_key: bool entry marked at the start of slices, default ``"is_init"``. None leaves what the env said.
-        span: let slices begin up to so many rows before their trajectory and end up to so many after it; rows that
-            are not there are left out, so such slices are shorter by as many, and the first and last rows of a
-            trajectory come as often as the others. A pair is (before, after), False is 0, True stands for
-            ``slice_len - 1``: a slice then has at least one row. All places are equally likely. Default False.
-        by: ``"trajectory"`` as said above, or ``"start"``: uniform over all starts of all trajectories, so that
-            long trajectories are not under-represented.
-        cache_values, compile, use_gpu: accepted and without effect: the index is always up to date, and a compiled
-            kernel draws from it on the host.
-        start_key: bool entry that marks the rows at which slices may begin. Default ``("collector", "has_state")``,
-            used if it is there: ``Collector(state_stride=m)`` marks the rows that keep their recurrent state. A slice
-            then begins at the marked row at or before the one drawn; to reach the end of a trajectory its last slice
-            may be shorter by what lies between two marks (not with ``strict_length``). None: anywhere.
-        max_policy_lag: leave out slices with a row whose ``("collector", "policy_version")`` is more than so much below
-            the newest one (`policy_version`); the others are as likely among themselves as without this option.
+        init_key: bool entry marked at the start of slices, default ``"is_init"``. None keeps the env's flags.
+        span: let slices begin up to this many rows before their trajectory and end up to this many after it; missing
+            rows are left out, so these slices are shorter, and the first and last rows of a trajectory are drawn as
+            often as the others. A pair is (before, after), False is 0, True is ``slice_len - 1``. All positions are
+            equally likely. Default False.
+        by: ``"trajectory"``, see above, or ``"start"``: uniform over all starts of all trajectories, so that long
+            trajectories are not under-represented.
+        cache_values, compile, use_gpu: accepted for compatibility, without effect.
+        start_key: bool entry that marks the rows at which slices may begin. Default ``("collector", "has_state")`` if
+            present: ``Collector(state_stride=m)`` marks the rows with recurrent states. A slice then begins at the
+            last marked row not after the drawn one; the last slice of a trajectory may be shorter (not with
+            ``strict_length``). None: anywhere.
+        max_policy_lag: draw only slices whose rows all have a ``("collector", "policy_version")`` at most this much
+            below the newest one (`policy_version`); relative probabilities do not change.
 
     Raises:
-        TypeError: neither ``num_slices`` nor ``slice_len``, or both ``end_key`` and ``end_keys``.
+        TypeError: neither ``num_slices`` nor ``slice_len`` is given, or both ``end_key`` and ``end_keys``.
         ValueError: a number below 1, an unknown ``by``, a ``span`` that leaves no row, or ``pad_output`` with
             ``strict_length``.
 
@@ -87,7 +85,7 @@ class SliceSampler(Sampler):
     [True, False, False, True, False, False]
     """
 
-    _not_at = ""  # why slices of this sampler cannot begin at marked rows only
+    _not_at = ""  # reason why slices of this sampler cannot begin at marked rows
 
     _shown: ClassVar[tuple[str, ...]] = (
         "num_slices",
@@ -158,7 +156,7 @@ class SliceSampler(Sampler):
         self.pad_output = pad_output
         self.init_key = init_key
         self.by: By = by
-        self._flags: list[NestedKey] = []  # done, terminated and truncated, which stand side by side
+        self._flags: list[NestedKey] = []  # done, terminated and truncated have a common parent
         if truncated_key is not None:
             *path, _ = as_tuple(truncated_key)
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
@@ -177,10 +175,9 @@ class SliceSampler(Sampler):
         """Name the columns of ``batch`` that mark trajectories.
 
         Raises:
-            KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for, or all
-                ``end_keys`` and ids.
+            KeyError: ``batch`` lacks a given ``traj_key``, ``end_key`` or ``start_key``, or all ``end_keys`` and ids.
             TypeError: done, terminated, truncated or the ``start_key`` is not bool.
-            ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
+            ValueError: ``start_key`` conflicts with other options or the sampler.
         """
         super().boundary_keys(batch)
         for key in (self.traj_key, self.end_key):
@@ -209,7 +206,7 @@ class SliceSampler(Sampler):
         return replace(keys, more_done=tuple(ends[1:])) if ends else keys
 
     def check(self, batch_size: int | None) -> int:
-        """``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
+        """Return ``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
         slices, length = self.num_slices, self.slice_len
         if batch_size is None:
             if slices is None or length is None:
@@ -256,7 +253,7 @@ class SliceSampler(Sampler):
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Set ``is_init`` and done flags at the ends of each slice; missing columns are added.
 
-        At last rows done is set, and truncated unless terminated. Padding begins and ends nothing.
+        The last row gets done, and truncated unless terminated. Padding gets no marks.
         """
         if draw.firsts is None or draw.lasts is None:
             return
@@ -269,14 +266,14 @@ class SliceSampler(Sampler):
             shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
             done = _flag(columns, done_key, shape, device)
             truncated = _flag(columns, truncated_key, shape, device)
-            if terminated_key not in columns:  # what else could have ended an episode
+            if terminated_key not in columns:  # other entries that could have ended an episode
                 columns[terminated_key] = done & ~truncated
             terminated = _flag(columns, terminated_key, shape, device)
         _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
             if init is not None:
-                init.view(rows).logical_and_(columns[MASK])  # a repeated first row begins nothing
+                init.view(rows).logical_and_(columns[MASK])  # a repeated first row is not a start
 
 
 def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
@@ -293,15 +290,15 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
 def _draw_marked(
     index: TrajectoryIndex, marks: Array, count: int, length: int, *, follow: bool, **way: Any
 ) -> Draw:
-    """Draw slices that begin at rows which ``marks`` (bool ``[capacity]``) marks."""
+    """Draw slices that begin at rows marked in ``marks`` (bool ``[capacity]``)."""
     return index.slices_from(index.marked_starts(count, length, marks, **way), length, follow=follow)
 
 
 def spans(span: Span, length: int | None) -> tuple[int, int]:
-    """Return how many rows a slice may reach before and beyond its trajectory, given the option ``span``.
+    """Return how many rows a slice may extend before and after its trajectory, given the option ``span``.
 
     Raises:
-        ValueError: ``span`` is no bool, number or pair of them, or leaves no row of the slice.
+        ValueError: ``span`` is not a bool, number or pair of them, or may leave an empty slice.
 
     >>> spans(True, 5), spans((2, False), 5)
     ((4, 4), (2, 0))
@@ -319,7 +316,7 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
     (firsts, lasts), step = bounds(draw), torch.arange(length)
-    # [S, length]: positions in draw.slots, and which of them are rows of the slice
+    # [S, length]: positions in draw.slots, and whether they are rows of the slice
     at = torch.minimum(firsts[:, None] + step, lasts[:, None])
     mask = firsts[:, None] + step <= lasts[:, None]
     firsts = torch.arange(len(at)) * length
@@ -329,7 +326,7 @@ def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
 
 
 def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The bool column ``key``, contiguous, one flag per row; if there is none, one of zeros is put in."""
+    """Return the bool column ``key``, contiguous, one flag per row; create it with zeros if missing."""
     column = columns.get(key)
     if column is None:
         column = columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -344,12 +341,11 @@ def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.
 
 
 def _mark(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None:
-    """Of ``flags``, (init, done, terminated, truncated), set init at ``firsts``, done at ``lasts``, and truncated
-    there where not terminated. Flags bool ``[N]`` or ``[N, 1]``, positions int64 ``[S]``."""
+    """Set init at ``firsts``, done at ``lasts``, and truncated at ``lasts`` that are not terminated."""
     if any(flag is not None and not flag.is_cpu for flag in flags):
         _mark_on_device(flags, firsts, lasts)
         return
-    from flatroll.kernels.slices.drawing import mark  # numba; a fifth of the time of the torch form
+    from flatroll.kernels.slices.drawing import mark  # numba; five times faster than the torch form
 
     mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
 
@@ -362,24 +358,24 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
     if done is not None and terminated is not None and truncated is not None:
         ends = lasts.to(done.device)
         done.index_fill_(0, ends, True)
-        # of two bools, a <= b is "not a, or b"
+        # for bools, a <= b means "not a, or b"
         final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
         truncated.index_copy_(0, ends, final.le(cut))
 
 
 def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
-    """Draw on until there are ``rows`` rows, and cut the last slice to fit.
+    """Draw more slices until there are ``rows`` rows, and cut the last slice to fit.
 
-    The slices are the first ones of a longer draw: which of them are kept depends on nothing that comes after.
+    The slices are a prefix of a longer draw: later slices do not affect which are kept.
 
     Args:
         first: the slices drawn so far, at least one, of fewer rows than that.
-        rows: how many rows there shall be.
-        more: draws so many further slices, each of at least one row.
+        rows: target number of rows.
+        more: draws the given number of further slices, each of at least one row.
     """
     parts, slices, drawn = [first], len(bounds(first)[0]), len(first.slots)
     while drawn < rows:
-        # So many slices hold the missing rows at the mean length so far; an eighth more, since that is an estimate.
+        # The number of slices that hold the missing rows at the mean length so far, plus an eighth as a margin.
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
         slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
@@ -387,7 +383,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
 
 
 def cut(draw: Draw, rows: int) -> Draw:
-    """Keep the first ``rows`` rows of ``draw``, which has slices, at least so many rows and no padding."""
+    """Keep the first ``rows`` rows of ``draw``, which has slices, enough rows and no padding."""
     (firsts, lasts), follow = bounds(draw), draw.follow
     kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
     if follow is not None:
@@ -403,7 +399,7 @@ def cut(draw: Draw, rows: int) -> Draw:
 
 
 def _join(parts: list[Draw]) -> Draw:
-    """Lay draws with slices end to end."""
+    """Concatenate draws with slices."""
     at, firsts, lasts, follows = 0, [], [], []
     for part in parts:
         # ``at`` is the position of the part's first row

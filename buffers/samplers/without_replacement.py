@@ -1,4 +1,4 @@
-"""Samplers without replacement: every stored row, or slice, once per pass over the buffer."""
+"""Samplers without replacement: each stored row or slice once per pass over the buffer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,21 +18,19 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
 class PassSampler(Sampler):
-    """Draws each of the stored things once per pass, in an order fixed when the pass begins."""
+    """Base class: draws each row or slice once per pass, in an order fixed when the pass begins."""
 
     _shown: ClassVar[tuple[str, ...]] = ("drop_last", "shuffle")
     state_key = "pass"
     drop_last: bool
-    _left: Tensor | None = (
-        None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass
-    )
-    _key: tuple[int, ...] = ()  # what the order rests on
-    _form: tuple[int, ...] = ()  # sizes of what the pass has not drawn yet, before the last one
+    _left: Tensor | None = None  # remainder of the pass, [..., n]; None: the next draw begins a new pass
+    _key: tuple[int, ...] = ()  # key of the current order
+    _form: tuple[int, ...] = ()  # shape of the remainder except the last dimension
 
     def _take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
         """Return the next ``count`` rows or slices, fewer at the end of the pass.
 
-        ``begin`` makes the order ``[..., n]`` of a new pass, when ``key`` has changed. RuntimeError with ``drop_last``,
+        If ``key`` has changed, ``begin`` makes the order ``[..., n]`` of a new pass. RuntimeError with ``drop_last``
         if a whole pass has fewer ``things`` than ``count``.
         """
         left = self._left if key == self._key else None
@@ -49,11 +47,11 @@ class PassSampler(Sampler):
         return taken
 
     def _amount(self, left: Tensor, count: int) -> int:
-        """How many rows or slices there are in ``left``; any number of at least ``count`` if there are more."""
+        """Return the number of rows or slices in ``left``; may stop at ``count``."""
         return left.shape[-1]
 
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Divide ``left`` into what is taken now and the rest: views, since the order is drawn once per pass."""
+        """Split ``left`` into the part drawn now and the rest; both are views, since the order is fixed per pass."""
         return left[..., :count], left[..., count:]
 
     @override
@@ -78,7 +76,7 @@ class PassSampler(Sampler):
         if shape is None or left.dtype is not torch.int64 or left.is_meta or list(shape) != list(self._form):
             raise damaged("the rest of its pass over the rows is no list of them")
         slots = left[0] if rows else left
-        if key[:2] == (ring.head, ring.written):  # else a new pass begins
+        if key[:2] == (ring.head, ring.written):  # otherwise a new pass begins
             in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
             if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
                 raise damaged("the rest of its pass over the rows has slots that hold none")
@@ -95,19 +93,18 @@ class PassSampler(Sampler):
 class SamplerWithoutReplacement(PassSampler):
     """Draws single rows without replacement: each stored row once per pass over the buffer.
 
-    A pass goes over the rows that are stored when it begins. The sample that ends it sets ``ran_out``, which ends
-    an iteration over the buffer, and the next one begins a new pass; so does the first sample after any write,
-    since what is stored is then no longer the same. A pass that was begun goes on after ``load_state_dict``.
+    A pass covers the rows stored when it begins. Its last sample sets ``ran_out``, which ends an iteration over the
+    buffer; the next sample begins a new pass. Any write also begins a new pass. ``load_state_dict`` resumes a pass.
 
-    Rows are marked as `RandomSampler` does. Without ``shuffle`` they come in the order in which they were stored
-    and keep their stored marks: a sample is then a stretch of the data, whose runs `layout.run_ends` finds.
+    Rows are marked as by `RandomSampler`. Without ``shuffle`` they are drawn in storage order and keep their stored
+    marks: a sample is then a contiguous part of the data, whose runs `layout.run_ends` finds.
 
     Args:
-        drop_last: leave out the rows at the end of a pass that do not fill a batch. Default False: they are a
-            shorter sample.
+        drop_last: drop the rows at the end of a pass that do not fill a batch. Default False: they form a shorter
+            sample.
         shuffle: draw the order of each pass. Default True.
-        max_policy_lag: a pass goes over the rows that are not too old, see `RandomSampler`; a newer version begins
-            another one. Default: over all rows.
+        max_policy_lag: a pass covers only rows that are not too old, see `RandomSampler`; a newer version begins a
+            new pass. Default: all rows.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
@@ -126,7 +123,7 @@ class SamplerWithoutReplacement(PassSampler):
         self.freshness = freshness(max_policy_lag)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next rows of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
+        """Return the next rows of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
         version = ring.version  # first: other processes may write meanwhile
         ring.check_not_empty()
 
@@ -140,7 +137,7 @@ class SamplerWithoutReplacement(PassSampler):
         slots = self._take(key, batch_size, begin, "rows")
         draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
         if not self.shuffle:
-            # Slices end where the next row was not written right after, as where the writer chooses its rows.
+            # Slices end where the next row was not written directly after, as with selecting writers.
             numbers = ring.numbers(slots, ring.head)
             breaks = (numbers.diff() != 1).nonzero()[:, 0]
             draw.firsts = torch.cat([torch.tensor([0]), breaks + 1])
@@ -154,40 +151,35 @@ class SamplerWithoutReplacement(PassSampler):
 
 
 class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
-    """Draws slices as `SliceSampler` does, but none of them twice per pass over the buffer.
+    """Draws slices like `SliceSampler`, each at most once per pass over the buffer.
 
-    With ``by="trajectory"`` a pass takes one slice of each trajectory, its start drawn uniformly. With
-    ``by="start"`` it takes all rows: each trajectory is cut into slices of ``slice_len`` rows one after another, at
-    a random phase, so that it may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is
-    one slice.
+    With ``by="trajectory"`` a pass draws one slice of each trajectory, its start uniformly. With ``by="start"`` it
+    covers all rows: each trajectory is cut into consecutive slices of ``slice_len`` rows at a random offset, so it
+    may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is one slice.
 
-    Every sample has exactly ``batch_size`` rows (see ``fill``), the last one of a pass fewer. It sets ``ran_out``,
-    which ends an iteration over the buffer, and the next sample begins a new pass; so does the first one after any
-    write, since what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass
-    that was begun goes on after ``load_state_dict``.
+    Every sample has exactly ``batch_size`` rows (see ``fill``), except the last one of a pass, which may have fewer
+    and sets ``ran_out``, which ends an iteration over the buffer. Any write begins a new pass, in time proportional
+    to the stored fragments. ``load_state_dict`` resumes a pass.
 
     Args:
-        num_slices: slices per sample, see `SliceSampler`, as all others up to ``truncated_key``.
+        num_slices: slices per sample, see `SliceSampler`.
         slice_len: rows per slice.
-        drop_last: leave out the slices at the end of a pass that do not fill a batch. Default False: they are a
-            smaller sample.
-        fill: take as many slices as ``batch_size`` rows need; the next sample goes on with the rest of the slice that
-            was cut. False: take ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows.
-            Default True.
+        drop_last: drop the slices at the end of a pass that do not fill a batch. Default False: they form a smaller
+            sample.
+        fill: draw enough slices for ``batch_size`` rows; the next sample continues with the rest of a cut slice.
+            False: draw ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows. Default True.
         end_key, end_keys: mark the last row of an episode.
         traj_key: constant within a trajectory.
         truncated_key: marked at the end of slices.
-        strict_length: only slices of ``slice_len`` rows: trajectories that are shorter take no part, and with
-            ``by="start"`` as many slices as fit are cut from each, the rows before and after them left out of
-            this pass. Default False.
-        shuffle: draw the order of each pass. Default True. False: in the order in which the slices' first rows were
-            stored, and with ``by="start"`` cut from the first row on.
+        strict_length: draw only slices of ``slice_len`` rows: shorter trajectories are skipped, and with
+            ``by="start"`` rows before and after the full slices are left out of the pass. Default False.
+        shuffle: draw the order of each pass. Default True. False: in storage order of the slices' first rows, and
+            with ``by="start"`` cut from the first row on.
         pad_output: see `SliceSampler`.
         init_key: marked at the start of slices.
-        by: ``"trajectory"`` (default) or ``"start"``, as said above.
-        cache_values, compile, use_gpu: accepted and without effect.
-        max_policy_lag: leave the slices of a pass out that have a row that is too old, see `SliceSampler`; a newer
-            version begins another pass.
+        by: ``"trajectory"`` (default) or ``"start"``, see above.
+        cache_values, compile, use_gpu: accepted for compatibility, without effect.
+        max_policy_lag: skip slices with a row that is too old, see `SliceSampler`; a newer version begins a new pass.
 
     Raises:
         TypeError, ValueError: as `SliceSampler`.
@@ -246,7 +238,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         self.shuffle = shuffle
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next slices of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
+        """Return the next slices of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
         index, length = indexed(ring, self), self._length(batch_size)
         index.check_not_empty()
 
@@ -263,7 +255,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
             return slices
 
-        # Any write changes one of the two counters, and then slices of the old pass may be gone.
+        # Any write changes one of the two counters; slices of the old pass may then be overwritten.
         key: tuple[int, ...] = (index.head, index.written, length)
         if self.freshness is not None:
             key = (*key, self.freshness.look(index))
@@ -275,28 +267,26 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         if not self._fills:
             return pad_slices(draw, length, ring) if self.pad_output else draw
         if len(draw.slots) > batch_size:
-            if (
-                self._left is not None
-            ):  # it begins with the rest of the last slice, from the first row beyond on
+            if self._left is not None:  # continue with the rest of the cut slice
                 self._left[0, 0] = draw.slots[batch_size]
             return cut(draw, batch_size)
         return draw  # fewer rows only at the end of the pass
 
     @property
     def _fills(self) -> bool:
-        """Whether samples are counted in rows, not in slices."""
+        """Whether samples are measured in rows instead of slices."""
         return self.fill and not self.pad_output
 
     @override
     def _amount(self, left: Tensor, count: int) -> int:
-        # A slice has at least one row: no more slices need to be counted than rows are asked for.
+        # A slice has at least one row, so at most ``count`` slices need to be counted.
         return int(left[1, :count].sum()) if self._fills else left.shape[-1]
 
     @override
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if not self._fills:
             return super()._split(left, count)
-        ends = left[1, :count].cumsum(0)  # rows up to and with each slice
+        ends = left[1, :count].cumsum(0)  # rows up to and including each slice
         last = int(torch.searchsorted(ends, count))  # the slice that has row number ``count - 1``
         taken, beyond = left[:, : last + 1].clone(), int(ends[min(last, len(ends) - 1)]) - count
         if beyond <= 0:

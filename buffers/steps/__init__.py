@@ -1,1 +1,1 @@
-"""The step writer: `writer` is the entrance; rows are staged, then stored; episodes give them markers."""
+"""The step writer: `writer` is its main module; rows are staged, marked by their episodes, then stored."""

@@ -1,4 +1,4 @@
-"""Follows the episodes of a step writer's envs: where they begin, their ids, and whether rows go on from rows."""
+"""Tracks the episodes of a step writer's envs: starts, ids, and whether consecutive rows belong together."""
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -22,12 +22,12 @@ from flatroll.layout.keys import (
     next_key,
 )
 
-_CACHED = 2**18  # bytes of observations that are compared at a time, which stay in the cache
+_CACHED = 2**18  # bytes of observations compared at a time, so that they stay in the cache
 Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
 
 
 class Episodes:
-    """The episodes that E envs are in.
+    """The current episodes of E envs.
 
     Args:
         num_envs: E.
@@ -35,41 +35,41 @@ class Episodes:
         first: number of the first episode.
 
     Attributes:
-        fresh: bool ``[E]``, whether an env's next row begins an episode.
-        ids: int64 ``[E]``, ids of the episodes that the last rows are of; both as of the last row that was marked.
+        fresh: bool ``[E]``, whether the next row of each env begins an episode.
+        ids: int64 ``[E]``, episode ids of the last rows; both refer to the last marked row.
     """
 
     def __init__(self, num_envs: int, writer: int, first: int = 0) -> None:
         self.num_envs = num_envs
         self.fresh: Array = np.ones(num_envs, np.bool_)
-        # Adding E gives an env its next episode; the first row of each adds it, that of the very first one too.
+        # Adding E gives the next episode's id; the first row of each episode adds it, also of the very first one.
         self.ids: Array = np.arange(num_envs) + (writer << 40) + (first - 1) * num_envs
         self._warned: set[str] = set()
         self.begin((), ())
 
     def begin(self, given: Collection[NestedKey], keys: Iterable[NestedKey]) -> None:
-        """Begin with rows that go on from none, and have the entries ``given``.
+        """Begin with rows that continue none and have the entries ``given``.
 
-        The values of ``keys`` are compared with the next values of the row before; all but observations must have been
-        right once before they count.
+        The values of ``keys`` are compared with the next values of the previous row; all except observations must
+        have matched once before they count.
         """
         self._given = frozenset(given)
         self._pairs = [(key, next_key(key)) for key in keys]
         self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
-        self._before: dict[NestedKey, Array] = {}  # of the row before the first waiting one, what is compared
+        self._before: dict[NestedKey, Array] = {}  # compared values of the row before the first waiting one
         self._ends = [key for key in (TERMINATED, TRUNCATED, DONE) if key in self._given]
 
     def check(self, given: Staged, row: int) -> bool:
-        """Return whether an env's waiting row ``row`` is to be warned of: it does not go on from its last one.
+        """Return whether to warn about an env's waiting row ``row``: it does not continue the previous one.
 
         Raises:
-            ValueError: ``done`` is not what terminated and truncated say.
+            ValueError: ``done`` contradicts terminated and truncated.
         """
         if DONE in self._given and len(self._ends) > 1:
             done, *kinds = (given[key].rows[:, row] for key in reversed(self._ends))
             either = np.logical_or.reduce(kinds) | (
                 done & (len(kinds) < 2)
-            )  # else it says what the missing one is
+            )  # otherwise it determines the missing one
             if (done != either).any():
                 raise ValueError(
                     f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
@@ -89,34 +89,33 @@ class Episodes:
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
-        """Fill in the markers that the waiting rows ``first ... stop - 1`` lack; all before them have theirs."""
+        """Fill in the missing markers of the waiting rows ``first ... stop - 1``; earlier rows have theirs."""
         flags = {key: staged[key].rows[:, first:stop] for key in FLAGS if key in staged}
         done, ids = flags[DONE], staged[TRAJ_IDS].rows[:, first:stop]
         for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):
             if missing in flags and missing not in self._given:
-                # Of an end for which there are two words, one of them missing, ``done`` may tell.
+                # If terminated or truncated is missing, derive it from ``done``.
                 flags[missing][:] = done & ~flags[other] if DONE in self._given else False
         if TERMINATED in flags:
             np.logical_or(flags[TERMINATED], flags[TRUNCATED], out=done)
         starts = self._starts(staged, np.concatenate([self.fresh[:, None], done[:, :-1]], 1), first, stop)
         if IS_INIT in self._given:
             starts |= flags[IS_INIT]
-        flags[IS_INIT][:] = starts  # those that the steps say among them
+        flags[IS_INIT][:] = starts  # including those that the steps set
         own = self.ids[:, None] + starts.cumsum(1) * self.num_envs
         if TRAJ_IDS not in self._given:
             ids[:] = own
         self.fresh, self.ids = done[:, -1].copy(), own[:, -1]
 
     def keep(self, staged: Staged, last: int) -> None:
-        """Remember the waiting rows ``last``, after which the arrays are written anew."""
+        """Save the waiting rows ``last`` before the arrays are overwritten."""
         keys = [TRAJ_IDS, *(later for _, later in self._pairs)]
         self._before = {key: staged[key].rows[:, last].copy() for key in keys}
 
     def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
-        """Which of the waiting rows begin a trajectory, bool ``[E, n]``, without what the steps say by is_init;
-        ``fresh``: which begin an episode. Compares them with what the rows before them said."""
+        """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
-        begin = 0 if first or self._before else 1  # the very first row goes on from none
+        begin = 0 if first or self._before else 1  # the very first row continues none
         fresh, same = fresh[:, begin:], None
         inside = ~fresh
         for key, later in list(self._pairs):
@@ -124,12 +123,12 @@ class Episodes:
             if key not in self._trusted:
                 if not inside.any():
                     continue
-                at = int(inside.any(0).argmax())  # the first step that tells
+                at = int(inside.any(0).argmax())  # the first step with a difference
                 if not (agrees & inside)[:, at].any():
-                    self._pairs.remove((key, later))  # says something else than the next row's value
+                    self._pairs.remove((key, later))  # differs from the next row's value
                     continue
                 self._trusted.add(key)
-                agrees[:, :at] = False  # before it, only episodes began
+                agrees[:, :at] = False  # before it only episodes begin
             same = agrees if same is None else same & agrees
         if same is not None:
             self._warn_of(same & fresh, ~same & inside)
@@ -139,8 +138,8 @@ class Episodes:
         return starts
 
     def _differ(self, staged: Staged, key: NestedKey, later: NestedKey, first: int, stop: int) -> Array:
-        """Where ``key`` is not what the row before says by ``later``, bit by bit: bool ``[E, n]``, or ``[E, n - 1]`` if
-        no row is before the first one."""
+        """Compare ``key`` with the previous row's ``later``, bit for bit: bool ``[E, n]``, or ``[E, n - 1]`` for
+        first rows."""
         now, said, begin = staged[key].data, staged[later].data, max(first, 1)
         wrong = [torch.zeros(self.num_envs, 0, dtype=torch.bool)]
         if not first and self._before:
@@ -154,7 +153,7 @@ class Episodes:
         return np.asarray(torch.cat(wrong, 1))
 
     def _warn_of(self, ended: Array, left: Array) -> None:
-        """Warn where an episode goes on from its end, or is left before it: bool ``[E, n]``."""
+        """Warn where an episode continues after its end or is abandoned before it: bool ``[E, n]``."""
         if ended.any():
             self._warn(
                 "ended",
@@ -174,5 +173,5 @@ class Episodes:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            # to the caller of write; between are (_store), _mark, mark, _starts and _warn_of
+            # the caller of write; (_store), _mark, mark, _starts and _warn_of are in between
             warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)

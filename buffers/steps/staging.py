@@ -1,4 +1,4 @@
-"""The rows of a step writer that wait to be stored, and how many wait."""
+"""The rows of a step writer that wait to be stored, and the window size."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -13,17 +13,16 @@ from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
-_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8  # of a window, unless the caller chooses
+_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8  # maximum window, unless the caller sets it
 
 
 class StagedColumn:
-    """One entry of the waiting rows: ``data`` ``[E, L, *shape]``, which NumPy writes as ``rows``; and as ``flat``,
-    ``[E * L, *shape]``.
+    """One entry of the waiting rows, ``data`` ``[E, L, *shape]``, with views ``rows`` (NumPy) and ``flat``.
 
     Args:
-        key: of the entry.
-        dtype: of its values.
-        shape: of one row's value.
+        key: key of the entry.
+        dtype: dtype of the values.
+        shape: shape of one row's value.
         num_envs: E.
         window: L.
 
@@ -40,14 +39,14 @@ class StagedColumn:
         self.key, self.dtype = key, dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
         self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
-        # NumPy writes small arrays in a fraction of torch's time; it lacks a few dtypes, whose bits it writes.
+        # NumPy writes small arrays much faster than torch; dtypes that it lacks are written as bits.
         self._word = None
         try:
             self.rows: Array = self.data.numpy()
         except TypeError:
             self._word = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
             self.rows = self.data.view(self._word).numpy()
-        # Numbers per row may come as [E] or [E, 1], and are stored as [E, L, 1].
+        # One number per row may be given as [E] or [E, 1], and is stored as [E, L, 1].
         if tuple(shape) == (1,) and (key in FLAGS or key == REWARD):
             self.rows = self.rows[..., 0]
         self.shape = (num_envs, *self.rows.shape[2:])
@@ -58,8 +57,8 @@ class StagedColumn:
         """Create the column for values like the first one, ``[E, ...]``.
 
         Raises:
-            TypeError: no tensor or array of numbers, or a marker of the wrong dtype.
-            ValueError: another number of envs.
+            TypeError: the value is not a tensor or array of numbers, or a marker has the wrong dtype.
+            ValueError: the number of envs differs.
         """
         try:
             first = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
@@ -88,14 +87,14 @@ class StagedColumn:
         """Write a step's ``value`` ``[E, *shape]`` to the waiting rows ``step``.
 
         Raises:
-            TypeError: another dtype than the first step's.
-            ValueError: another shape.
+            TypeError: the dtype differs from the first step's.
+            ValueError: the shape differs.
         """
         usual = isinstance(value, np.ndarray) and value.dtype == self._kind and value.shape == self.shape
         self.rows[:, step] = value if usual else self._checked(value)
 
     def _checked(self, value: Any) -> Array:
-        """A step's ``value`` as an array ``[E, *shape]``, see :meth:`put`."""
+        """Check a step's ``value`` and return it as an array ``[E, *shape]``, see :meth:`put`."""
         if isinstance(value, Tensor):
             if self._word is not None and value.dtype is self.dtype:
                 value = value.view(self._word)
@@ -116,7 +115,8 @@ class StagedColumn:
         return array
 
     def window(self, steps: int) -> Tensor:
-        """Return the first ``steps`` waiting steps env after env, ``[E * steps, *shape]``; if all, without a copy."""
+        """Return the first ``steps`` waiting steps, env after env, ``[E * steps, *shape]``; all of them without a
+        copy."""
         return self.flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
 
 
@@ -137,10 +137,10 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
 
 
 def window_of(capacity: int, num_envs: int, window: int | None) -> int:
-    """Return the number of steps of a window: ``window``, or one that suits.
+    """Return the number of steps per window: ``window`` or a suitable default.
 
     Raises:
-        ValueError: windows of all envs do not divide the capacity.
+        ValueError: ``num_envs * window`` does not divide the capacity.
 
     >>> window_of(100_000, 8, None), window_of(1000, 1, None), window_of(2**20, 1024, None)
     (50, 50, 8)

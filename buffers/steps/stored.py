@@ -1,4 +1,4 @@
-"""The rows of a step writer that are stored: where they are, what their trajectories are, and copies of them."""
+"""The stored rows of a step writer: their positions, trajectories and copies."""
 
 from collections.abc import Collection, Sequence
 from typing import TypeAlias, cast
@@ -18,16 +18,16 @@ Tables: TypeAlias = tuple[Array, int, Array, Array]  # of a `TrajectoryIndex`
 #: ``windows ... length`` of `flatroll.kernels.slices.steps.locate`.
 Where: TypeAlias = tuple[Array, int, int, int, int, int]
 
-_MOST = 2**18  # bytes to copy while the buffer's lock is held: some 20 µs
+_MOST = 2**18  # maximum bytes copied under the buffer's lock: about 20 µs
 # The tables of a buffer without rows, which has no index yet.
 _NO_INDEX: Tables = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
 
 
 class StepPositions:
-    """Finds the stored rows of steps: window by window, an env's steps stand next to each other.
+    """Finds the stored rows of steps: within a window an env's steps are adjacent.
 
     Args:
-        num_envs: number of envs that each step is from.
+        num_envs: number of envs per step.
 
     >>> ring, positions = Ring(8), StepPositions(num_envs=2)
     >>> for window in range(3):  # of two steps each; the third overwrites the first
@@ -41,13 +41,13 @@ class StepPositions:
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
         self.ring: Ring | None = None
-        # Per window its first step, the number of its first row in the ring, and its steps; ``count`` are in use.
+        # Per window: its first step, its first row number in the ring, its number of steps; ``count`` are in use.
         self._table: Array = np.zeros((3, 16), np.int64)
         self._count = 0
 
     def append(self, ring: Ring, step: int, slot: int, steps: int) -> None:
-        """Note a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
-        if ring is not self.ring:  # the buffer was emptied, or another one was loaded into it
+        """Record a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
+        if ring is not self.ring:  # the buffer was emptied or reloaded
             self.ring, self._count = ring, 0
         head = ring.head
         if self._count == self._table.shape[1]:
@@ -59,12 +59,12 @@ class StepPositions:
         self._count += 1
 
     def _first(self) -> int:
-        """The first window that is stored whole."""
+        """Return the first complete window."""
         head = 0 if self.ring is None else self.ring.head
         return int(self._table[1, : self._count].searchsorted(head))
 
     def oldest(self) -> int | None:
-        """Return the first step that is stored whole; None if there is none."""
+        """Return the first complete step; None if there is none."""
         first = self._first()
         return int(self._table[0, first]) if first < self._count else None
 
@@ -73,17 +73,17 @@ class StepPositions:
         return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
 
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
-        """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
+        """Find rows by place, step * E + env, int64 ``[N]``; None if one was overwritten.
 
         Args:
-            places: of the rows, in host memory.
-            ring: that of the buffer now.
+            places: places of the rows, in host memory.
+            ring: the buffer's current ring.
             stored: number of the first step that waits.
             window: L.
 
         Returns:
-            slots, int64 ``[N]``, of some other row where one waits; and int64 ``[2, M]``, of the M that wait their
-            positions among the places, and their rows env * L + step among the waiting ones.
+            slots, int64 ``[N]``, arbitrary for waiting rows; and int64 ``[2, M]``, the positions of the M waiting
+            rows in ``places`` and their rows env * L + step in the waiting arrays.
         """
         from flatroll.kernels.slices.steps import locate  # numba
 
@@ -95,23 +95,22 @@ class StepPositions:
     def choose(
         self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
     ) -> Tensor | None:
-        """Let ``choose`` choose another row of the same trajectory for some rows; see `TrajectoryIndex.choose`.
+        """Call ``choose`` to select another row of the same trajectory for some rows; see `TrajectoryIndex.choose`.
 
-        An env's steps of one trajectory follow each other, the stored ones and then the waiting ones. So a trajectory
-        is known by its first step and the one after its last: the trajectory index has those of stored rows, the
-        markers those of waiting rows.
+        An env's steps of a trajectory are consecutive, stored ones before waiting ones, so a trajectory is a range of
+        steps: the trajectory index has the range of stored rows, the markers that of waiting rows.
 
         Args:
             places: step * E + env of each row, int64 ``[N]``.
             choose: see `TrajectoryIndex.choose`.
-            ring: that of the buffer, whose lock is held.
-            stored: number of the first step that waits.
-            filled: steps that wait.
+            ring: the buffer's ring; its lock is held.
+            stored: number of the first waiting step.
+            filled: number of waiting steps.
             marks: ``is_init``, trajectory ids and ``done`` of the waiting rows, each ``[E, >= filled]``.
 
         Returns:
-            int64 ``[2, M]``, which of the places, and the places of the rows chosen for them; None if another writer
-            has overwritten one of the rows at ``places``.
+            int64 ``[2, M]``, indices in ``places`` and the places of the chosen rows; None if another writer has
+            overwritten one of the rows.
         """
         from flatroll.kernels.slices.step_spans import step_spans  # numba
 
@@ -129,17 +128,17 @@ class StepPositions:
 
 
 class StepCopies:
-    """Copies entries of rows.
+    """Copies entries of stored and waiting rows.
 
     Args:
-        storage: the buffer's.
+        storage: the buffer's storage.
         staged: the waiting rows, ``[E * L, ...]``.
-        given: those of their entries that steps give; the others are filled in.
-        names: entries, default all.
+        given: the entries contained in steps; the others are filled in.
+        names: entries to copy, default all.
 
     Attributes:
         marks: whether some of them are filled in.
-        rows: how many can be copied at once; -1 where it takes more than copying bytes in this process's memory.
+        rows: rows that can be copied at once; -1 if copying is not a plain copy in this process's memory.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class StepCopies:
             return
         next_keys = {} if storage.pool is None else storage.pool.next_keys
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
-        # The next value of an entry is mostly that of a row near it, so that entry is copied, too.
+        # The next value of an entry is usually that of a nearby row, so copy that entry, too.
         asked = {*storage.columns, *next_keys.values()} if names is None else {*names}
         stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
@@ -202,7 +201,7 @@ class StepCopies:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        pooled = self._of[1]  # whose columns may have grown, and moved
+        pooled = self._of[1]  # its columns may have grown and moved
         entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX

@@ -1,4 +1,4 @@
-"""Writes a replay buffer one vector step at a time, as loops of third-party trainers do."""
+"""Writes to a replay buffer one vector step at a time, for loops of third-party trainers."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,7 @@ from flatroll.layout.tensordict_seam import nest
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
-Names: TypeAlias = tuple[NestedKey, ...] | None  # of entries; None for all
+Names: TypeAlias = tuple[NestedKey, ...] | None  # entries; None for all
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
 
 
@@ -51,7 +51,7 @@ class Overwritten(IndexError):
 
 
 class StepWriter:
-    """Takes one step of E envs at a time, and stores windows of L steps, env after env, by ``buffer.extend``.
+    """Collects single steps of E envs and stores windows of L steps, env after env, with ``buffer.extend``.
 
     Rows wait in arrays ``[E, L, ...]`` until the window is full. So an env's steps stand next to each other in the
     storage, where a compact one keeps each observation once, and stacked frames are shared. Trajectories go on from
@@ -61,7 +61,7 @@ class StepWriter:
 
     Attributes:
         num_envs: number E of envs.
-        window: number L of steps that are stored at a time.
+        window: number L of steps stored at a time.
         steps: steps written so far; the next one has this number.
 
     >>> import numpy as np
@@ -80,7 +80,7 @@ class StepWriter:
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
-        # A list would keep the arrays' own memory.
+        # A copy: a list would keep views of the arrays' memory.
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
                 "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
@@ -96,39 +96,40 @@ class StepWriter:
         buffer.step_writers.add(self)
 
     def _forget(self) -> None:
-        """Begin as after the last stored row, with entries to be named by the next step."""
+        """Reset to the state after the last stored row; the next step defines the entries."""
         self._staged: dict[NestedKey, StagedColumn] = {}
         self._copies: dict[Names, StepCopies] = {}
         self._tails: dict[Names, HostColumns[NestedKey]] = {}
         self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
         self._marked = 0  # waiting steps whose markers are filled in
-        self._begun = False  # whether there is a row by which a step is checked
+        self._begun = False  # whether there is a previous row to check a step against
         self._episodes.begin((), ())
         self._lock = threading.Lock()
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, step: Step) -> None:
-        """Take one step of all envs; the last one of a window stores the window.
+        """Add one step of all envs; the last one of a window stores the window.
 
         Args:
             step: tensors or arrays ``[E, ...]`` by key, nested or not: a dict or a tensordict ``[E]``. It needs
-                ``("next", "terminated")``, ``("next", "truncated")`` or ``("next", "done")`` (bool); of the three,
-                and of ``"is_init"`` and ``("collector", "traj_ids")``, those that are missing are filled in. Numbers
-                per row may be ``[E]`` or ``[E, 1]``; rewards become float32. ``("next", "observation")`` is the true
-                one: at the end of an episode its final observation, not that of the reset.
+                ``("next", "terminated")``, ``("next", "truncated")`` or ``("next", "done")`` (bool); those of the
+                three, ``"is_init"`` and ``("collector", "traj_ids")`` that are missing are filled in. Numbers per row
+                may be ``[E]`` or ``[E, 1]``; rewards become float32. ``("next", "observation")`` is the true next
+                observation: at the end of an episode the final one, not that of the reset.
 
         Raises:
             RuntimeError: the writer is closed.
-            ValueError: another number of envs, other entries or shapes than in the first step.
-            TypeError: other dtypes than in the first step, or flags that are not bool.
-            KeyError: nothing says where episodes end.
+            ValueError: the number of envs, entries or shapes differ from the first step.
+            TypeError: dtypes differ from the first step, or flags are not bool.
+            KeyError: no entry marks the end of episodes.
 
-        Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
-        call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
-        warning, unless ``"is_init"`` says so. These errors and this warning come before the step is taken. That an
-        episode seems to go on after its end is told when markers are needed: at the end of a window, or by a read.
+        Errors of ``extend`` are raised at the last step of a window; the window is kept, and the next call stores it.
+        A row that does not continue the previous one (an env was reset in between) begins a new trajectory, with a
+        warning unless ``"is_init"`` is set. These errors and this warning are raised before the step is added. An
+        episode that seems to continue after its end is reported when markers are computed: at the end of a window, or
+        by a read.
         """
         with self._lock:
             if self._closed:
@@ -144,7 +145,7 @@ class StepWriter:
                     raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
                 if missing := [key for key in given if key not in values]:
                     raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
-            for key, column in given.items():  # nobody reads the row of a step that is refused half-way
+            for key, column in given.items():  # the row of a step that fails half-way is not read
                 column.put(row, values[key])
             if self._episodes.check(given, row):
                 self._mark(row + 1)
@@ -154,7 +155,7 @@ class StepWriter:
                 self._store()
 
     def _begin(self, step: Step) -> None:
-        """Make the arrays for steps like this one."""
+        """Create the arrays for steps like this one."""
         staged = {
             key: StagedColumn.like(key, value, self.num_envs, self.window) for key, value in entries(step)
         }
@@ -180,7 +181,7 @@ class StepWriter:
         self._episodes.begin(given, compared_keys(kinds, ()))
         storage = self.buffer.storage
         if storage.columns and not any(map(changes_stored, self.buffer.transforms)):
-            # What does not go with the rows that are stored is an error now, not when the window is full.
+            # Raise now, not when the window is full, if the step does not match the stored rows.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer.write_lock:
                 storage.prepare(nest(blank, self.num_envs), None, self.buffer.markers)
@@ -200,7 +201,7 @@ class StepWriter:
             return
         self._mark(count)
         columns = {key: column.window(count) for key, column in self._staged.items()}
-        slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows go on waiting
+        slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows keep waiting
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
@@ -214,12 +215,12 @@ class StepWriter:
         self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
 
     def flush(self) -> None:
-        """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
+        """Store the waiting rows now. Frequent calls make short windows, which take more memory."""
         with self._lock:
             self._store()
 
     def close(self) -> None:
-        """Store the waiting rows; the writer takes no more. :meth:`read` and :meth:`sample` still work."""
+        """Store the waiting rows and refuse further steps. :meth:`read` and :meth:`sample` still work."""
         self.flush()
         self._closed = True
 
@@ -241,7 +242,7 @@ class StepWriter:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest step that can be read; all from there to ``steps - 1`` can."""
+        """Number of the oldest readable step; all from there to ``steps - 1`` are readable."""
         with self._lock:
             return self._oldest()
 
@@ -252,28 +253,28 @@ class StepWriter:
     def read(self, steps: Any, envs: Any) -> TensorDict:
         """Return rows by position, stored or waiting, as ``buffer[...]`` would: transformed, not marked.
 
-        n-step transforms look ahead into the waiting rows. A transform whose ``inv`` changes what is stored has the
-        waiting rows stored first.
+        n-step transforms also look ahead into waiting rows. If a transform's ``inv`` changes what is stored, waiting
+        rows are stored first.
 
         Args:
-            steps: numbers of steps, from :attr:`oldest` to ``steps - 1``: integers, an array or a tensor.
-            envs: numbers of envs, from 0 to E - 1; the two are broadcast and give N rows.
+            steps: step numbers, from :attr:`oldest` to ``steps - 1``: integers, an array or a tensor.
+            envs: env numbers, 0 to E - 1; both are broadcast to N rows.
 
         Raises:
-            IndexError: no such step or env, or it was overwritten.
+            IndexError: the step or env does not exist, or was overwritten.
         """
         with self._lock:
             return self._rows(self._places(steps, envs))
 
     def read_columns(self, steps: Any, envs: Any, keys: Iterable[NestedKey] | None = None) -> Columns:
-        """Return what :meth:`read` does as a plain dict of tensors by key, which takes less time.
+        """Like :meth:`read`, but return a plain dict of tensors by key, which is faster.
 
         Args:
             steps, envs: as in :meth:`read`.
-            keys: entries to read, default all; fewer take less time (with transforms all are read all the same).
+            keys: entries to read, default all; fewer are faster (unless there are transforms, which read all).
 
         Raises:
-            KeyError: there is no such entry.
+            KeyError: an entry does not exist.
 
         >>> import numpy as np
         >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -297,7 +298,7 @@ class StepWriter:
         return {name: columns[name] for name in names}
 
     def _places(self, steps: Any, envs: Any) -> Tensor:
-        """The places step * E + env of rows that are there, int64 ``[N]``."""
+        """Return the places step * E + env of existing rows, int64 ``[N]``."""
         from flatroll.kernels.slices.steps import number_places  # numba
 
         step, env = steps, envs
@@ -309,7 +310,7 @@ class StepWriter:
             if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
                 raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
             if step.shape != env.shape:
-                # Copied: of the views, NumPy 1 warns once Numba asks whether they can be written.
+                # Copies: NumPy 1 warns about these views when Numba checks whether they are writable.
                 step, env = map(np.array, np.broadcast_arrays(step, env))
             step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
         places: Array = np.empty(len(step), np.int64)
@@ -322,14 +323,14 @@ class StepWriter:
         return torch.from_numpy(places)
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
-        """Draw rows of this writer uniformly, with replacement, the waiting ones among them; else as :meth:`read`.
+        """Draw rows of this writer, also waiting ones, uniformly with replacement; otherwise as :meth:`read`.
 
         Args:
-            batch_size: rows, default that of the buffer, whose generator draws them.
+            batch_size: number of rows, default the buffer's. The buffer's generator draws them.
 
         Raises:
             RuntimeError: no step was written.
-            ValueError: no batch size.
+            ValueError: the batch size is missing.
         """
         size = whole_number("batch_size", self.buffer.batch_size if batch_size is None else batch_size)
         with self._lock:
@@ -341,11 +342,11 @@ class StepWriter:
                     places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
                 try:
                     return self._rows(places)
-                except Overwritten:  # by another writer: of what is left, draw again
+                except Overwritten:  # overwritten by another writer: redraw from the rest
                     continue
 
     def _rows(self, places: Tensor) -> TensorDict:
-        """The rows at these places, step * E + env, int64 ``[N]``, transformed."""
+        """Return the transformed rows at these places, step * E + env, int64 ``[N]``."""
         transforms = self.buffer.transforms
         if self._filled and any(map(changes_stored, transforms)):
             self._store()
@@ -357,7 +358,7 @@ class StepWriter:
             ahead.masked_fill_(ahead >= self.steps * self.num_envs, -1)
             marks = self._take(torch.where(ahead < 0, places[:, None], ahead).view(-1), (TRAJ_IDS, IS_INIT))
             ids, init = (marks[key].cpu().view(-1, n) for key in (TRAJ_IDS, IS_INIT))
-            init[:, 0] = False  # a row that begins a trajectory may be the first of the n
+            init[:, 0] = False  # a row that begins a trajectory may come first
             ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
         chosen = self._choose(places)
         read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
@@ -369,8 +370,8 @@ class StepWriter:
         return result
 
     def _choose(self, places: Tensor) -> Tensor | None:
-        """What a transform chooses that reads other rows of the trajectories: int64 ``[2, M]``, which of the places,
-        and the places of the rows; None without such a transform."""
+        """Return rows chosen by a transform, int64 ``[2, M]``: indices in the places, and places; None without
+        one."""
         buffer, filled = self.buffer, self._filled
         chooser = chooser_of(buffer.transforms)
         if chooser is None:
@@ -388,7 +389,7 @@ class StepWriter:
         return chosen
 
     def _take_goals(self, ids: Tensor, places: Tensor, keys: Iterable[NestedKey]) -> Columns:
-        """Copies of entries of the rows at these places, which have to be of the trajectories ``ids``."""
+        """Return copies of entries of the rows at these places, which must belong to the trajectories ``ids``."""
         rows = self._take(places, [*keys, TRAJ_IDS])
         if not torch.equal(rows.pop(TRAJ_IDS), ids):
             raise ValueError(
@@ -398,8 +399,7 @@ class StepWriter:
         return rows
 
     def _take(self, places: Tensor, keys: Iterable[NestedKey] | None = None) -> Columns:
-        """Copies of the entries ``keys`` (default: all) of the rows at these places; other threads may write to the
-        buffer meanwhile."""
+        """Return copies of the entries ``keys`` (default: all) of the rows at these places; lock-free."""
         buffer, storage, places = self.buffer, self.buffer.storage, places.cpu()
         names = None if keys is None else tuple(keys)
         stored = self.steps - self._filled
@@ -433,7 +433,7 @@ class StepWriter:
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
-        if len(at):  # these were read as some stored row: replace them
+        if len(at):  # waiting rows were read as arbitrary stored rows: replace them
             if storage.copies_bytes:
                 self._tail(names).copy_into(columns, at, rows)
             else:
@@ -442,14 +442,14 @@ class StepWriter:
         return columns
 
     def _waiting(self, rows: Array, names: Names) -> Columns:
-        """Copies of waiting rows, env * L + step of each, on the storage's device."""
+        """Return copies of waiting rows, given as env * L + step, on the storage's device."""
         tail, at = self._tail(names), torch.from_numpy(rows)
         columns = tail.take(at) or {key: take_rows(column, at) for key, column in tail.columns.items()}
         device = getattr(self.buffer.storage, "device", "cpu")
         return {key: values.to(device) for key, values in columns.items()}
 
     def _tail(self, names: Names) -> "HostColumns[NestedKey]":
-        """The waiting rows' entries of these names (default: all), ``[E * L, ...]``."""
+        """Return the waiting rows' entries (default: all), ``[E * L, ...]``."""
         if names not in self._tails:
             from flatroll.kernels.rows.gather import HostColumns  # numba
 
@@ -461,19 +461,19 @@ class StepWriter:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
-        """Store the waiting rows, and return what a writer after a restart needs: its number and next episode.
+        """Store the waiting rows, and return the writer's number and next episode for a restart.
 
-        The rows are in ``buffer.state_dict()``, to be made afterwards.
+        The rows are in ``buffer.state_dict()``; call that afterwards.
         """
         self.flush()
         newest = int(self._episodes.ids.max()) - (self.writer << 40)  # episode * E + env
         return {"writer": self.writer, "episode": newest // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
+        """Resume with new episodes, whose ids were unused when the :meth:`state_dict` was made.
 
-        Rows from before, and those that the buffer was loaded with, cannot be read by step, only through the buffer;
-        rows that wait are given up.
+        Earlier rows, and rows loaded into the buffer, cannot be read by step, only through the buffer; waiting rows
+        are dropped.
         """
         self.writer = writer_number(state["writer"])
         episode = whole_number("episode", state["episode"], 0)
@@ -482,7 +482,7 @@ class StepWriter:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
+        """Return the state to pickle or copy, including the buffer; the waiting rows are stored first."""
         with self._lock:
             self._store()
             state = self.__dict__.copy()
@@ -500,7 +500,7 @@ class StepWriter:
 
 
 def is_plain(numbers: Any) -> bool:
-    """Return whether ``numbers`` are an int64 array ``[N]``, one next to the other."""
+    """Return whether ``numbers`` is a contiguous int64 array ``[N]``."""
     return (
         type(numbers) is np.ndarray
         and numbers.dtype == np.int64
@@ -510,7 +510,7 @@ def is_plain(numbers: Any) -> bool:
 
 
 def row_ends(places: Tensor, num_envs: int) -> Tensor:
-    """Return which rows the next one does not follow, bool ``[N]``, given their places step * num_envs + env.
+    """Return bool ``[N]``, True at rows that the next one does not follow, given places step * num_envs + env.
 
     >>> row_ends(torch.tensor([0, 2, 4, 5]), num_envs=2)
     tensor([False, False,  True,  True])

@@ -66,7 +66,7 @@ class NStep(Transform):
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        self._n_steps = whole_number("n_steps", n_steps, 1, 2**31)
+        self._n_steps = whole_number("n_steps", n_steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"

@@ -34,8 +34,9 @@ from torch.nn import functional as F
 
 from flatroll.estimators import A2CLoss, ClipPPOLoss, DiscreteSACLoss, PPOLoss, ReinforceLoss, SACLoss
 from flatroll.layout.tensordict_seam import call_policy
+from flatroll.modules import SquashedGaussian
 
-KINDS = ("torchrl", "torch", "cached", "independent", "rows", "composite", "masked")
+KINDS = ("torchrl", "torch", "cached", "independent", "rows", "composite", "masked", "flatroll")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -60,6 +61,10 @@ def torchrl_squashed(loc: Tensor, scale: Tensor, limit: float = 1.0) -> Any:
     from torchrl.modules import TanhNormal
 
     return TanhNormal(loc, scale, low=-limit, high=limit)
+
+
+def flatroll_squashed(loc: Tensor, scale: Tensor, limit: float = 1.0) -> Any:
+    return SquashedGaussian(loc, scale, low=-limit, high=limit)
 
 
 class Given(nn.Module):
@@ -129,6 +134,7 @@ class Case:
             places = ["loc", "scale"]
             kind: Any = {
                 "torchrl": torchrl_squashed,
+                "flatroll": flatroll_squashed,
                 "independent": SquashedThenIndependent,
             }.get(self.kind, Squashed)
             if self.kind in ("cached", "rows"):

@@ -27,6 +27,7 @@ from torch.distributions import (
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss, SACLoss
 from flatroll.layout import run_starts
+from flatroll.layout.tensordict_seam import call_policy
 from flatroll.modules import (
     Gaussian,
     JointBernoulli,
@@ -248,6 +249,35 @@ def test_modes_are_taken_where_nothing_is_sampled() -> None:
         assert (first == second).all()
         drawn = [policy(rows.clone()).select("action") for _ in range(9)]
         assert not all((first == other).all() for other in drawn)
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_collector_draws_the_actions_that_the_actor_draws(name: str, scored: bool) -> None:
+    policy = actor(make(action=ACTIONS[name]), norm=False)
+    policy.module[-1].return_log_prob = scored
+    rows = TensorDict({"observation": torch.randn(5, 3)}, [5])
+    found, expected = rows.clone(), rows.clone()
+    for batch, call in ((found, partial(call_policy, policy)), (expected, policy)):
+        torch.manual_seed(3)
+        call(batch)
+    leaves: Any = expected.select("action").items(True, True)
+    for key, drawn in leaves:
+        torch.testing.assert_close(found[key], drawn)
+    if scored and name not in ("dict", "tuple"):
+        torch.testing.assert_close(
+            found["action_log_prob"], expected["action_log_prob"], atol=1e-5, rtol=1e-5
+        )
+
+
+def test_a_gaussian_scores_what_it_draws() -> None:
+    loc, scale = torch.randn(6, 2, 2, requires_grad=True), torch.rand(6, 2, 2) + 0.1
+    dist = Gaussian(loc, scale, event_dims=2)
+    drawn, log_prob = dist.rsample_and_log_prob((3,))
+    torch.testing.assert_close(log_prob, dist.log_prob(drawn))  # type: ignore[no-untyped-call]
+    assert drawn.shape == (3, 6, 2, 2) and log_prob.shape == (3, 6)
+    # moving the mean moves the sample with it: the density there stays
+    assert torch.autograd.grad(log_prob.sum() + drawn.sum(), loc)[0].eq(3.0).all()
 
 
 def test_what_is_printed() -> None:

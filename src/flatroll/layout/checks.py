@@ -71,7 +71,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         name: of the argument, for the error.
         value: of the argument.
         least: default 1.
-        most: included; default None, no upper limit.
+        most: included; default None, what 64 bits hold.
         hint: a way out, added to the error.
 
     Raises:
@@ -88,10 +88,11 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         isinstance(value, (int, np.integer))
         and not isinstance(value, bool)
         and least <= value
-        and (most is None or value <= most)
+        and value <= (2**63 - 1 if most is None else most)
     ):
         return int(value)
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    limits += ", of 64 bits" if most is None and isinstance(value, int) and value >= 2**63 else ""
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 

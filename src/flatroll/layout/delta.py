@@ -188,7 +188,7 @@ class RestoreNextObservation:
 
         Raises:
             KeyError: a key of ``in_keys``, or with ``in_keys=None`` every key, has no delta; or a delta has
-            no root observation.
+                no root observation.
         """
         deltas = td.get(DELTA, None)
         present = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]

@@ -5,12 +5,14 @@ which normal number it was made of, and the log-probability is off by tens, or N
 sample*, is scored; a collector keeps it in the batch beside the action.
 """
 
-from typing import Any, TypeGuard
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from tensordict.nn import CompositeDistribution
 from torch import Tensor
 from torch.distributions import (
+    Categorical,
     ComposeTransform,
     Distribution,
     Independent,
@@ -19,6 +21,22 @@ from torch.distributions import (
 )
 
 from flatroll.layout.keys import NestedKey
+
+
+class FromBase(Protocol):
+    """A transformed distribution that draws and scores base samples by itself, in fewer operations."""
+
+    def draw_base(self, sample_shape: Any = ()) -> Tensor:
+        """Draw base samples ``[*sample_shape, *B, *E]``; gradients flow through them."""
+        ...
+
+    def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples that base samples make, and their log-probabilities ``[*B]``."""
+        ...
+
+    def to_base(self, value: Tensor) -> Tensor:
+        """The base samples of samples, as far as their digits tell them."""
+        ...
 
 
 def base_sample_key(action: NestedKey) -> NestedKey:
@@ -55,10 +73,17 @@ def draw(
     >>> float(action), log_prob.isfinite(), dist.log_prob(action)
     (1.0, tensor(True), tensor(nan))
     """
+    if _knows_base(dist):
+        with nullcontext() if reparametrize else torch.no_grad():
+            base = dist.draw_base(shape)
+        return *dist.from_base(base), base
     root = _root(dist)
     if root is not None:
         base = root.rsample(shape) if reparametrize else root.sample(shape)
         return *_through(dist, base), base
+    if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
+        choice = torch.multinomial(dist.probs, 1, True)  # as sample() does; both methods take twice as long
+        return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
     together: Any = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
     if together is not None:
         sample, log_prob = together(shape)
@@ -123,6 +148,8 @@ def _root(dist: Distribution) -> Distribution | None:
 
 def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
     """The sample that a base sample makes, and its log-probability."""
+    if _knows_base(dist):
+        return dist.from_base(base)
     if _is_independent(dist):
         sample, log_prob = _through(dist.base_dist, base)
         return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
@@ -143,6 +170,8 @@ def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
 
 def _inverse(dist: Distribution, sample: Tensor) -> Tensor:
     """The base sample of a sample, as far as its digits tell it."""
+    if _knows_base(dist):
+        return dist.to_base(sample)
     for transform in reversed(_transforms(dist)):
         sample = transform.inv(sample)
     return sample
@@ -151,6 +180,10 @@ def _inverse(dist: Distribution, sample: Tensor) -> Tensor:
 def _sum_last(x: Tensor, dims: int) -> Tensor:
     """The sum over the last ``dims`` dims."""
     return x.sum(tuple(range(-dims, 0))) if dims else x
+
+
+def _knows_base(dist: Distribution) -> TypeGuard[FromBase]:
+    return hasattr(dist, "from_base")
 
 
 def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
@@ -164,8 +197,10 @@ def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
 
 def _is_transformed(dist: Distribution) -> TypeGuard[TransformedDistribution]:
     kind = type(dist)  # one that scores or samples in its own way is left to it
-    return (
-        isinstance(dist, TransformedDistribution)
-        and kind.log_prob is TransformedDistribution.log_prob
-        and kind.rsample is TransformedDistribution.rsample
+    return isinstance(dist, TransformedDistribution) and (
+        hasattr(kind, "from_base")
+        or (
+            kind.log_prob is TransformedDistribution.log_prob
+            and kind.rsample is TransformedDistribution.rsample
+        )
     )

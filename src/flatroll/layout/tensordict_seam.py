@@ -8,6 +8,7 @@ An update of a small network takes a millisecond.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor
-from torch.distributions import Independent, TransformedDistribution
+from torch.distributions import Distribution, Independent, TransformedDistribution
 from torch.nn.modules import module as torch_module
 
 from flatroll.layout.keys import NestedKey, as_tuple
@@ -233,7 +234,7 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
         ready = prepare_sampling(policy, batch)
         if ready is not None:
             sampler, batch, _ = ready
-            return _sample_and_score(sampler, batch) if keeps_base(sampler) else sampler(batch)
+            return _sample(sampler, batch)
     return call_network(policy, batch)
 
 
@@ -250,37 +251,74 @@ def base_keys_of(policy: Any) -> list[NestedKey]:
 
 def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
     """Return whether a sampler of tensordict or TorchRL writes log-probabilities of what may be transformed samples."""
-    kind, own = type(sampler), sampler.__dict__
-    known = kind is ProbabilisticTensorDictModule or (
-        kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
-    )
-    if not known or not sampler.return_log_prob or own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return False
-    if sampler.num_samples is not None or own.get("_generator") is not None or own.get("_generator_key"):
+    if not sampler.return_log_prob or not _samples_once(sampler):
         return False
     dist: Any = sampler.distribution_class  # a class, or a function that makes anything
     layered = (TransformedDistribution, Independent, CompositeDistribution)
     return not isinstance(dist, type) or issubclass(dist, layered)
 
 
-def _sample_and_score(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
-    """What the sampler does, with the log-probability of the value before a transform, which is kept."""
+def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
+    """Whether a sampler is one of tensordict or TorchRL that draws one sample by the generators of torch."""
+    kind, own = type(sampler), sampler.__dict__
+    known = kind is ProbabilisticTensorDictModule or (
+        kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
+    )
+    if not known or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    return sampler.num_samples is None and own.get("_generator") is None and not own.get("_generator_key")
+
+
+def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
+    """What the sampler does, in a third of its time; also keeps the values that transforms make actions of."""
     kind = _mode_of(_TYPE, interaction_type) or sampler.default_interaction_type
-    if kind is InteractionType.RANDOM:
-        parts = components(sampler.get_dist(batch))
+    if kind is InteractionType.RANDOM and _samples_once(sampler):
+        parts = components(build_distribution(sampler, batch))
         action_keys: list[Any] = sampler.dist_sample_keys
-        log_prob_keys: list[Any] = sampler.log_prob_keys or []
         alike = None in parts or list(parts) == action_keys
-        if alike and len(parts) == len(action_keys) == len(log_prob_keys):
-            for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
-                action, log_prob, base = draw(part, reparametrize=part.has_rsample)
-                set_entry(batch, key, action)
-                set_entry(batch, log_prob_key, log_prob)
-                if base is not None:
-                    set_entry(batch, base_sample_key(key), base)
-            return batch
+        if alike and len(parts) == len(action_keys):
+            if not sampler.return_log_prob:
+                for key, part in zip(action_keys, parts.values(), strict=True):
+                    set_entry(batch, key, part.rsample() if part.has_rsample else part.sample())
+                return batch
+            log_prob_keys: list[Any] = sampler.log_prob_keys or []
+            if len(log_prob_keys) == len(action_keys):
+                for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
+                    action, log_prob, base = draw(part, reparametrize=part.has_rsample)
+                    set_entry(batch, key, action)
+                    set_entry(batch, log_prob_key, log_prob)
+                    if base is not None:
+                        set_entry(batch, base_sample_key(key), base)
+                return batch
     out: TensorDictBase = sampler(batch)
     return out
+
+
+def build_distribution(
+    sampler: ProbabilisticTensorDictModule,
+    batch: TensorDictBase,
+    outputs: Mapping[NestedKey, Any] | None = None,
+) -> Distribution:
+    """Return ``sampler.get_dist(batch)``, where entries of ``outputs`` stand for those of the batch.
+
+    >>> from torch.distributions import Normal
+    >>> sampler = ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=Normal)
+    >>> build_distribution(sampler, TensorDict({"loc": torch.zeros(2), "scale": torch.ones(2)}, [2]))
+    Normal(loc: torch.Size([2]), scale: torch.Size([2]))
+    """
+    outputs = {} if outputs is None else outputs
+    if _samples_once(sampler) and sampler.dist_keys == sampler.in_keys:
+        keys: list[Any] = sampler.in_keys
+        columns = {
+            key: outputs[key] if key in outputs else get_entry(batch, key) for key in keys if type(key) is str
+        }
+        if len(columns) == len(keys):
+            # get_dist() does it in more steps; it finds the words for what goes wrong
+            with suppress(TypeError):
+                built: Distribution = sampler.distribution_class(**columns, **sampler.distribution_kwargs)
+                return built
+    dist: Distribution = sampler.get_dist(shallow_copy(batch).update(outputs) if outputs else batch)
+    return dist
 
 
 def prepare_sampling(

@@ -1,5 +1,7 @@
 """Distributions of actions: one log-probability ``[*B]`` for all numbers of an action, whatever its shape."""
 
+import math
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,9 @@ from torch.distributions import (
     register_kl,
 )
 from torch.nn import functional as F
+
+#: Of a normal density: log sqrt(2 pi).
+_HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class JointCategorical(Distribution):
@@ -146,6 +151,16 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
         super().__init__(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
 
+    def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """Draw actions, and their log-probabilities from the noise that made them, which loses no digits."""
+        normal: Any = self.base_dist
+        noise = torch.randn(
+            (*sample_shape, *normal.loc.shape), dtype=normal.loc.dtype, device=normal.loc.device
+        )
+        log_prob = -0.5 * noise.square() - normal.scale.log() - _HALF_LOG_2_PI
+        axes = tuple(range(-self.reinterpreted_batch_ndims, 0))
+        return normal.loc + normal.scale * noise, log_prob.sum(axes) if axes else log_prob
+
     @property
     def deterministic_sample(self) -> Tensor:
         """The mean, which is the mode."""
@@ -194,6 +209,8 @@ class SquashedGaussian(TransformedDistribution):
     (torch.Size([4, 2]), tensor([0., 0.]))
     """
 
+    has_rsample = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
     def __init__(
         self,
         loc: Tensor,
@@ -203,24 +220,86 @@ class SquashedGaussian(TransformedDistribution):
         high: Tensor | float = 1.0,
         event_dims: int = 1,
     ) -> None:
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
+        if loc.shape != scale.shape:
+            loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
+        self.loc, self.scale, self.low, self.high = loc, scale, low, high
+        # Half of each bound first: their difference may be larger than the largest number.
+        self._middle, self._half = high / 2 + low / 2, high / 2 - low / 2
+        dims = loc.ndim - event_dims
+        self._event_axes = tuple(range(-event_dims, 0))
+        # TransformedDistribution's own would build and check transforms, which takes longer than to draw an action
+        Distribution.__init__(self, loc.shape[:dims], loc.shape[dims:], validate_args=False)
+
+    @cached_property  # torch's class has an attribute
+    def base_dist(self) -> Any:  # type: ignore[override]
+        """The normal distributions before tanh, for what torch does with any transformed distribution."""
+        normal = Normal(self.loc, self.scale, validate_args=False)
+        return Independent(normal, len(self.event_shape), validate_args=False)
+
+    @cached_property
+    def transforms(self) -> list[Any]:  # type: ignore[override]
+        """Tanh, and the map into the bounds."""
         # One number for all dims is expanded: the Jacobian has a factor for each dim.
-        shape = loc.shape[loc.ndim - event_dims :]
         low, high = (
-            torch.as_tensor(end, dtype=loc.dtype, device=loc.device).expand(shape) for end in (low, high)
+            torch.as_tensor(end).to(self.loc).expand(self.event_shape) for end in (self.low, self.high)
         )
-        base = Independent(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
-        super().__init__(base, [_BoundedTanh(), _IntoBounds(low, high, event_dims)], validate_args=False)
+        return [_BoundedTanh(), _IntoBounds(low, high, len(self.event_shape))]
+
+    def draw_base(self, sample_shape: Any = ()) -> Tensor:
+        """Draw normal numbers ``[*sample_shape, *B, *shape]``; gradients flow through them."""
+        noise = torch.randn((*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + self.scale * noise
+
+    def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The actions that normal numbers make, and their log-probabilities ``[*B]``."""
+        deviations = (base - self.loc) / self.scale
+        half = self._half
+        if isinstance(half, Tensor):
+            log_half: Any = half.abs().log()
+        else:
+            log_half = math.log(abs(half)) if half else -math.inf
+        # log N(base) - log |tanh'(base)| - log half, where log tanh' is 2 (log 2 - base - softplus(-2 base))
+        log_prob = (
+            2.0 * (base + F.softplus(-2.0 * base))
+            - 0.5 * deviations.square()
+            - self.scale.log()
+            - (log_half + _HALF_LOG_2_PI + 2.0 * math.log(2.0))
+        )
+        action = self._into_bounds(base)
+        return action, log_prob.sum(self._event_axes) if self._event_axes else log_prob
+
+    def to_base(self, value: Tensor) -> Tensor:
+        """The normal numbers of actions, as far as their digits tell them; finite at the bounds."""
+        y = (value - self._middle) / self._half
+        most = 1.0 - torch.finfo(y.dtype).eps
+        return y.clamp(-most, most).atanh()
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions ``[*sample_shape, *B, *shape]``; gradients flow through them."""
+        return self._into_bounds(self.draw_base(sample_shape))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions without gradients."""
+        with torch.no_grad():
+            return self.rsample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
+        return self.from_base(self.to_base(value))[1]
 
     @property
     def deterministic_sample(self) -> Tensor:
         """The median: what the mean becomes."""
-        value: Any = self.base_dist.mean
-        for transform in self.transforms:
-            value = transform(value)
-        action: Tensor = value
-        return action
+        return self._into_bounds(self.loc)
 
     @property
     def mode(self) -> Tensor:
         """The median, for readers that ask for one number; the mode of the density lies elsewhere."""
         return self.deterministic_sample
+
+    def _into_bounds(self, base: Tensor) -> Tensor:
+        # a rounded sum does not lie beyond the bounds
+        low: Any = self.low
+        return (self._middle + self._half * base.tanh()).clamp(low, self.high)

@@ -134,7 +134,7 @@ def evaluate(
         max_steps: truncate episodes after this many steps (adds a StepCounter). Default None: an env whose
             episodes never end is stepped forever.
         exploration_type: how probabilistic modules choose actions. Default: modes or means; ``"random"``: they
-        sample.
+            sample.
         film: return the frames of the ``"best"``, ``"worst"`` or ``"first"`` episode; needs an env with
             ``render_mode="rgb_array"``. The last frame of the episode is included unless the env resets in the same
             step. Default None.

@@ -67,7 +67,7 @@ class CollectorActor:
 
         Args:
             create_env_fn, policy, policy_factory, options: these fields of ``job``, which are sent once for all
-            actors.
+                actors.
             job: see `Job`.
             own: ``workers`` and ``num_threads``; with more than one worker, further arguments of a `MultiCollector`.
         """

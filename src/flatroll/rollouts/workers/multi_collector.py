@@ -88,7 +88,7 @@ class MultiCollector(Facts):
             processes.
         replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded; see `start`.
         init_random_frames: number of rows with random actions, divided among the workers, rounded up. Default None:
-        0.
+            0.
         trajs_per_batch: complete trajectories per batch; with ``sync=True`` each worker contributes a share.
             ``total_frames`` is then divided among the workers, and their remaining trajectories form smaller batches.
             Default None.

@@ -27,7 +27,7 @@ class Job:
             actions, torch, NumPy and `random`.
         create_env_fn, frames_per_batch, trajs_per_batch, init_random_frames: of `Collector`.
         policy: the owner's policy; `Transport.start` sends a copy, unless ``policy_factory`` creates it in the
-        worker.
+            worker.
         sync: whether to make one window per request, with the weights at its start; else windows are made
             continuously, with the newest weights.
         slots: windows that the worker may have finished or in progress, if not ``sync``.
