@@ -267,13 +267,13 @@ def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)  # on a busy machine a second thread that waits is timed, not the work
     torch.manual_seed(0)
-    print(f"Forward and backward, {INPUT} -> {HIDDEN}, {ROWS:,} rows, one thread, its own time\n")
+    print(f"Forward and backward, {INPUT} -> {HIDDEN}, {ROWS:,} rows, thread time of one thread\n")
     print(by_reset_rate())
-    print("\nRuns of lengths between 1 and twice the mean, forward and backward\n")
+    print("\nRuns with lengths between 1 and twice the mean, forward and backward\n")
     print(by_length())
     print(f"\nLinear recurrences, {INPUT} -> {HIDDEN}, {ROWS:,} rows, forward and backward\n")
     print(linear())
-    print("\nOne run of half the rows and runs of one row, forward and backward\n")
+    print("\nOne run with half of the rows, the others in runs of one row, forward and backward\n")
     print(one_long_run())
     print("\nOne step of a rollout\n")
     print(single_step())

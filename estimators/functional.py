@@ -344,12 +344,12 @@ class TimeColumns:
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
-        for name, x in (("reward", reward), *values.items()):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor({name})")
-        if not reward.is_floating_point():
-            raise TypeError(f"reward must be floating, got {reward.dtype}: cast it, e.g. with .float()")
-        self.shape, self.dtype, dims = reward.shape, reward.dtype, reward.ndim
+        checks.floating_tensor("reward", reward)
+        self.shape, self.dtype, self.device, dims = reward.shape, reward.dtype, reward.device, reward.ndim
+        for name, x in values.items():
+            checks.dense_tensor(name, x, self.device, "the reward")
+            if x.dtype is torch.bool:
+                raise TypeError(f"{name} must be floating, got {x.dtype}: cast it, e.g. with .float()")
         if any(x.shape != self.shape for x in values.values()):
             shapes = [tuple(x.shape) for x in (*values.values(), reward)]
             raise ValueError(
@@ -357,8 +357,10 @@ class TimeColumns:
             )
         for x in values.values():
             self.dtype = torch.promote_types(self.dtype, x.dtype)
-        if dims < 1 or not -dims <= (0 if dims == 1 else time_dim) < dims:
-            raise ValueError(f"time_dim must name a dim of the reward {tuple(self.shape)}, got {time_dim}")
+        if dims < 1:
+            raise ValueError("reward must have at least one dim, time, got shape ()")
+        if dims > 1 and not (isinstance(time_dim, int) and -dims <= time_dim < dims):
+            raise ValueError(f"time_dim must name a dim of the reward {tuple(self.shape)}, got {time_dim!r}")
         self.time = 0 if dims == 1 else time_dim % dims
         self.longest = self.shape[self.time]
         # Whether time is last but for dims of 1: then the memory is in the columns' order and nothing moves.
@@ -379,6 +381,7 @@ class TimeColumns:
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
         """Broadcast ``x`` to the reward's shape; feature dims may be 1, or missing altogether (``[*B, T]``)."""
+        checks.dense_tensor(name, x, self.device, "the reward")
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
@@ -410,6 +413,7 @@ class TimeColumns:
         """A discount or decay: the number itself, or one per row as a column; ValueError if outside [0, 1]."""
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
+        checks.dense_tensor(name, x, self.device if x.ndim or not x.is_cpu else None, "the reward")
         # Elsewhere a look would wait for the device.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
@@ -506,10 +510,14 @@ def vtrace_advantage_estimate(
     terminated, ends = series.flags(done, terminated, ends)
     # pi / mu, written over the difference of logs, which is a new tensor.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
+    for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
+        if not isinstance(threshold, Tensor):
+            checks.number(name, threshold, least=0)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
     # One weight for both uses where the thresholds are one number; autograd still needs the ratio as it was.
-    rho = _clipped("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
-    c = rho if same else _clipped("c_thresh", ratio, c_thresh)
+    rows = series.time + 1
+    rho = _clipped("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
+    c = rho if same else _clipped("c_thresh", ratio, c_thresh, rows)
     discount = series.factor("gamma", gamma)
     weights = series.column(rho), series.column(c)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
@@ -517,12 +525,16 @@ def vtrace_advantage_estimate(
     return series.restored(advantage), series.restored(target)
 
 
-def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, in_place: bool = False) -> Tensor:
-    """``min(ratio, threshold)``, written over ``ratio`` if ``in_place``."""
+def _clipped(
+    name: str, ratio: Tensor, threshold: float | Tensor, rows: int, *, in_place: bool = False
+) -> Tensor:
+    """``min(ratio, threshold)``, written over ``ratio`` (with ``rows`` row dims) if ``in_place``."""
     if isinstance(threshold, Tensor):
+        checks.dense_tensor(name, threshold)
+        threshold = factor_over(name, threshold, ratio.shape, rows)
         read = threshold.device.type == "cpu" and not is_tracing()
         if read and not bool((threshold >= 0.0).all()):
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
-    checks.number(name, threshold, least=0)
+    threshold = float(threshold)
     return ratio.clamp_(max=threshold) if in_place else ratio.clamp(max=threshold)

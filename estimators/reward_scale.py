@@ -12,7 +12,7 @@ from typing_extensions import override
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import number
+from flatroll.layout.checks import dense_tensor, need_keys, need_rows, number
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -90,8 +90,10 @@ class RewardScale(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.gamma = unit_interval("gamma", gamma)
-        self.clip = None if clip is None else number("clip", clip, above=0)
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
+        need_keys(in_key=in_key)
+        need_keys(optional=True, out_key=out_key)
         *folders, name = under_next(in_key)
         self.in_key: NestedKey = plain_key((*folders, name))
         self.out_key: NestedKey = under_next((*folders, f"{name}_scaled") if out_key is None else out_key)
@@ -117,7 +119,7 @@ class RewardScale(TensorDictModuleBase):
         >>> RewardScale(clip=1.0).scaled(torch.tensor([0.5, 7.0]))
         tensor([0.5000, 1.0000])
         """
-        return self.statistics.scaled(reward, self.epsilon, self.clip)
+        return self.statistics.scaled(dense_tensor("reward", reward), self.epsilon, self.clip)
 
     @torch.no_grad()
     def update(self, batch: TensorDictBase) -> None:
@@ -137,6 +139,7 @@ class RewardScale(TensorDictModuleBase):
         """
         if not self.training:
             return
+        need_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
         if not reward.is_floating_point():

@@ -5,7 +5,7 @@ import random
 from wrong_arguments import every_call, public_cases, run
 
 CLEAN = (  # rooms, and names of others
-    "set_recurrent_mode",
+    "modules",
     "StateCounter",
 )
 

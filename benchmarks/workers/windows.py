@@ -153,13 +153,13 @@ def measure(shape: str) -> list[Finding]:
     put, memcpy, over_queue = (statistics.median(each) for each in zip(*turns, strict=True))
     return [
         Finding(
-            f"owner's CPU per window, {shape}, over `extend` of a batch just collected at home",
+            f"owner's CPU per window, {shape}, over `extend` of a batch that the owner just collected",
             owner.over(owner.after),
             most=1.3,
             note=f"{statistics.median(owner.taken):,.0f} over {statistics.median(owner.after):,.0f} µs",
         ),
         Finding(
-            "the same over `extend` in a loop of nothing else",
+            "the same over `extend` in a loop of only `extend`",
             owner.over(owner.tight),
             most=1.3,
             note=f"{statistics.median(owner.tight):,.0f} µs",

@@ -32,7 +32,7 @@ from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -119,10 +119,7 @@ class OffPolicyLoss(LossModule):
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
         one_of("loss_function", loss_function, DISTANCES)
-        if use_prioritized_weights not in (True, False, "auto"):
-            raise ValueError(
-                f"use_prioritized_weights must be True, False or 'auto', got {use_prioritized_weights!r}"
-            )
+        one_of("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
         self.loss_function: Distance = loss_function
         self.use_prioritized_weights = use_prioritized_weights
         self.make_value_estimator()
@@ -414,14 +411,19 @@ def critic_ensemble(
     (True, False)
     """
     is_one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-    critics: list[Any] = [networks] if is_one else list(cast(Iterable[Any], networks))
-    if number < 1 or not critics:
-        raise ValueError(f"num_qvalue_nets must be at least 1, got {number if critics else 0}")
+    several = not is_one and isinstance(networks, Iterable) and not isinstance(networks, Tensor)
+    critics: list[Any] = list(cast(Iterable[Any], networks)) if several else [networks]
+    whole_number("number", number)
+    if not critics:
+        raise ValueError(
+            "networks (qvalue_network of a loss) must hold at least one tensordict module, got none"
+        )
     for network in critics:
         if not isinstance(network, TensorDictModuleBase):
             raise TypeError(
-                "qvalue_network must be a tensordict module or a list of them, e.g. TensorDictModule(net, "
-                f"in_keys=['observation', 'action'], out_keys=[...]), got {type(network).__name__}"
+                "networks (qvalue_network of a loss) must be a tensordict module or a list of them, "
+                "e.g. TensorDictModule(net, in_keys=['observation', 'action'], out_keys=[...]), "
+                f"got {type(network).__name__}"
             )
     for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
         copy = copy_network(critics[0])

@@ -174,6 +174,7 @@ class LossModule(TensorDictModuleBase):
         self, *, reduction: Reduction | None = "mean", burn_in: int = 0, diagnostics: bool = True
     ) -> None:
         super().__init__()
+        checks.flags(diagnostics=diagnostics)
         self.with_diagnostics = diagnostics
         reduction = "mean" if reduction is None else reduction
         checks.one_of("reduction", reduction, ("mean", "sum", "none"))
@@ -211,9 +212,18 @@ class LossModule(TensorDictModuleBase):
     def __call__(self, tensordict: Any = None, *args: Any, **entries: Any) -> Any:
         """Compute the losses: see the class for the two ways to call it."""
         if not is_tensor_collection(tensordict):
+            if tensordict is not None and not isinstance(tensordict, Tensor):
+                checks.need_rows(tensordict)
             columns = () if tensordict is None else (tensordict, *args)
             return self._of_columns(*columns, **entries)
-        losses = super().__call__(tensordict, *args, **entries)
+        if torch.compiler.is_compiling():
+            losses = super().__call__(tensordict, *args, **entries)
+        else:
+            try:
+                losses = super().__call__(tensordict, *args, **entries)
+            except checks.BLAMED as error:
+                checks.blame_entries(type(self).__name__, tensordict, self.readable_keys, error)
+                raise
         selected = self._out_keys_apparent
         return losses if selected is self._out_keys else losses.select(*selected)
 
@@ -387,13 +397,19 @@ class LossModule(TensorDictModuleBase):
             self.register_buffer(name, None)
             return
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-        number = torch.as_tensor(value) if is_number else None
-        if number is None or number.numel() != 1 or not math.isfinite(float(number)):
+        try:
+            finite = is_number and math.isfinite(float(value))
+        except (RuntimeError, ValueError, OverflowError):  # a tensor of several numbers, or of none
+            finite = False
+        if not finite:
             raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
+        number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), None)
+        else:
+            device = checks.torch_device("device", device)
         kind = dtype or torch.get_default_dtype()
-        self.register_buffer(name, number.detach().reshape(()).to(device, kind, copy=True))
+        self.register_buffer(name, number.reshape(()).to(device, kind, copy=True))
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -440,6 +456,7 @@ def target_copy(network: N) -> N:
     >>> target_copy(nn.Linear(2, 1)).weight.requires_grad
     False
     """
+    checks.expect("network", network, nn.Module, "a torch.nn.Module")
     return copy_network(network).requires_grad_(False)
 
 

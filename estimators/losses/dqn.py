@@ -20,6 +20,7 @@ from flatroll.estimators.losses.base import LossInputs, NetworkParameters, targe
 from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs, ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.layout.checks import flags
 from flatroll.layout.keys import ACTION_MASK, OBSERVATION, NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
@@ -103,6 +104,7 @@ class DQNLoss(OffPolicyLoss):
             reduction=reduction,
             diagnostics=diagnostics,
         )
+        flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
             raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
         if not isinstance(value_network, nn.Module):

@@ -175,6 +175,8 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
         if len(clip_epsilon) != 2:
             raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
+    for number in numbers.values():
+        checks.number("clip_epsilon", number)
     low, *_, high = 2 * (*numbers.values(),)  # one number is both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
@@ -332,6 +334,13 @@ class PolicyGradientLoss(LossModule):
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         networks = check_networks(self, actor_network, critic_network, actor, critic)
         checks.one_of("loss_critic_type", loss_critic_type, DISTANCES)
+        checks.flags(
+            entropy_bonus=entropy_bonus,
+            normalize_advantage=normalize_advantage,
+            separate_losses=separate_losses,
+            functional=functional,
+        )
+        checks.whole_number("samples_mc_entropy", samples_mc_entropy)
         self.actor_network, self.critic_network = networks
         if isinstance(entropy_coeff, Mapping):
             self.entropy_coeff = entropy_coefficients(entropy_coeff)
@@ -743,6 +752,9 @@ class KLPENPPOLoss(PPOLoss):
         samples_mc_kl: int = 1,
         **options: Unpack[PolicyOptions],
     ) -> None:
+        checks.number("dtarg", dtarg)
+        checks.number("beta", beta)
+        checks.whole_number("samples_mc_kl", samples_mc_kl)
         checks.number("increment", increment, least=1)
         checks.number("decrement", decrement, above=0, most=1)
         super().__init__(actor_network, critic_network, **options)
@@ -893,6 +905,7 @@ class ReinforceLoss(PolicyGradientLoss):
                 )
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         critic = self.critic_network
+        checks.flags(delay_value=delay_value)
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
         self.delay_value = delay_value

@@ -39,7 +39,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
-from flatroll.layout.checks import number
+from flatroll.layout.checks import flags, number, whole_number
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
 from flatroll.layout.sampling import components, draw
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
@@ -111,6 +111,17 @@ class SoftActorCritic(OffPolicyLoss):
             diagnostics=diagnostics,
         )
         require_actor(actor_network)
+        flags(
+            fixed_alpha=fixed_alpha,
+            delay_actor=delay_actor,
+            delay_qvalue=delay_qvalue,
+            separate_losses=separate_losses,
+            skip_done_states=skip_done_states,
+        )
+        whole_number("num_qvalue_nets", num_qvalue_nets)
+        for name, limit in (("alpha_init", alpha_init), ("min_alpha", min_alpha), ("max_alpha", max_alpha)):
+            if limit is not None or name == "alpha_init":
+                number(name, cast(float, limit))
         low, high = min_alpha or 0.0, math.inf if max_alpha is None else max_alpha
         if not 0.0 <= low <= alpha_init <= high or alpha_init <= 0.0:
             raise ValueError(
@@ -131,7 +142,9 @@ class SoftActorCritic(OffPolicyLoss):
         self.delay_actor, self.delay_qvalue, self.separate_losses = delay_actor, delay_qvalue, separate_losses
         if isinstance(target_entropy, Tensor):  # a buffer, which a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
-        elif target_entropy == "auto" or isinstance(target_entropy, (int, float)):
+        elif isinstance(target_entropy, (int, float)):
+            self.target_entropy = float(number("target_entropy", target_entropy))
+        elif isinstance(target_entropy, str) and target_entropy == "auto":
             self.target_entropy = target_entropy
         else:
             raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")

@@ -33,7 +33,17 @@ from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.order import check_observations, check_runs, check_steps
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import (
+    BLAMED,
+    blame_entries,
+    dense_tensor,
+    flags,
+    need_keys,
+    need_rows,
+    one_of,
+    torch_device,
+    whole_number,
+)
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -224,6 +234,14 @@ class ValueEstimator(TensorDictModuleBase):
                 raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
         require_critic("value_network", value_network)
         self.value_network = value_network
+        flags(
+            average_rewards=average_rewards,
+            differentiable=options.get("differentiable", False),
+            skip_existing=False if options.get("skip_existing") is None else options.get("skip_existing"),
+            check_finite=options.get("check_finite", False),
+        )
+        keys = ("group_key", "advantage_key", "value_target_key", "value_key")
+        need_keys(optional=True, **{name: options.get(name) for name in keys})
         self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
         self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
@@ -254,11 +272,12 @@ class ValueEstimator(TensorDictModuleBase):
         if not isinstance(x, Tensor) or x.numel() == 1:
             setattr(self, name, unit_interval(name, x))
             return
+        dense_tensor(name, x)
         if not x.numel():
             raise ValueError(f"{name} must be a number or one per row, got none (shape {tuple(x.shape)})")
         for bound in x.aminmax():
             unit_interval(name, bound)
-        self.register_buffer(name, x.to(device))
+        self.register_buffer(name, x if device is None else x.to(torch_device("device", device)))
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
@@ -367,14 +386,17 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None,
     ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch, time in any of its dims: turned to the last one and back here."""
+        need_rows(batch)
+        if next_value is not None:
+            dense_tensor("next_value", next_value)
         last = batch.batch_dims - 1
         if last < 0:
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
         time_dim = self.time_dim if time_dim is None else time_dim
         if time_dim is None:
             time_dim = batch.names.index("time") if "time" in batch.names else last
-        if not -last - 1 <= time_dim <= last:
-            raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim}")
+        if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
+            raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
         series, chunks, factors = (
             batch,
@@ -395,9 +417,15 @@ class ValueEstimator(TensorDictModuleBase):
             read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
             series = without_rubbish(series, mask_key, read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            reward, advantage, target, values = self._estimate_series(
-                series, factors, chunks, parameters, next_value, final
-            )
+            arguments = (series, factors, chunks, parameters, next_value, final)
+            if is_tracing():
+                reward, advantage, target, values = self._estimate_series(*arguments)
+            else:
+                try:
+                    reward, advantage, target, values = self._estimate_series(*arguments)
+                except BLAMED as error:
+                    blame_entries(type(self).__name__, series, self.in_keys, error)
+                    raise
         if dim != last:
             reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
             valid = None if values.valid is None else values.valid.transpose(dim, last)

@@ -24,7 +24,7 @@ from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, f
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import dense_tensor, flags, number, one_of
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import get_entry
@@ -87,6 +87,7 @@ class GAE(ValueEstimator):
         average_gae: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
+        flags(average_gae=average_gae)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
@@ -308,11 +309,14 @@ class VTrace(ValueEstimator):
         average_adv: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
+        flags(average_adv=average_adv)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_adv, **options)
         require_actor(actor_network)
         self.actor_network = actor_network
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
-            if not bool((torch.as_tensor(threshold) >= 0.0).all()):
+            if not isinstance(threshold, Tensor):
+                number(name, threshold, least=0)
+            elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
         self.rho_thresh, self.c_thresh = rho_thresh, c_thresh
         self.set_keys()
@@ -422,7 +426,8 @@ def make_estimator(
         if arguments:
             raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
         return cast(ValueEstimator, kind)
-    chosen: Any = _CLASSES[name_of(kind)] if isinstance(kind, str) else kind
+    is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
+    chosen: Any = kind if is_own else _CLASSES[name_of(cast(str, kind))]
     known = inspect.signature(chosen).parameters
     if networks["value_network"] is None and "value_network" not in arguments:
         raise ValueError(

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Your first rollout
 #
-# Eight CartPoles, stepped together. `rollout` returns what happened as one batch: a row for each step, the rows of
-# each episode one below the other, no padding.
+# Step eight CartPole envs together. `rollout` returns all steps as one batch: one row per step, the rows of an
+# episode in order, no padding.
 
 # %%
 import gymnasium as gym
@@ -29,22 +29,22 @@ batch = rollout(env, num_steps=50, seed=0)
 describe(batch)
 
 # %% [markdown]
-# `rollout` had no policy, so it took random actions. A *run* is a stretch of rows that belong together: an episode, or
-# the part of one that the batch holds. Rest the pointer on a run: it tells its rows, its steps and how it ends.
+# `rollout` got no policy, so it took random actions. A *run* is a stretch of consecutive rows of one episode. Hover
+# over a run to see its rows, its steps and how it ends.
 
 # %%
 timeline_svg(batch)
 
 # %% [markdown]
-# Numbers at the left are row numbers. What is the matter with one row? Ask it. A run that is *cut* goes on in the next
-# batch; only where the env *terminated* the episode is the value of what comes after 0.
+# The numbers on the left are row numbers. `explain` describes one row. A run that is *cut* continues in the next batch.
+# The next value is 0 only where the env *terminated* the episode.
 
 # %%
 last = int(batch["next", "terminated"].squeeze(-1).nonzero()[0])
 explain(batch, last)
 
 # %% [markdown]
-# A batch is a tensordict: it is read by key, and indexed by row like a tensor. Markers are columns, too.
+# A batch is a tensordict: read its columns by key, and index its rows as in a tensor. Markers are columns, too.
 
 # %%
 ids = batch["collector", "traj_ids"]
@@ -53,7 +53,7 @@ print(batch["step_count"][episode].squeeze(-1).tolist())
 print(batch["observation"][episode].shape, batch["next", "reward"][episode].sum().item())
 
 # %% [markdown]
-# `audit` checks all rows against the layout's rules. Nothing is wrong here; and it finds what somebody breaks.
+# `audit` checks all rows. It finds nothing in this batch, and an error in a changed copy.
 
 # %%
 assert audit(batch) == []
@@ -63,13 +63,13 @@ for finding in audit(broken):
     print(finding)
 
 # %% [markdown]
-# With a policy: any module or function from observations `[E, 4]` to actions `[E]` will do. This one pushes the cart to
-# where the pole leans, and its episodes are longer.
+# A policy is any module or function from observations `[E, 4]` to actions `[E]`. This one pushes the cart to the side
+# to which the pole leans, so its episodes are longer.
 
 
 # %%
 def lean(observation: torch.Tensor) -> torch.Tensor:
-    """Right where the angle plus a little of its speed is positive."""
+    """Push right where the angle plus a fraction of its velocity is positive."""
     return (observation[:, 2] + 0.3 * observation[:, 3] > 0).long()
 
 

@@ -11,14 +11,14 @@
 # ---
 
 # %% [markdown]
-# # Images in 200 bytes a row
+# # Images in 200 bytes per row
 #
 # Agents for Atari see the last four frames, 4 x 84 x 84 bytes, and a transition has two such stacks: 56,448 bytes. A
-# million of them do not fit into most machines. Nearly all of it is said several times: the next observation is that of
-# the next row, three of four frames are those of the row before, and most of a frame is background.
+# million of them do not fit into the memory of most machines. Most of these bytes are redundant: the next observation
+# is the observation of the next row, three of four frames are in the previous row, and most of a frame is background.
 #
-# A small game stands in for Atari here. With `ale-py` installed, make the env with `gym.make("ALE/Pong-v5")` and
-# Gymnasium's `AtariPreprocessing` instead; nothing else changes.
+# This notebook uses a small game instead of Atari. If `ale-py` is installed, create the env with
+# `gym.make("ALE/Pong-v5")` and Gymnasium's `AtariPreprocessing` instead; nothing else changes.
 
 # %%
 from typing import Any
@@ -34,13 +34,13 @@ from flatroll.rollouts import Collector
 
 
 class Catch(gym.Env[Any, Any]):
-    """A ball falls from the top; a paddle of 12 pixels at the bottom is to be under it."""
+    """A ball falls from the top; move a paddle of 12 pixels at the bottom to catch it."""
 
     observation_space: spaces.Space[Any] = spaces.Box(0, 255, (84, 84), np.uint8)
     action_space: spaces.Space[Any] = spaces.Discrete(3)
 
     def frame(self) -> npt.NDArray[np.uint8]:
-        """What is seen: the ball and the paddle."""
+        """Draw the ball and the paddle."""
         seen = np.zeros((84, 84), np.uint8)
         seen[self.y : self.y + 3, self.x : self.x + 3] = 255
         seen[81:, self.paddle : self.paddle + 12] = 128
@@ -62,7 +62,7 @@ class Catch(gym.Env[Any, Any]):
 
 
 # %% [markdown]
-# The collector leaves the next observations out (`compact_obs`): those that no row holds come as `collector.final`.
+# With `compact_obs`, the batch has no next observations. Those that no row holds are in `collector.final`.
 
 # %%
 envs = gym.vector.SyncVectorEnv([lambda: FrameStackObservation(Catch(), 4)] * 4)
@@ -86,7 +86,7 @@ for name, buffer in buffers.items():
     print(f"{name:22} {buffer.stats()['bytes'] // len(buffer):7,} bytes a row")
 
 # %% [markdown]
-# Nothing is lost: the rows are equal bit by bit, next observations included.
+# All rows are equal bit for bit, including next observations.
 
 # %%
 first, *others = (buffer[:] for buffer in buffers.values())

@@ -13,14 +13,14 @@
 # %% [markdown]
 # # From Stable-Baselines3
 #
-# In three steps: SB3's algorithm on flatroll's environments; what SB3's numbers are called here; the same algorithm as
-# a loop of your own. Needs `pip install "flatroll[sb3]"`.
+# This notebook has three parts: SB3's algorithm with flatroll's environments, SB3's names and flatroll's, and the same
+# algorithm in your own loop. It needs `pip install "flatroll[sb3]"`.
 
 # %% [markdown]
 # ## 1. SB3's algorithm, any environment
 #
-# `FlatVecEnv` makes a `VecEnv` of Gymnasium's vector envs, of envpool and of simulators that return torch tensors. The
-# rest of an SB3 program stays as it is.
+# `FlatVecEnv` turns Gymnasium's vector envs, envpool and simulators that return torch tensors into a `VecEnv`. The rest
+# of an SB3 program does not change.
 
 # %%
 from typing import Any
@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 
 
 def cartpoles(num_envs: int) -> gym.vector.VectorEnv:
-    """As many CartPoles, stepped one after the other."""
+    """Return CartPole envs that are stepped one after the other."""
     return gym.make_vec("CartPole-v1", num_envs=num_envs, vectorization_mode="sync")
 
 
@@ -54,8 +54,8 @@ mean, deviation = evaluate_policy(model, FlatVecEnv(cartpoles(4)), n_eval_episod
 print(f"SB3's PPO: return {mean:.0f} +- {deviation:.0f}")
 
 # %% [markdown]
-# An ended row shows the first observation of the next episode, as with `DummyVecEnv`, and its info has the true last
-# one:
+# When an episode ends, the step returns the first observation of the next episode, as with `DummyVecEnv`, and the true
+# last observation in its info:
 
 # %%
 env = FlatVecEnv(cartpoles(2))
@@ -72,8 +72,8 @@ print("this one ended at     ", infos[i]["terminal_observation"].round(2), infos
 # %% [markdown]
 # ## 2. The same rows as a batch
 #
-# A collector's batch has one row per step, and both observations in it: nothing is to be looked up in `infos`. Every
-# episode's return stands in the row that ends it.
+# A batch has one row per step, with the observation and the next observation, so you do not need `infos`. The last
+# row of an episode has its return.
 
 # %%
 from flatroll.layout import describe, timeline_svg
@@ -87,20 +87,20 @@ describe(batch)
 timeline_svg(batch, title="64 steps of 8 envs, random actions")
 
 # %% [markdown]
-# | SB3 | here |
+# | SB3 | flatroll |
 # |---|---|
 # | `n_steps` of 8 envs | `frames_per_batch=8 * n_steps` |
 # | `terminal_observation` | `batch["next", "observation"]` |
 # | `TimeLimit.truncated` | `batch["next", "truncated"]` |
 # | `infos[i]["episode"]["r"]` | `batch["next", "episode_reward"]`, where done |
-# | `last_values` | nothing: GAE bootstraps where the batch cuts an episode |
+# | `last_values` | not needed: GAE bootstraps where the batch cuts an episode |
 #
-# The whole table is in the docs: "Coming from Stable-Baselines3".
+# The complete table is in the documentation: "Coming from Stable-Baselines3".
 
 # %% [markdown]
-# ## 3. The algorithm as a loop of your own
+# ## 3. The algorithm in your own loop
 #
-# The same settings. `critic_coeff`, the critic's distance and the normalised advantages are SB3's defaults written out.
+# The settings are the same. `critic_coeff`, `loss_critic_type` and `normalize_advantage` are set to SB3's defaults.
 
 # %%
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -147,7 +147,7 @@ for batch in collector:
             optimizer.step()
 
 # %% [markdown]
-# `evaluate_policy` becomes `rollout` with an env of its own:
+# Instead of `evaluate_policy`, call `rollout` with another env:
 
 # %%
 played = rollout(RewardSum(cartpoles(8)), actor, num_steps=500, seed=1, exploration_type="deterministic")

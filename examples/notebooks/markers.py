@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Markers in a plain loop
 #
-# The wrappers need no collector and no buffer. They are Gymnasium vector wrappers that only add entries to
-# `info`, so they fit around any env you already have, under any trainer.
+# The marker wrappers need no collector and no buffer. They are Gymnasium vector wrappers that only add entries to
+# `info`, so they work with any vector env and any trainer.
 
 # %%
 import gymnasium as gym
@@ -29,9 +29,8 @@ obs, info = env.reset(seed=0)
 print({name: info[name].tolist() for name in ("is_init", "step_count", "traj_ids", "episode_reward")})
 
 # %% [markdown]
-# `is_init`, `step_count` and `traj_ids` describe the observation that came with them; `episode_reward` belongs
-# to the step just made. An ordinary loop can therefore log episodes without counting anything itself, in every
-# autoreset mode alike.
+# `is_init`, `step_count` and `traj_ids` describe the returned observation, `episode_reward` the step just made. With
+# them, a plain loop can log episodes without its own counters, in every autoreset mode.
 
 # %%
 rng = np.random.default_rng(0)
@@ -49,15 +48,15 @@ for episode, length, total in episodes[:5]:
     print(f"episode {episode:2d}: {length:3d} steps, return {total:5.1f}")
 
 # %% [markdown]
-# CartPole pays 1 for every step, so return and length must agree. They do: the row on which the env only
+# CartPole's reward is 1 in every step, so return and length must be equal. The step in which the env only
 # resets (Gymnasium's default mode has one after every episode) is not counted.
 
 # %%
 assert all(length == total for _, length, total in episodes)
 
 # %% [markdown]
-# When you want tensors, `rollout` lays the same transitions out flat, trajectory after trajectory, and
-# `timeline` shows where each begins and how it ends.
+# To get tensors, call `rollout`: it returns the transitions as a flat batch, trajectory after trajectory. `timeline`
+# shows where each trajectory begins and how it ends.
 
 # %%
 from flatroll.layout import timeline

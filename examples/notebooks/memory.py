@@ -13,8 +13,8 @@
 # %% [markdown]
 # # A policy with a memory: recurrent PPO
 #
-# CartPole shows where cart and pole are and how fast they move. Hide the speeds, and one observation no longer says
-# which way the pole falls: a policy has to remember the last ones. Here a GRU does.
+# CartPole's observation contains the positions and velocities of cart and pole. If the velocities are hidden, one
+# observation does not show which way the pole falls, so the policy needs memory. Here it is a GRU.
 
 # %%
 from typing import Any
@@ -36,7 +36,7 @@ from flatroll.wrappers import RewardSum, as_vector_env
 
 
 class Positions(gym.vector.VectorObservationWrapper):
-    """Shows the positions of cart and pole, as shares of their limits."""
+    """Shows only the positions of cart and pole, relative to their limits."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -47,7 +47,7 @@ class Positions(gym.vector.VectorObservationWrapper):
         return observations[:, ::2] / np.array([2.4, 0.21], np.float32)
 
 
-torch.set_num_threads(1)  # the networks are small: two threads would wait for each other
+torch.set_num_threads(1)  # for small networks, multithreading only adds overhead
 torch.manual_seed(0)
 env: Any = RewardSum(Positions(as_vector_env(gym.make_vec("CartPole-v1", num_envs=32))))
 env = gym.wrappers.vector.TransformReward(env, lambda reward: 0.1 * reward)  # values near 10, not 100
@@ -55,8 +55,8 @@ env = gym.wrappers.vector.TransformReward(env, lambda reward: 0.1 * reward)  # v
 # %% [markdown]
 # ## The agent
 #
-# Actor and critic share the GRU. Nothing says where its state is kept: the module has default names, and the
-# collector asks for them, carries the state from step to step and resets it with each episode.
+# Actor and critic share the GRU. You need not name its state: the module has default names, and the collector
+# carries the state from step to step and resets it with each episode.
 
 # %%
 encoder = TensorDictModule(nn.Sequential(nn.Linear(2, 64), nn.Tanh()), ["observation"], ["embedding"])
@@ -73,8 +73,8 @@ acting = actor.select_out_keys("action", "action_log_prob", ("next", "recurrent_
 # %% [markdown]
 # ## A batch
 #
-# `recurrent_state` is the state before each step. With `compact_obs=True` neither next observations nor next states are
-# in the batch: inside a run, they stand in the row below.
+# `recurrent_state` is the state before each step. With `compact_obs=True` the batch has neither next observations nor
+# next states: inside a run, they are in the following row.
 
 # %%
 frames, steps = 32 * 64, 64
@@ -88,8 +88,8 @@ describe(batch)
 timeline_svg(batch[:512], title="512 rows of the first batch: the pole falls soon")
 
 # %% [markdown]
-# Training does not step through time once more. It runs the GRU over all runs at once, without padding, each from the
-# state stored in its first row, and gets what the collector got.
+# Training does not step through time again. It runs the GRU over all runs at once, without padding, each from the
+# state stored in its first row, and gets the same outputs as the collector.
 
 # %%
 with torch.no_grad(), set_recurrent_mode("recurrent"):
@@ -99,8 +99,8 @@ print(f"log-probabilities differ by {(now - batch['action_log_prob']).abs().max(
 # %% [markdown]
 # ## Training
 #
-# `GAE` and the loss switch to runs by themselves. A slice is as long as one env's part of a batch, so each sample is a
-# quarter of the batch's runs, long and short.
+# `GAE` and the loss switch to recurrent mode automatically. The maximum slice length is the length of one env's part
+# of a batch, so every slice is a complete run, and each sample has a quarter of the batch's runs.
 
 # %%
 gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic, shifted=True)
@@ -132,8 +132,8 @@ for seen, mean in curve[::5]:
     print(f"{seen:7,} steps: mean return of the last 50 episodes {mean:5.1f}")
 
 # %% [markdown]
-# A network of the same size without memory stays near 50. `python -m flatroll demo` trains on until 450, and with
-# `--memoryless` shows the difference.
+# A network of the same size without memory stays near 50. `python -m flatroll demo` trains until the mean return is
+# 450; `--memoryless` trains the network without memory.
 
 # %%
 timeline_svg(batch[:512], color_by="advantage", title="512 rows of the last batch: longer episodes")

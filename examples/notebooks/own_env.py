@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Wrap your own env and check it
 #
-# A Gymnasium env with two mistakes that are easy to make: it shows temperatures that its observation space does not
-# have, and it draws from NumPy's global random numbers, so that a seed changes nothing.
+# This Gymnasium env has two common mistakes: it returns temperatures outside its observation space, and it uses NumPy's
+# global random numbers, so a seed has no effect.
 
 # %%
 from typing import Any
@@ -44,7 +44,7 @@ class Kettle(gym.Env[Any, Any]):
         return np.array([self.water], np.float32), {}
 
     def begin(self) -> float:
-        """How warm the water is at first."""
+        """Return the initial temperature."""
         return np.random.uniform(10, 30)
 
     def step(self, action: Any) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
@@ -55,19 +55,19 @@ class Kettle(gym.Env[Any, Any]):
 
 
 # %% [markdown]
-# `vector_env_problems` steps the env with random actions and says in words what is wrong.
+# `vector_env_problems` steps the env with random actions and lists the problems that it finds.
 
 # %%
 for problem in vector_env_problems(gym.vector.SyncVectorEnv([Kettle] * 3)):
     print("-", problem)
 
 # %% [markdown]
-# The first mistake is named. Some checks rest on others, so mend it and ask again:
+# It reports the first mistake. Some checks depend on others, so fix it and check again:
 
 
 # %%
 class WiderKettle(Kettle):
-    """Has the space that it shows."""
+    """Has a space that contains its observations."""
 
     observation_space = spaces.Box(0, 110, (1,), np.float32)
 
@@ -77,7 +77,7 @@ print(vector_env_problems(gym.vector.SyncVectorEnv([WiderKettle] * 3)))
 
 # %%
 class GoodKettle(WiderKettle):
-    """Draws from its own random numbers, which `reset(seed=...)` has seeded."""
+    """Uses its own random generator, which `reset(seed=...)` seeds."""
 
     def begin(self) -> float:
         return self.np_random.uniform(10, 30)
@@ -87,7 +87,7 @@ env = gym.vector.SyncVectorEnv([GoodKettle] * 3)
 print(vector_env_problems(env))
 
 # %% [markdown]
-# Now wrap it: step counts and returns become columns of every batch. `audit` checks the rows themselves.
+# Now wrap the env: step counts and returns become columns of every batch. `audit` checks the rows.
 
 # %%
 collector = Collector(RewardSum(StepCounter(env)), frames_per_batch=150, total_frames=300, seed=0)
@@ -101,8 +101,8 @@ for batch in batches:
 timeline_svg(batches[-1], color_by=("next", "reward"), title="Random heating: reward")
 
 # %% [markdown]
-# Slow envs can be stepped by several processes at once. Their function may be a lambda, and the class one of this
-# notebook. With a seed, each batch is the same in the next run, too.
+# Slow envs can run in several processes. The function may be a lambda, and the env's class may be defined in this
+# notebook. With a seed, the batches are the same in every run.
 
 # %%
 with MultiSyncCollector(

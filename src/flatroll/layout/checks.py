@@ -13,9 +13,13 @@
 | `key_names` | a list of keys |
 | `need_tensors` | each argument a tensor |
 | `as_numbers` | a number, an array or a tensor with values, as a tensor |
+| `dense_tensor` | a dense tensor of real numbers, on a given device |
+| `floating_tensor` | likewise, of a floating dtype |
+| `blame_entries` | (says which entry made a call fail) |
 | `torch_device` | a device, or its name |
 | `file_path` | a path |
 | `seed_number` | a seed of torch's generators |
+| `sizes` | the sizes of a shape |
 | `floating_dtype` | a floating dtype |
 | `cpu_generator` | a random generator of the CPU, or None |
 | `need_rows` | a tensordict of rows |
@@ -37,6 +41,7 @@ from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 #: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
 SCALED = "scaled_by_running_statistics"
@@ -157,7 +162,7 @@ def number(
         limits = f"be {'at most' if below is None else 'below'} {high}"
     else:
         limits = "be a number"
-    raise ValueError(_text(name, limits, shown(value), hint))
+    raise ValueError(_text(name, limits, real if isinstance(value, torch.Tensor) else shown(value), hint))
 
 
 def did_you_mean(got: object, known: Iterable[object]) -> str:
@@ -339,6 +344,54 @@ def as_numbers(
     return numbers
 
 
+def dense_tensor(
+    name: str, value: object, device: torch.device | None = None, owner: str = "the others"
+) -> torch.Tensor:
+    """Return an argument after checking that it is a dense tensor of real numbers.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument.
+        device: where it must be; default None, anywhere.
+        owner: what else is there, in words.
+
+    Raises:
+        TypeError: it is no tensor, a sparse one, or one of complex numbers.
+        ValueError: it is on another device.
+
+    >>> dense_tensor("reward", [1.0, 2.0])
+    Traceback (most recent call last):
+    ...
+    TypeError: reward must be a tensor, got list: torch.as_tensor(reward)
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(_text(name, "be a tensor", type(value).__name__, f"torch.as_tensor({name})"))
+    if value.layout is not torch.strided or value.is_complex():
+        raise TypeError(_text(name, "be a dense tensor of real numbers", f"{value.dtype}, {value.layout}"))
+    if device is not None and value.device != device:
+        raise ValueError(_text(name, f"be on {device} like {owner}", value.device, f"{name}.to({device})"))
+    return value
+
+
+def floating_tensor(
+    name: str, value: object, device: torch.device | None = None, owner: str = "the others"
+) -> torch.Tensor:
+    """Return an argument after checking that it is a :func:`dense_tensor` of a floating dtype.
+
+    Raises:
+        TypeError, ValueError: it is not.
+
+    >>> floating_tensor("logits", torch.tensor([1, 2]))
+    Traceback (most recent call last):
+    ...
+    TypeError: logits must be floating, got torch.int64: cast it, e.g. with .float()
+    """
+    tensor = dense_tensor(name, value, device, owner)
+    if not tensor.is_floating_point():
+        raise TypeError(_text(name, "be floating", tensor.dtype, "cast it, e.g. with .float()"))
+    return tensor
+
+
 def torch_device(name: str, value: object) -> torch.device:
     """Return a device after checking that the argument is one, or the name or number of one.
 
@@ -392,6 +445,27 @@ def seed_number(name: str, value: object) -> int:
     return whole_number(name, value, 0, 2**64 - 1)
 
 
+def sizes(name: str, value: object) -> tuple[int, ...]:
+    """Return the sizes of a shape after checking that they are integers of at least 0.
+
+    Raises:
+        TypeError: it is no list or tuple.
+        ValueError: one of them is no such integer.
+
+    >>> sizes("shape", [3, 4])
+    (3, 4)
+    >>> sizes("shape", 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: shape must be a tuple of integers, got 3
+    """
+    if type(value) is tuple and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(_text(name, "be a tuple of integers", shown(value)))
+    return tuple(whole_number(name, size, 0) for size in value)
+
+
 def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return a dtype after checking that it is a floating one.
 
@@ -443,6 +517,44 @@ def need_rows(batch: object, *, values: bool = False) -> None:
         )
     if values and getattr(getattr(batch, "device", None), "type", None) == "meta":
         raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
+
+
+#: What Python and torch raise for an entry of a wrong class, dtype, shape or device.
+BLAMED = (RuntimeError, TypeError, IndexError, AttributeError)
+
+
+def blame_entries(
+    caller: str, batch: TensorDictBase, keys: Iterable[str | tuple[str, ...]], error: Exception
+) -> None:
+    """Say which entry of a batch is at fault, after a call has failed; nothing is looked at before that.
+
+    Args:
+        caller: whose call has failed.
+        batch: what it was called with.
+        keys: the entries that it reads.
+        error: how it failed; a note says which dtype, shape and device each entry has.
+
+    Raises:
+        TypeError: an entry is no dense tensor of real numbers.
+        ValueError: two entries are on two devices.
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict({"reward": torch.zeros(2, dtype=torch.complex64)}, [2])
+    >>> blame_entries("GAE", batch, ["reward"], RuntimeError())
+    Traceback (most recent call last):
+    ...
+    TypeError: batch['reward'] must be a dense tensor of real numbers, got torch.complex64, torch.strided
+    """
+    read, device = [], None
+    for key in keys:
+        column = batch.get(key, None)
+        if column is not None:
+            try:
+                device = dense_tensor(f"batch[{key!r}]", column, device).device
+            except (TypeError, ValueError) as wrong:
+                raise wrong from error
+            read.append(f"{key!r}: {shown(column)}")
+    error.add_note(f"{caller} read {', '.join(read)}")
 
 
 def legal_options(

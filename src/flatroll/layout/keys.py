@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import did_you_mean, need_keys, need_rows, shown
+from flatroll.layout.checks import did_you_mean, key_names, need_keys, need_rows, shown
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -162,6 +162,7 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
 
     Raises:
         ValueError: ``changes`` has a name that ``keys`` does not have.
+        TypeError: a key is neither a string, nor a tuple or a list of strings.
 
     >>> renamed({"reward": "reward", "done": "done"}, {"reward": "score", "done": None})
     {'reward': 'score', 'done': 'done'}
@@ -172,6 +173,11 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
         raise ValueError(
             f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{near and f': {near}'}"
         )
+    for name, key in changes.items():
+        if isinstance(key, list) and key:
+            key_names(name, key)
+        else:
+            need_keys(optional=True, **{name: key})
     given = {
         name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
     }

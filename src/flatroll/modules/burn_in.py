@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import key_names, need_keys, whole_number
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
@@ -77,7 +77,9 @@ class BurnIn:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
         self.burn_in = whole_number("burn_in", burn_in, 0)
-        self.out_keys = list(self._primed()) if out_keys is None else [without_next(key) for key in out_keys]
+        need_keys(init_key=init_key, done_key=done_key)
+        written = list(self._primed()) if out_keys is None else key_names("out_keys", out_keys)
+        self.out_keys = [without_next(key) for key in written]
         if not self.out_keys:
             raise ValueError(
                 "the modules have no recurrent state: no part of them has make_tensordict_primer(). Pass a GRUModule "

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,17 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 from typing_extensions import override
 
-from flatroll.layout.checks import expect, legal_options, number, one_of, whole_number
+from flatroll.layout.checks import (
+    expect,
+    flags,
+    legal_options,
+    need_keys,
+    number,
+    one_of,
+    sizes,
+    torch_device,
+    whole_number,
+)
 from flatroll.layout.keys import (
     ACTION,
     ACTION_MASK,
@@ -44,6 +54,7 @@ from flatroll.modules.running_norm import RunningNorm
 
 #: An env, of which only the spaces are read.
 SpacedEnv: TypeAlias = Any
+N = TypeVar("N", bound=nn.Module)
 Recurrent: TypeAlias = Literal["gru", "lstm"]
 Cnn: TypeAlias = Literal["small", "impala"]
 
@@ -123,6 +134,9 @@ def actor(
     (torch.Size([5]), torch.Size([5]))
     """
     one_of("std", std, ("independent", "dependent"))
+    flags(
+        squash=False if squash is None else squash, action_mask=False if action_mask is None else action_mask
+    )
     observation, action = _spaces_of(env)
     trunk = _trunk_of(
         observation, hidden, activation, cnn, recurrent, norm, drop_mask=action_mask is not False
@@ -158,7 +172,7 @@ def actor(
             "extra_kwargs": options,
         }
         parts.append(ProbabilisticTensorDictModule(["params"], list(names.values()), **sampling))
-    return ProbabilisticTensorDictSequential(*parts).to(device)
+    return _on_device(ProbabilisticTensorDictSequential(*parts), device)
 
 
 def critic(
@@ -195,6 +209,9 @@ def critic(
     >>> value(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["state_value"].shape
     torch.Size([5, 1])
     """
+    flags(shared=shared)
+    if actor is not None:
+        expect("actor", actor, TensorDictSequential, "an actor of flatroll.modules.actor")
     if shared and actor is None:
         raise ValueError(
             "shared=True needs the actor whose body is shared: critic(env, actor=policy, shared=True)"
@@ -214,7 +231,7 @@ def critic(
         trunk = _trunk_of(
             _spaces_of(env)[0], hidden, activation, cnn, recurrent, norm, drop_mask=True, **options
         )
-    return TensorDictSequential(*trunk.with_values("state_value", 1)).to(device)
+    return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
 
 
 def q_network(
@@ -250,6 +267,7 @@ def q_network(
     >>> net(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["action_value"].shape
     torch.Size([5, 2])
     """
+    flags(action_mask=False if action_mask is None else action_mask)
     observation, action = _spaces_of(env)
     box = isinstance(action, spaces.Box)
     if box and recurrent is not None:
@@ -271,12 +289,12 @@ def q_network(
         action=action if box else None,
     )
     if box:
-        return TensorDictSequential(*trunk.with_values("state_action_value", 1)).to(device)
+        return _on_device(TensorDictSequential(*trunk.with_values("state_action_value", 1)), device)
     parts = trunk.with_values("action_value", int(action.n))
     if trunk.has_mask or action_mask:
         parts.append(ActionMask("action_value", ACTION_MASK, counts_of(action), strict=False))
     parts.append(TensorDictModule(EpsilonGreedy(epsilon), ["action_value"], [ACTION]))
-    return TensorDictSequential(*parts).to(device)
+    return _on_device(TensorDictSequential(*parts), device)
 
 
 class ActionMask(TensorDictModuleBase):
@@ -307,9 +325,11 @@ class ActionMask(TensorDictModuleBase):
         strict: bool = True,
     ) -> None:
         super().__init__()
+        need_keys(key=key, mask_key=mask_key)
+        flags(strict=strict)
         read: list[Any] = [key, mask_key]
         self.in_keys, self.out_keys = read, read[:1]
-        self.counts, self.strict = None if counts is None else tuple(counts), strict
+        self.counts, self.strict = None if counts is None else sizes("counts", counts), strict
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -375,6 +395,10 @@ def counts_of(space: "spaces.Discrete | spaces.MultiDiscrete") -> tuple[int, ...
     (2, 3)
     """
     return (int(space.n),) if isinstance(space, spaces.Discrete) else tuple(space.nvec.reshape(-1).tolist())
+
+
+def _on_device(network: N, device: torch.device | str | None) -> N:
+    return network if device is None else network.to(torch_device("device", device))
 
 
 def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
@@ -530,10 +554,11 @@ def _trunk_of(
         prefix: of the entries that the parts write.
         state: name of the memory's states, which then begin with zeros at each run. Default None: they are stored.
     """
+    flags(norm=norm)
     one_of("cnn", cnn, ("small", "impala"))
     one_of("recurrent", recurrent, (None, "gru", "lstm"))
-    sizes = [whole_number("hidden", size) for size in hidden]
-    if recurrent is not None and not sizes:
+    widths = [whole_number("hidden", size) for size in sizes("hidden", hidden)]
+    if recurrent is not None and not widths:
         raise ValueError(
             f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
         )
@@ -561,8 +586,8 @@ def _trunk_of(
     if action is not None:
         keys.append(ACTION)
         seen.append(action)
-    features, size = prefix + FEATURES, sizes.pop() if recurrent is not None else 0
-    body = Encoder(seen, sizes, activation, cnn)
+    features, size = prefix + FEATURES, widths.pop() if recurrent is not None else 0
+    body = Encoder(seen, widths, activation, cnn)
     if recurrent is None:
         return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size, has_mask)
     embedding = f"{prefix}_embedding"
@@ -614,7 +639,13 @@ class Encoder(nn.Module):
         sizes = [sum(entry.size for entry in self.entries), *hidden]  # type: ignore[misc]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(sizes):
-            layers += [_linear(inputs, outputs, gain=math.sqrt(2.0)), activation()]
+            is_maker = callable(activation) and not isinstance(activation, nn.Module)
+            between = activation() if is_maker else activation
+            if not is_maker or not isinstance(between, nn.Module):
+                raise TypeError(
+                    f"activation must be a class of modules such as torch.nn.ReLU, got {activation!r}"
+                )
+            layers += [_linear(inputs, outputs, gain=math.sqrt(2.0)), between]
         self.layers = nn.Sequential(*layers)
         #: Of the result.
         self.size: int = sizes[-1]

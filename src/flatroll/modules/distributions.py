@@ -2,7 +2,7 @@
 
 import math
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch.distributions import (
     register_kl,
 )
 from torch.nn import functional as F
+
+from flatroll.layout.checks import dense_tensor, floating_tensor, number, shown, sizes, whole_number
 
 #: Of a normal density: log sqrt(2 pi).
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -51,6 +53,19 @@ class JointCategorical(Distribution):
         shape: tuple[int, ...] = (),
         start: Tensor | int = 0,
     ) -> None:
+        floating_tensor("logits", logits)
+        nvec, shape = sizes("nvec", nvec), sizes("shape", shape)
+        if not nvec or logits.shape[-1:] != (sum(nvec),):
+            raise ValueError(
+                f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
+                f"{tuple(logits.shape)}"
+            )
+        if math.prod(shape) != len(nvec):
+            raise ValueError(f"shape must have a place for each choice of nvec={nvec}, got {shape}")
+        if isinstance(start, int):
+            pass
+        elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
+            raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
         most = max(nvec)
         parts = logits.split_with_sizes(nvec, -1)
         # Options that a choice does not have get the lowest logit: their probability is 0.
@@ -71,7 +86,7 @@ class JointCategorical(Distribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw actions ``[*sample_shape, *B, *shape]``."""
         choices: Any = self.choices  # torch has no types for it
-        return self._action(choices.sample(torch.Size(sample_shape)))
+        return self._action(_draw(choices, sample_shape, logits=self.logits))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
@@ -112,7 +127,13 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
     """
 
     def __init__(self, logits: Tensor, *, shape: tuple[int, ...] | None = None) -> None:
-        shape = logits.shape[-1:] if shape is None else shape
+        floating_tensor("logits", logits)
+        shape = logits.shape[-1:] if shape is None else sizes("shape", shape)
+        if logits.shape[-1:] != (math.prod(shape),):
+            raise ValueError(
+                f"logits must have shape [*B, {math.prod(shape)}], a number for each flag of shape={tuple(shape)}, "
+                f"got {tuple(logits.shape)}"
+            )
         flags = Bernoulli(logits=logits.reshape(*logits.shape[:-1], *shape), validate_args=False)
         super().__init__(flags, len(shape), validate_args=False)
 
@@ -127,7 +148,7 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw flags ``[*sample_shape, *B, *shape]``."""
-        return super().sample(torch.Size(sample_shape)).to(torch.int8)
+        return _draw(super(), sample_shape, logits=self.base_dist.logits).to(torch.int8)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities ``[*B]`` of flags ``[*B, *shape]`` of any dtype."""
@@ -149,7 +170,12 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     """
 
     def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
+        _check_normal(loc, scale, event_dims)
         super().__init__(Normal(loc, scale, validate_args=False), event_dims, validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions ``[*sample_shape, *B, *shape]``."""
+        return _draw(super(), sample_shape, loc=self.base_dist.loc, scale=self.base_dist.scale)
 
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
         """Draw actions, and their log-probabilities from the noise that made them, which loses no digits."""
@@ -165,6 +191,58 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     def deterministic_sample(self) -> Tensor:
         """The mean, which is the mode."""
         return self.mean
+
+
+def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
+    """Raise TypeError or ValueError unless these are means and deviations with ``event_dims`` dims of an action."""
+    like = type(loc) is type(scale) is Tensor and (loc.shape, loc.device) == (scale.shape, scale.device)
+    plain = like and loc.is_floating_point() and loc.layout is scale.layout is torch.strided
+    if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
+        return  # at each call of a policy
+    floating_tensor("loc", loc)
+    floating_tensor("scale", scale, loc.device, "loc")
+    if loc.shape != scale.shape:
+        try:
+            torch.broadcast_shapes(loc.shape, scale.shape)  # type: ignore[no-untyped-call]  # torch's own
+        except RuntimeError as error:
+            raise ValueError(
+                f"scale must have the shape of loc, {tuple(loc.shape)}, got {tuple(scale.shape)}"
+            ) from error
+    whole_number("event_dims", event_dims, 0, max(loc.ndim, scale.ndim))
+
+
+def _bound(name: str, end: Tensor | float, loc: Tensor, event_dims: int) -> Tensor | float:
+    """Return a bound after checking that it is a number, or a tensor with one for each number of an action."""
+    if type(end) is float and end == end:
+        return end
+    if not isinstance(end, Tensor):
+        return float(number(name, end))
+    dense_tensor(name, end)
+    shape = loc.shape[loc.ndim - event_dims :]
+    fits = end.ndim <= len(shape) and all(
+        n in (1, m) for n, m in zip(end.shape[::-1], shape[::-1], strict=False)
+    )
+    if end.is_meta != loc.is_meta or not fits:
+        raise ValueError(f"{name} must be a number or of shape {tuple(shape)}, got {shown(end)}")
+    return end
+
+
+def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
+    """``dist.sample(sample_shape)``; where torch refuses to draw, the error says which parameter is at fault."""
+    shape = torch.Size(sample_shape)
+    if torch.compiler.is_compiling():
+        return cast(Tensor, dist.sample(shape))
+    try:
+        return cast(Tensor, dist.sample(shape))
+    except RuntimeError as error:
+        for name, column in parameters.items():
+            bad = ~column.isfinite() if name != "scale" else ~(column.isfinite() & (column >= 0))
+            if not column.is_meta and bool(bad.any()):
+                wanted = "finite" if name != "scale" else "finite and at least 0"
+                raise ValueError(
+                    f"{name} must be {wanted}, got {int(bad.sum())} others of {bad.numel()}"
+                ) from error
+        raise
 
 
 class _BoundedTanh(TanhTransform):
@@ -220,6 +298,8 @@ class SquashedGaussian(TransformedDistribution):
         high: Tensor | float = 1.0,
         event_dims: int = 1,
     ) -> None:
+        _check_normal(loc, scale, event_dims)
+        low, high = _bound("low", low, loc, event_dims), _bound("high", high, loc, event_dims)
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
         if loc.shape != scale.shape:

@@ -1,5 +1,6 @@
 """Linear recurrent modules (minGRU, linear recurrent unit), computed for all rows by a segmented scan."""
 
+from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
-from flatroll.layout.checks import number, whole_number
+from flatroll.layout.checks import number
 from flatroll.modules.backends.packing import States
+from flatroll.modules.networks import check_sizes
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 
@@ -23,9 +25,7 @@ class LinearRecurrence(StatefulModule):
         dropout: float,
         **options: Unpack[StatefulOptions],
     ) -> None:
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        for name, size in sizes.items():
-            whole_number(name, size)
+        check_sizes(input_size, hidden_size, num_layers)
         number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
@@ -115,6 +115,7 @@ class MinGRUModule(LinearRecurrence):
         dtype: torch.dtype | None = None,
         **options: Unpack[StatefulOptions],
     ) -> None:
+        check_sizes(input_size, hidden_size, num_layers, bias, device=device, dtype=dtype)
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         self.gates = nn.ModuleList(
@@ -178,8 +179,10 @@ class LinearRecurrentModule(LinearRecurrence):
         dtype: torch.dtype | None = None,
         **options: Unpack[StatefulOptions],
     ) -> None:
+        check_sizes(input_size, hidden_size, num_layers, device=device, dtype=dtype)
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
-        if not 0 < decay[0] <= decay[1] < 1:
+        rising = isinstance(decay, Sequence) and len(decay) == 2 and all(isinstance(x, float) for x in decay)
+        if not (rising and 0 < decay[0] <= decay[1] < 1):
             raise ValueError(f"decay must be two rising numbers between 0 and 1, got {decay!r}")
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         place: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -5,8 +5,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flatroll.layout.checks import flags, floating_dtype, number, torch_device, whole_number
 from flatroll.modules.backends.packing import States
 from flatroll.modules.backends.scan import OPERATORS, run_layers
+
+
+def check_sizes(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int = 1,
+    bias: bool = True,
+    dropout: float = 0.0,
+    bidirectional: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a recurrent network can be made of these."""
+    whole_number("input_size", input_size)
+    whole_number("hidden_size", hidden_size)
+    whole_number("num_layers", num_layers)
+    flags(bias=bias, bidirectional=bidirectional)
+    number("dropout", dropout, least=0, most=1)
+    if device is not None:
+        torch_device("device", device)
+    if dtype is not None:
+        floating_dtype("dtype", dtype)
 
 
 class _OfOperators(nn.RNNBase):
@@ -26,12 +49,14 @@ class _OfOperators(nn.RNNBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        flags(bidirectional=bidirectional, batch_first=batch_first)
         if bidirectional or not batch_first:
             raise ValueError(
                 f"{self.kind} runs forward in time over [B, T, input_size], got bidirectional={bidirectional}, "
                 f"batch_first={batch_first}: use torch.nn.{self.kind}"
             )
-        sizes = (input_size, hidden_size, num_layers, bias)
+        check_sizes(input_size, hidden_size, num_layers, bias, dropout, device=device, dtype=dtype)
+        sizes = (input_size, hidden_size, num_layers, bool(bias))
         super().__init__(self.kind, *sizes, batch_first=True, dropout=dropout, device=device, dtype=dtype)
 
     def _run(self, rows: Tensor, first: States | None) -> tuple[Tensor, States]:
@@ -151,6 +176,17 @@ class GRUCell(nn.GRUCell):
     torch.Size([2, 8])
     """
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_sizes(input_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+
     def forward(self, input: Tensor, hx: Tensor | None = None, is_init: Tensor | None = None) -> Tensor:
         """Rows ``[B, input_size]`` and state ``[B, hidden_size]`` to the next state."""
         return super().forward(input, None if hx is None else _reset(hx, is_init))
@@ -166,6 +202,17 @@ class LSTMCell(nn.LSTMCell):
     >>> h.shape, c.shape
     (torch.Size([2, 8]), torch.Size([2, 8]))
     """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_sizes(input_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None, is_init: Tensor | None = None

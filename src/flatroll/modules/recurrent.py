@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import flags, one_of
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
-from flatroll.modules.networks import GRU, LSTM, NETWORKS, with_weights_of
+from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, with_weights_of
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 #: From so many rows on, a step of the stock LSTM is faster on the CPU than that of a cell.
@@ -43,6 +43,7 @@ def _wrapped_network(
     mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, python_based: bool
 ) -> nn.RNNBase:
     """The network to wrap: the existing one, or a new one of these sizes."""
+    flags(batch_first=sizes.batch_first, python_based=python_based)
     name, (stock, of_operators) = mode.lower(), NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
     if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
@@ -57,7 +58,9 @@ def _wrapped_network(
     if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
-        return (of_operators if python_based else stock)(**sizes._asdict())
+        options = sizes._asdict()
+        check_sizes(**{name: x for name, x in options.items() if name != "batch_first"})
+        return (of_operators if python_based else stock)(**options)
     if not isinstance(network, (stock, of_operators)):
         raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(network).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import number
+from flatroll.layout.checks import need_keys, number, sizes
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -82,14 +82,16 @@ class RunningNorm(TensorDictModuleBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        need_keys(in_key=in_key)
+        need_keys(optional=True, out_key=out_key)
         *folders, name = as_tuple(in_key)
         self.in_key: NestedKey = plain_key(as_tuple(in_key))
         self.out_key: NestedKey = plain_key((*folders, f"{name}_norm")) if out_key is None else out_key
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
-        self.shape = torch.Size(shape)
-        self.clip = None if clip is None else number("clip", clip, above=0)
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.shape = torch.Size(sizes("shape", shape))
+        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         self.statistics = Moments(self.shape, device)
 
     @property

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import key_names, need_keys, one_of
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
@@ -50,7 +50,8 @@ def _key_list(
         raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
     if isinstance(keys, str):
         raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: pass {name}={keys!r}")
-    chosen = [plain_key(k) for k in ((keys or ()) if key is None else (key, *states))]
+    need_keys(optional=True, **{name: key})
+    chosen = [plain_key(k) for k in (key_names(f"{name}s", keys) if key is None else (key, *states))]
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"{name}s must be different keys, got {chosen}: one entry cannot hold two things")
     return chosen
@@ -93,6 +94,7 @@ class StatefulModule(TensorDictModuleBase):
         for name in unknown:  # named by the class that the caller has written, not by this one
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         one_of("state", state, ("stored", "zero"))
+        need_keys(done_key=done_key, traj_key=traj_key)
         states = self.state_keys
         read = _key_list("in_key", in_key, in_keys, states)
         written = _key_list("out_key", out_key, out_keys, [next_key(key) for key in states])

@@ -282,7 +282,9 @@ def test_a_shared_trunk() -> None:
 def test_wrong_networks() -> None:
     with pytest.raises(TypeError, match="actor_network must be a tensordict module with get_dist"):
         SACLoss(continuous_critic(), continuous_critic())
-    with pytest.raises(TypeError, match="qvalue_network must be a tensordict module or a list of them"):
+    with pytest.raises(
+        TypeError, match=r"qvalue_network of a loss\) must be a tensordict module or a list of them"
+    ):
         SACLoss(continuous_actor(), nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match="Categorical has no rsample: for discrete actions use DiscreteSACLoss"
@@ -306,7 +308,7 @@ def test_wrong_networks() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"num_qvalue_nets": 0}, "num_qvalue_nets must be at least 1, got 0"),
+        ({"num_qvalue_nets": 0}, "num_qvalue_nets must be an integer of at least 1, got 0"),
         ({"alpha_init": 0.0}, "alpha_init must be above 0"),
         ({"alpha_init": 2.0, "max_alpha": 1.0}, "between min_alpha and max_alpha, got 2.0, None and 1.0"),
         ({"target_entropy": "low"}, "target_entropy must be a number or 'auto', got 'low'"),
