@@ -16,7 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, hooked
+from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, checkpointer_with_hooks
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
@@ -372,7 +372,7 @@ class ReplayBuffer(Facts):
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
             for saved in self.saves.folders.values():  # the next save writes these rows again
-                saved.edited(self.ring.numbers(draw.slots, self.ring.head))
+                saved.note_edit(self.ring.numbers(draw.slots, self.ring.head))
             self.storage.write_drawn(draw, data, slots.shape, self.markers)
 
     def empty(self) -> None:
@@ -688,7 +688,7 @@ class ReplayBuffer(Facts):
         with it (except for custom objects in a `ListStorage`). It does not contain transforms.
         """
         self.enter_process()
-        ahead = self.made_ahead()
+        ahead = self.copy_prefetched()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
             tables = self.tables(ahead)
@@ -846,11 +846,11 @@ class ReplayBuffer(Facts):
         anything; the attributes are set before the call, to 0 and True if the buffer is full, else to the number of
         rows and False. Load with the inverse hooks (`Flat2TED`, `Nested2TED`).
         """
-        hooked(self.storage).register_save_hook(hook)
+        checkpointer_with_hooks(self.storage).register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows)`` on loaded rows before they are stored, to undo the save hooks."""
-        hooked(self.storage).register_load_hook(hook)
+        checkpointer_with_hooks(self.storage).register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         """Publish a version of the buffer and of ``others`` (plain values by name) in a folder; see `Checkpoint`."""
@@ -862,7 +862,7 @@ class ReplayBuffer(Facts):
         # Block writers until everything is copied: they may write rows out of order, or the first rows with a new
         # ring.
         alone = not self.ring.in_order or not self.started
-        ahead = self.made_ahead() if alone else []
+        ahead = self.copy_prefetched() if alone else []
         with self.write_lock if alone else nullcontext():
             ring = self.ring
 
@@ -873,7 +873,7 @@ class ReplayBuffer(Facts):
             with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
                 save.begin(rows)
                 if not alone:
-                    ahead = self.made_ahead()  # without a lock: the prefetching threads may wait for it
+                    ahead = self.copy_prefetched()  # without a lock: the prefetching threads may wait for it
                 with nullcontext() if alone else self.write_lock:
                     if ring is not self.ring:
                         raise RuntimeError(
@@ -945,7 +945,7 @@ class ReplayBuffer(Facts):
             "ahead": ahead,
         }
 
-    def made_ahead(self) -> list[Any]:
+    def copy_prefetched(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
         return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
 
@@ -1129,7 +1129,7 @@ class ReplayBuffer(Facts):
         """
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
+        ahead = self.copy_prefetched()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
         if get_spawning_popen() is not None:  # it is passed to a new process as an argument
@@ -1153,7 +1153,7 @@ class ReplayBuffer(Facts):
         """Return a consistent copy, even while other threads write; see `__getstate__`."""
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
+        ahead = self.copy_prefetched()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}

@@ -23,7 +23,7 @@ from flatroll.layout.keys import NestedKey
 
 _INDEX, _GENERATION = "index", "index_generation"
 
-#: Entries that the buffer writes into samples. A batch to store that has them was a sample: they are left out.
+#: Entries that the buffer writes into samples. They are not stored if a sample is extended again.
 _SAMPLE_ENTRIES = (_INDEX, "priority_weight", _GENERATION)
 
 

@@ -130,7 +130,7 @@ class ActionCheck:
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
         """Return the actions as the env expects them; ``drawn`` ones come from the space and skip the range check."""
         if self._children:
-            return self._nested(actions, drawn)
+            return self._check_tree(actions, drawn)
         on_torch = self._framework == "torch"
         if on_torch:
             array: Array = actions if isinstance(actions, Tensor) else as_numbers("actions", actions)
@@ -171,7 +171,7 @@ class ActionCheck:
                 raise ValueError(ActionLimits(self._space).problem(array))
         return array
 
-    def _nested(self, actions: Tree, drawn: bool) -> Tree:
+    def _check_tree(self, actions: Tree, drawn: bool) -> Tree:
         if isinstance(self._space, spaces.Dict):
             if not isinstance(actions, dict) or set(actions) != set(self._space.spaces):
                 came = sorted(actions) if isinstance(actions, dict) else type(actions).__name__

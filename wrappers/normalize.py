@@ -119,7 +119,7 @@ class NormalizeObservation(MarkerWrapper):
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows or those of ``options["reset_mask"]``; count the reset observations and normalise all."""
         obs, info = super().reset(seed=seed, options=options)
-        return self._normalized(obs), info
+        return self._normalize(obs), info
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         self._count([("the observation", obs, rows)])
@@ -133,9 +133,9 @@ class NormalizeObservation(MarkerWrapper):
             rows = stream.ended if stream.known is None else stream.ended & stream.known
             columns.append(("info['final_obs']", final, rows))
         self._count(columns)
-        normalized = self._normalized(obs)
+        normalized = self._normalize(obs)
         if final is not None:
-            info["final_obs"] = normalized if stream.any_ended is False else self._normalized(final)
+            info["final_obs"] = normalized if stream.any_ended is False else self._normalize(final)
         return normalized, reward, terminated, truncated, info
 
     def _count(self, columns: list[tuple[str, Tree, Array | None]]) -> None:
@@ -155,7 +155,7 @@ class NormalizeObservation(MarkerWrapper):
                 )
             )
 
-    def _normalized(self, obs: Tree) -> Tree:
+    def _normalize(self, obs: Tree) -> Tree:
         """Return a normalised copy; leaves without statistics are passed through."""
 
         def leaf(array: Array, moments: Moments | None) -> Array:

@@ -22,9 +22,9 @@ from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
 from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
-VALUE: NestedKey = "_value"  # the one column of data that are single tensors
+VALUE: NestedKey = "_value"  # the single column of tensor data
 
-_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types that count as one tensor
+_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types treated as one tensor
 
 
 class Structure(ABC):
@@ -49,7 +49,7 @@ class Structure(ABC):
 
     @staticmethod
     def of(batch: object) -> "Structure":
-        """The structure of a batch: a tensordict, a tensor or a tree of tensors."""
+        """Return the structure of a batch: a tensordict, a tensor or a tree of tensors."""
         if isinstance(batch, TensorDictBase):
             return TensorDicts(batch.batch_size[1:])
         if isinstance(batch, _SINGLE):
@@ -58,7 +58,7 @@ class Structure(ABC):
 
 
 def structure_to_plain(structure: Structure | None) -> Any:
-    """Return a structure as plain values, which a state holds."""
+    """Return a structure as plain values, for a state."""
     if isinstance(structure, TensorDicts):
         return ["tensordicts", structure.inner]
     if isinstance(structure, Trees):  # an example tree, as its leaves' numbers
@@ -67,7 +67,7 @@ def structure_to_plain(structure: Structure | None) -> Any:
 
 
 def structure_from_plain(plain: Any) -> Structure | None:
-    """Return the structure of which `structure_to_plain` made ``plain``; ValueError if it is none."""
+    """Invert `structure_to_plain`; ValueError if ``plain`` is invalid."""
     match plain:
         case None:
             return None
@@ -262,7 +262,7 @@ def apart(batch: object) -> list[Any]:
 
 
 def dense(batch: object) -> Any:
-    """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is."""
+    """Convert a lazy stack to a plain tensordict; return anything else unchanged."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
     _check_alike(batch.tensordicts)  # else entries that some items lack would be dropped, and dtypes cast
@@ -299,7 +299,7 @@ def map_rows(batch: object, change: Callable[[Any], Any]) -> Any:
 
 
 def as_tensor(leaf: object) -> Any:
-    """A leaf as a tensor (a tensordict as it is); TypeError, which names the way out, for what is none."""
+    """Convert a leaf to a tensor (a tensordict is returned unchanged); TypeError with a hint for other types."""
     if isinstance(leaf, (Tensor, TensorDictBase)):
         return leaf
     if isinstance(leaf, _SINGLE):
@@ -353,11 +353,12 @@ def shown(key: NestedKey) -> str:
 
 
 def collate(samples: Any) -> Any:
-    """Make one batch of the items of a data set, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
+    """Combine items of a data set into a batch, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
 
     Args:
-        samples: with ``DataLoader(batch_size=None)`` a sample, returned as it is; else a list: batches (tensordicts
-            with a batch size) are laid end to end, rows, tensors and trees of tensors stacked. Other items stay a list.
+        samples: with ``DataLoader(batch_size=None)`` a sample, returned unchanged; else a list: batches (tensordicts
+            with a batch size) are concatenated; rows, tensors and trees of tensors are stacked. Other items stay a
+            list.
 
     >>> from tensordict import TensorDict
     >>> rows = [TensorDict({"x": torch.tensor(i)}, []) for i in range(3)]

@@ -41,16 +41,15 @@ _COUNTER_BYTES = 4096  # of the ring's counters: a page
 
 
 class LazyMemmapStorage(ColumnStorage):
-    """Rows on disk, in one memory-mapped file per entry of the batch, made at the first ``extend``.
+    """Stores rows in one memory-mapped file per entry, created at the first ``extend``.
 
-    The system keeps in memory what is used and writes the rest to disk, so the buffer may be larger than the memory.
-    The space is reserved before anything is written. Files stay valid for whoever has them mapped, even after they
-    were removed.
+    The system caches used pages in memory and writes the rest to disk, so the buffer may be larger than the memory.
+    Disk space is reserved in advance. Existing maps stay valid even after files are removed.
 
-    A buffer with this storage can be handed to other processes, by ``fork`` or ``spawn``, after its first extend:
-    all of them read, and extend, the same rows. That needs a sampler and a writer without a memory of their own,
-    and rows that no trajectory index follows: not `SliceSampler`, not ``compact_obs``. With those the buffer works
-    in the process that made it, and raises an error in any other.
+    A buffer with this storage can be passed to other processes, by ``fork`` or ``spawn``, after its first extend: all
+    of them read and extend the same rows. This requires a stateless sampler and writer, and no trajectory index: not
+    `SliceSampler` or ``compact_obs``. With these the buffer only works in the process that created it and raises in
+    others.
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together, rounded up to whole steps.
@@ -58,7 +57,7 @@ class LazyMemmapStorage(ColumnStorage):
             temporary ones, which the process that made it removes when the storage is dropped or the process ends.
         device: only ``"cpu"``.
         ndim: number of batch dimensions, as in `LazyTensorStorage`.
-        existsok: put files in the place of those in ``scratch_dir``; by default they are an error.
+        existsok: overwrite files in ``scratch_dir``; by default they are an error.
         compact_obs: as in `LazyTensorStorage`; ends of trajectories have a file of their own.
         frame_stack: as in `LazyTensorStorage`; the frames are in files, the numbers of each row's frames (4 bytes per
             frame of the stack) in memory, so only one process can use the buffer.

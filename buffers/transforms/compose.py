@@ -24,8 +24,8 @@ from flatroll.layout.checks import expect
 class Compose(Transform):
     """Several transforms as one: ``forward`` applies them in order, ``inv`` in reverse order.
 
-    Members are transforms, functions of the batch and other objects with ``forward``. What a member needs of the
-    buffer (the ends of slices, the rows ahead) it gets here, too.
+    Members are transforms, functions of the batch and other objects with ``forward``. Inputs from the buffer (ends of
+    slices, rows ahead) are passed on to members.
 
     Args:
         *transforms: the members in order; or one list of them.
@@ -89,7 +89,7 @@ class Compose(Transform):
         return chooser_of(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """Apply the members in order; ``ends`` (bool ``[N]``), given by a buffer, goes to those that want it.
+        """Apply the members in order; ``ends`` (bool ``[N]``) of a buffer is passed to those that want it.
 
         Raises:
             TypeError: a member returned None.
@@ -119,7 +119,7 @@ class Compose(Transform):
         self._hold([*self._transforms[:index], transform, *self._transforms[index:]])
 
     def pop(self, index: int = -1) -> TransformLike:
-        """Take the member at ``index`` out, by default the last one, and return it."""
+        """Remove and return the member at ``index``, by default the last one."""
         members: list[TransformLike] = list(self._transforms)
         member: TransformLike = members.pop(index)
         self._hold(members)

@@ -1,4 +1,4 @@
-"""Hindsight experience replay: sampled rows get goals that their trajectory reached, and the rewards for them."""
+"""Hindsight experience replay: relabels sampled rows with goals that their trajectory reached."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ RELABELLED = "relabelled"
 
 
 class HindsightTransform(Transform):
-    """Gives sampled rows another goal, one that their trajectory reached, and computes the reward for it.
+    """Replaces the goals of sampled rows by goals that their trajectory reached, and recomputes rewards.
 
     For observations with ``"achieved_goal"`` and ``"desired_goal"``, as Gymnasium-Robotics' envs have. The buffer
     stores what happened. In a sample, each row (each slice, if slices are drawn) is relabelled with probability

@@ -1,4 +1,4 @@
-"""Transforms of images: channels to the front, values to [0, 1], another size."""
+"""Image transforms: channels first, values in [0, 1], resizing."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class _ImageTransform(Transform):
 
 
 class ToTensorImage(_ImageTransform):
-    """Turns byte images ``[..., H, W, C]`` into float images ``[..., C, H, W]`` in [0, 1], as torch's networks expect.
+    """Converts byte images ``[..., H, W, C]`` to float images ``[..., C, H, W]`` in [0, 1].
 
     The result has the values in the order in which they were (channels last in memory), so nothing is copied but by
     the cast.

@@ -1,4 +1,4 @@
-"""Puts next observations back into samples of batches that store each observation once."""
+"""Restores next observations in samples of batches that store each observation once."""
 
 from collections.abc import Sequence
 

@@ -149,7 +149,7 @@ def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDic
     `read_parquet` reads it in chunks.
     """
     path = file_path("path", path)
-    return _together(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
@@ -158,7 +158,7 @@ def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictB
     `read_arrow` reads it in chunks and documents compressed files.
     """
     path = file_path("path", path)
-    return _together(read_arrow(path), path, max_bytes)
+    return _concatenate(read_arrow(path), path, max_bytes)
 
 
 def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
@@ -167,13 +167,15 @@ def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDict
     `read_pandas` reads it in chunks.
     """
     path = file_path("path", path)
-    return _together(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
     """Read an HDF5 file with one dataset per column as a flat batch ``[N]``. See `read_h5`."""
     path = file_path("path", path)
-    return _together(read_h5(path, max_bytes=max_bytes), path, max_bytes)
+    if max_bytes is not None:
+        whole_number("max_bytes", max_bytes)
+    return _concatenate(read_h5(path, max_bytes=max_bytes), path)
 
 
 def import_minari(
@@ -183,16 +185,16 @@ def import_minari(
     flags(infos=infos)
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
-    return _together(read_minari(source, infos=infos, rename=rename), source)
+    return _concatenate(read_minari(source, infos=infos, rename=rename), source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
     """Read all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
     path = file_path("path", path)
-    return _together(read_lerobot(path), path)
+    return _concatenate(read_lerobot(path), path)
 
 
-def _together(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
+def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
     if max_bytes is not None:
         whole_number("max_bytes", max_bytes)
     found: list[TensorDict] = []

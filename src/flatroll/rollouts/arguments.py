@@ -187,7 +187,7 @@ def make_env(
         env = adapt_env(env)
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
-            stream.move(_usable(device))
+            stream.move(_check_device(device))
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:
@@ -198,7 +198,7 @@ def make_env(
     return StepCounter(env, max_steps=index(max_steps)), made
 
 
-def _usable(device: torch.device | str) -> torch.device:
+def _check_device(device: torch.device | str) -> torch.device:
     """Return the device as a `torch.device`; ValueError if torch cannot use it here."""
     try:
         return torch.empty(0, device=device).device

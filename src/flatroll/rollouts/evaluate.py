@@ -171,7 +171,7 @@ def evaluate(
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs
         play = _Play(runner, goal, info_keys, film)
         began = time.perf_counter()
-        with torch.no_grad(), _frozen(made, policy), _seeded(seed):
+        with torch.no_grad(), _freeze(made, policy), _seed(seed):
             play.run(seed)
         return play.evaluation(time.perf_counter() - began)
 
@@ -222,7 +222,7 @@ class _Play:
             self._length += steps_of_envs
             ends = steps_of_envs & (terminated[step] | truncated[step])
             if frames is not None:
-                self._shoot(frames, steps_of_envs, ends)
+                self._film_frames(frames, steps_of_envs, ends)
             for env in np.flatnonzero(ends).tolist():
                 if self._count[env] < self._goal[env]:
                     self._finish(env, step)
@@ -251,7 +251,7 @@ class _Play:
         if better:
             self._filmed, self._film = (env, total), self._frames[env]
 
-    def _shoot(self, frames: list[Array], steps_of_envs: Array, ends: Array) -> None:
+    def _film_frames(self, frames: list[Array], steps_of_envs: Array, ends: Array) -> None:
         """Add the frames after a step to the open episodes."""
         for env, frame in enumerate(frames):
             if not steps_of_envs[env]:  # the env only reset
@@ -297,7 +297,7 @@ class _Play:
 
 
 @contextmanager
-def _frozen(env: object, policy: object) -> Iterator[None]:
+def _freeze(env: object, policy: object) -> Iterator[None]:
     """Context manager: modules in eval mode, running statistics of wrappers frozen."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     training = [module for module in modules if module.training]
@@ -318,7 +318,7 @@ def _frozen(env: object, policy: object) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
+def _seed(seed: int | None) -> Iterator[None]:
     """Context manager: seed torch, and restore its random state at the end. None changes nothing."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if started else []

@@ -106,7 +106,7 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData) -> TensorDict:
-        """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for what comes back.
+        """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for the result.
 
         Raises:
             ValueError: the batch is not right-padded prompts of at least one token, or a text may become longer than

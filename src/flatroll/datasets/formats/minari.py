@@ -130,17 +130,17 @@ def _observations(rows: TensorDictBase) -> Any:
         whole[name] = np.concatenate([columns[name], following[-1:]])
     if not whole:
         raise ValueError("an episode needs observations: the batch has none")
-    return whole[OBSERVATION] if list(whole) == [OBSERVATION] else _nested(whole)
+    return whole[OBSERVATION] if list(whole) == [OBSERVATION] else _nest(whole)
 
 
 def _actions(rows: TensorDictBase) -> Any:
     columns = {name: array for name, array in to_numpy(rows).items() if name.partition(".")[0] == ACTION}
     if not columns:
         raise ValueError("a Minari episode needs actions: the batch has none")
-    return columns[ACTION] if ACTION in columns else _nested(columns)[ACTION]
+    return columns[ACTION] if ACTION in columns else _nest(columns)[ACTION]
 
 
-def _nested(columns: Mapping[str, Array]) -> dict[str, Any]:
+def _nest(columns: Mapping[str, Array]) -> dict[str, Any]:
     """Folders of columns, by dotted name."""
     tree: dict[str, Any] = {}
     for name, array in columns.items():

@@ -1,4 +1,4 @@
-"""What writers of files share: rows of a batch or buffer in pieces, and files that appear when they are whole."""
+"""Helpers for writers of files: rows of a batch or buffer in chunks, and atomic files."""
 
 import shutil
 import tempfile
@@ -32,7 +32,7 @@ CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
 
 class Source(NamedTuple):
-    """Rows to be written, oldest first.
+    """Rows to write, oldest first.
 
     Attributes:
         rows: number of rows.
@@ -189,7 +189,7 @@ def check_follows(name: str, values: Array, following: Array) -> None:
 
 @contextmanager
 def write_beside(path: str | Path) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which takes the name ``path`` when it is whole.
+    """Yield a temporary path for a new file or folder, which is renamed to ``path`` when complete.
 
     On an error, what was written is removed, and ``path`` is as it was.
 
