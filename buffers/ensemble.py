@@ -15,7 +15,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.checkpointers.rows import StorageEnsembleCheckpointer, hooked, load_from
+from flatroll.buffers.checkpointers.rows import (
+    StorageEnsembleCheckpointer,
+    checkpointer_with_hooks,
+    load_from,
+)
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
@@ -682,12 +686,12 @@ class ReplayBufferEnsemble(Facts):
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows, path=path)`` before rows of a member are written; see `ReplayBuffer`."""
-        for checkpointer in [hooked(rb.storage) for rb in self._members]:
+        for checkpointer in [checkpointer_with_hooks(rb.storage) for rb in self._members]:
             checkpointer.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows)`` on a member's loaded rows before they are stored; see `ReplayBuffer`."""
-        for checkpointer in [hooked(rb.storage) for rb in self._members]:
+        for checkpointer in [checkpointer_with_hooks(rb.storage) for rb in self._members]:
             checkpointer.register_load_hook(hook)
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:

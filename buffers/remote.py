@@ -274,19 +274,19 @@ class BufferHandle:
                 self.post.send((name, arguments, options))
                 outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
-                self.hang_up()
+                self.disconnect()
                 raise OwnerGone(_GONE) from None
             except BaseException:  # a late answer must not be taken for the next call's
-                self.hang_up()
+                self.disconnect()
                 raise
             if outcome == LOST:
-                self.hang_up()
+                self.disconnect()
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
         return torch.arange(value.start, value.stop) if isinstance(value, range) else value
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close this process's channel; the next call opens a new one."""
         if self.post is not None:
             self.post.channel.close()

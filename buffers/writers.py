@@ -1,4 +1,4 @@
-"""Writers: they decide which rows are stored, and in which slots."""
+"""Writers, which decide which rows are stored, and in which slots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -128,11 +128,11 @@ class ImmutableDatasetWriter(Writer):
 class TensorDictMaxValueWriter(Writer):
     """Keeps the ``max_size`` highest-ranked items: rows, or whole trajectories of batches ``[N, T]``.
 
-    A new item takes the place of the stored one of the lowest rank if its own is higher. Of items of equal rank the
-    earlier one stays. ``extend`` returns the position of each item, -1 where it was not kept.
+    A new item replaces the stored item of the lowest rank if its own rank is higher. Of items of equal rank the
+    earlier one is kept. ``extend`` returns the position of each item, -1 where it was not kept.
 
-    An item costs time in the logarithm of the capacity. Rows are not in time order then, so slice samplers, n-step
-    transforms and ``compact_obs`` do not go with this writer, nor do prioritized samplers.
+    Each item takes time in the logarithm of the capacity. Rows are not in time order, so slice samplers, n-step
+    transforms, ``compact_obs`` and prioritized samplers are not supported.
 
     Args:
         rank_key: entry by which items are ranked, default ``("next", "reward")``.

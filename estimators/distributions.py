@@ -35,17 +35,17 @@ def require_critic(name: str, network: TensorDictModuleBase | None) -> None:
 
 
 def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
-    """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it says."""
+    """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it declares them."""
     heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
     if not heads:
         return {}
-    # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
+    # its distribution is that of its last part, unless it declares one over all sampling parts
     sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
-    # it refuses to say where it was built under another set_composite_lp_aggregate
+    # it raises if it was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
-        # the log-probability of several parts may stand in one entry, too: the loss looks where it is
+        # several parts may share one log-probability entry; the loss finds it
         keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
     return keys
 
@@ -61,11 +61,11 @@ def distribution_for(
     """Return the actor's action distribution for each row, and the batch with the actor's outputs.
 
     Args:
-        readers: the networks that read the actor's outputs afterwards; then ``batch`` stays as it is, and the second
-            result is a copy with the outputs, or ``batch`` itself where no reader reads them. None, anybody: then the
-            outputs are written to ``batch``.
-        actor_network: has ``get_dist``.
-        batch: what it reads.
+        readers: networks that read the actor's outputs afterwards; ``batch`` is then unchanged, and the second result
+            is a copy with the outputs, or ``batch`` itself if no reader needs them. None: the outputs are written to
+            ``batch``.
+        actor_network: module with ``get_dist``.
+        batch: its input.
     """
     ready = prepare_sampling(actor_network, batch, readers)
     if ready is None:
@@ -77,12 +77,12 @@ def distribution_for(
 
 
 def part_key(part: NestedKey, actions: Sequence[NestedKey], actor_network: TensorDictModuleBase) -> NestedKey:
-    """Return the key of a part of the action, of the name that it has in :func:`~flatroll.layout.sampling.components`.
+    """Return the key of an action's part, given its name in :func:`~flatroll.layout.sampling.components`.
 
     Args:
         part: the name.
         actions: the keys of the action.
-        actor_network: an actor that declares other keys than its parts' has them under the one it declares.
+        actor_network: the actor; if it declares a single key, the parts are nested under it.
     """
     declared: list[NestedKey] | None = getattr(actor_network, "dist_sample_keys", None)
     if declared and as_tuple(part) not in map(as_tuple, declared):
@@ -98,14 +98,14 @@ def log_prob_of(
     Args:
         dist: of each row.
         action: of each row.
-        base: its base sample, where the batch has it (:func:`~flatroll.layout.sampling.base_sample_key`).
-        warn: where there is none, says that a tanh-Normal cannot score its actions near -1 and 1.
+        base: its base sample, if the batch has it (:func:`~flatroll.layout.sampling.base_sample_key`).
+        warn: called without a base sample: a tanh-Normal cannot score its actions near -1 and 1.
 
     Raises:
         ValueError: the action does not have the distribution's shape, which would broadcast.
     """
     shape = dist.batch_shape
-    # log_prob() would broadcast [N, 1] against [N] to [N, N] without a word
+    # log_prob() would silently broadcast [N, 1] against [N] to [N, N]
     log_prob: Tensor | None = None
     if action.shape[: len(shape)] == shape:
         log_prob = dist.log_prob(action) if base is None else score(dist, action, base)
@@ -127,7 +127,7 @@ def log_prob_of(
 
 
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
-    """Log-probabilities (or entropies) ``[*B, *A]`` of independent action dims summed to ``[*B]``.
+    """Sum log-probabilities (or entropies) ``[*B, *A]`` of independent action dims to ``[*B]``.
 
     Raises:
         ValueError: they do not begin with the batch's dims, and would broadcast against its rows.
@@ -138,7 +138,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
             f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the batch "
             "size of the tensordict must be that of the rows, without dims of features"
         )
-    extra = log_prob.ndim - len(shape)  # dims behind the batch's: independent, so their logarithms add up
+    extra = log_prob.ndim - len(shape)  # further dims are independent, so their logarithms add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
 
 
@@ -151,10 +151,10 @@ def entropy_of(dist: Distribution, samples: int) -> Tensor:
 
 
 def divergence_of(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
-    """``KL(sampled | current)`` in closed form, or estimated from ``samples`` samples where there is none."""
+    """Return ``KL(sampled | current)`` in closed form, or else an estimate from ``samples`` samples."""
     try:
         return kl_divergence(sampled, current)
-    except NotImplementedError:  # KL = E[log p(x) - log q(x)] over x of p; gradients flow into q alone
+    except NotImplementedError:  # KL = E[log p(x) - log q(x)] over x of p; gradients flow into q only
         with torch.no_grad():
             x, log_prob, _ = draw(sampled, (samples,), reparametrize=False)
         return (log_prob - current.log_prob(x)).mean(0)

@@ -1,14 +1,14 @@
 """Returns and advantages of tensors along one time axis: GAE, TD(0), TD(1), TD(lambda), V-trace, discounted sums.
 
-What the functions share:
+All functions share these rules:
 
-* The value that follows row t is ``next_state_value[t]``, and 0 where the row terminated.
+* The value after row t is ``next_state_value[t]``, and 0 where the row terminated.
 * Every end of a run stops the trace: rows that are done, rows in ``ends``, the last one. A run that ends without
   termination is bootstrapped. A row that is both terminated and truncated is terminated.
-* What a factor of 0 multiplies is not read, NaN and inf included: with a discount of 0 no next value, behind a trace of
-  0 no later row.
+* Values multiplied by a factor of 0 are ignored, even NaN and inf: next values with a discount of 0, later rows after
+  a trace of 0.
 * ``[*B, T, *F]`` tensors are B series of T rows, with any number of features; a tensor ``[N]`` is one series.
-* ``vec_...`` names are the same functions, since there is no slower form.
+* ``vec_...`` names are aliases of the same functions.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ def generalized_advantage_estimate(
 
     ``delta[t] = reward[t] + gamma * next_state_value[t] * (1 - terminated[t]) - state_value[t]``,
     ``advantage[t] = delta[t] + gamma * lmbda * advantage[t + 1]``, and ``advantage[t] = delta[t]`` at the
-    last row of a run. Termination removes the bootstrap; every end, a mere cut included, stops the trace. A
-    row that is both terminated and truncated is terminated.
+    last row of a run. Termination removes the bootstrap; every end, including a cut, stops the trace. A row that is
+    both terminated and truncated is terminated.
 
     Args:
         gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
@@ -166,7 +166,7 @@ def td0_return_estimate(
     discount = series.factor("gamma", gamma)
     if isinstance(discount, Tensor) and discount.ndim:
         discount = series.restored(discount)
-    # Selected, not multiplied: what stands behind a termination, or a discount of 0, may be NaN.
+    # Selected, not multiplied: values after a termination or with a discount of 0 may be NaN.
     bootstrap = readable(next_state_value, discount, series.expanded(name, final, flag=True))
     # One fused pass each: reward + discount * bootstrap.
     if not isinstance(discount, Tensor):
@@ -268,8 +268,7 @@ def td_lambda_return_estimate(
         done: bool of the same shape, or 1 for its features: the rows at which an episode ends.
         terminated: bool like ``done``: ends that are not bootstrapped. Default: ``done``, which takes
             truncations for terminations.
-        rolling_gamma: each row's ``gamma`` counts for the step behind it, as above: None and True say so, and
-            there is no other form.
+        rolling_gamma: each row's ``gamma`` applies to the step after it, as above; only None and True are supported.
         time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
         ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices lie next to
             each other (:func:`flatroll.layout.run_ends`).
@@ -337,7 +336,7 @@ vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate  #: The referenc
 
 
 class TimeColumns:
-    """Flattens tensors ``[*B, T, *F]`` to ``[B * F * T]`` for the kernels, one time series after the other.
+    """Flattens tensors ``[*B, T, *F]`` to ``[B * F * T]`` for the kernels, one time series after another.
 
     The reward and the ``values``, further floating tensors by name, must have one shape; the columns are in the dtype
     that all of them promote to.
@@ -363,7 +362,7 @@ class TimeColumns:
             raise ValueError(f"time_dim must name a dim of the reward {tuple(self.shape)}, got {time_dim!r}")
         self.time = 0 if dims == 1 else time_dim % dims
         self.longest = self.shape[self.time]
-        # Whether time is last but for dims of 1: then the memory is in the columns' order and nothing moves.
+        # Whether time is last except for dims of 1: then the memory already has the columns' order.
         self._in_order = self.shape[self.time + 1 :].numel() == 1
 
     def column(self, x: Tensor) -> Tensor:
@@ -372,21 +371,21 @@ class TimeColumns:
         return column if x.dtype is torch.bool else column.to(self.dtype)
 
     def restored(self, column: Tensor) -> Tensor:
-        """A column in the reward's shape: the inverse of :meth:`column`."""
+        """Reshape a column to the reward's shape: the inverse of :meth:`column`."""
         if self._in_order:
             return column.view(self.shape)
-        # column() moved time behind the features: that shape, and time back to its place.
+        # column() moved time after the features: restore that shape, then move time back.
         moved = (*self.shape[: self.time], *self.shape[self.time + 1 :], self.longest)
         return column.view(moved).movedim(-1, self.time)
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
-        """Broadcast ``x`` to the reward's shape; feature dims may be 1, or missing altogether (``[*B, T]``)."""
+        """Broadcast ``x`` to the reward's shape; feature dims may be 1 or missing (``[*B, T]``)."""
         checks.dense_tensor(name, x, self.device, "the reward")
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
             return x
-        rows = self.time + 1  # the number of dims [*B, T]; those behind them are features
+        rows = self.time + 1  # the number of dims [*B, T]; later dims are features
         fits = x.ndim <= len(self.shape) and x.shape[:rows] == self.shape[:rows]
         if not fits or any(n not in (1, m) for n, m in zip(x.shape[rows:], self.shape[rows:], strict=False)):
             raise ValueError(
@@ -397,24 +396,24 @@ class TimeColumns:
         return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim)).expand(self.shape)
 
     def flags(self, done: Tensor, terminated: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Two bool columns: the rows that are not bootstrapped, and the last rows of runs."""
+        """Return two bool columns: rows that are not bootstrapped, and last rows of runs."""
         stop = over = self.column(self.expanded("done", done, flag=True))
         if terminated is not None:
             over = self.column(self.expanded("terminated", terminated, flag=True))
         stop = stop | over  # a new tensor: the lines below write into it
         if ends is not None:
             stop = stop | self.column(self.expanded("ends", ends, flag=True))
-        # A column holds one series after the other; where there is but one, a kernel ends it by itself.
+        # A column holds one series after another; the kernel ends the last one itself.
         if stop.shape[0] != self.longest:
             stop.view(-1, self.longest)[:, -1:] = True
         return over, stop
 
     def factor(self, name: str, x: float | Tensor) -> float | Tensor:
-        """A discount or decay: the number itself, or one per row as a column; ValueError if outside [0, 1]."""
+        """Return a discount or decay as a number or as a column, one per row; ValueError if outside [0, 1]."""
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
         checks.dense_tensor(name, x, self.device if x.ndim or not x.is_cpu else None, "the reward")
-        # Elsewhere a look would wait for the device.
+        # On a device the check would sync.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
                 unit_interval(name, float(bound))
@@ -474,9 +473,9 @@ def vtrace_advantage_estimate(
 
     Args:
         gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
-        log_pi: log-probability of each row's action under the policy that learns; the reward's shape, or 1 for
-            its features.
-        log_mu: the same under the policy that acted.
+        log_pi: log-probability of each row's action under the current policy; the reward's shape, or 1 for its
+            features.
+            log_mu: the same under the behaviour policy.
         state_value: value of each row's observation, floating ``[*B, T, *F]`` or ``[N]``.
         next_state_value: value of each row's next observation, same shape; not read where terminated.
         reward: floating, same shape.
@@ -516,10 +515,10 @@ def vtrace_advantage_estimate(
         if not isinstance(threshold, Tensor):
             checks.number(name, threshold, least=0)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
-    # One weight for both uses where the thresholds are one number; autograd still needs the ratio as it was.
+    # One weight for both uses if the thresholds are equal; autograd still needs the unclipped ratio.
     rows = series.time + 1
-    rho = _clipped("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
-    c = rho if same else _clipped("c_thresh", ratio, c_thresh, rows)
+    rho = _clip_ratio("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
+    c = rho if same else _clip_ratio("c_thresh", ratio, c_thresh, rows)
     discount = series.factor("gamma", gamma)
     weights = series.column(rho), series.column(c)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
@@ -527,7 +526,7 @@ def vtrace_advantage_estimate(
     return series.restored(advantage), series.restored(target)
 
 
-def _clipped(
+def _clip_ratio(
     name: str, ratio: Tensor, threshold: float | Tensor, rows: int, *, in_place: bool = False
 ) -> Tensor:
     """``min(ratio, threshold)``, written over ``ratio`` (with ``rows`` row dims) if ``in_place``."""

@@ -16,7 +16,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Distance: TypeAlias = Literal["l1", "l2", "smooth_l1"]
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
-#: Smallest deviation that a column is divided by: one that is almost constant is not blown up to noise.
+#: Minimum deviation to divide by, so that almost constant columns are not scaled up to noise.
 _LEAST_DEVIATION = 1e-4
 
 
@@ -50,16 +50,16 @@ def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     return column if mask is None else torch.where(mask, column, 0.0)
 
 
-def without_rubbish(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
+def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
     """Return a shallow copy of the batch in which floating entries ``keys`` are 0 in padding rows.
 
-    Padding (rows where ``mask_key`` is False) may hold anything. A loss that leaves such a row out still multiplies
-    what a network read there by a gradient of 0, and 0 * NaN in one row is NaN in every weight.
+    Padding (rows where ``mask_key`` is False) may contain anything. A loss that excludes such a row still multiplies
+    the network's input there by a gradient of 0, and 0 * NaN in one row is NaN in every weight.
 
     >>> from tensordict import TensorDict
     >>> mask = torch.tensor([True, False])
     >>> padded = TensorDict({"observation": torch.tensor([1.0, float("nan")]), "mask": mask}, [2])
-    >>> without_rubbish(padded, "mask", ["observation"])["observation"].tolist()
+    >>> zero_padding(padded, "mask", ["observation"])["observation"].tolist()
     [1.0, 0.0]
     """
     copy, real = batch.copy(), marker(batch, mask_key)
@@ -79,7 +79,7 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
     tensor(2.)
     """
     if weights is not None:
-        total = zero_masked(weights, mask).sum()  # where no row has a weight, 0 / 1 instead of 0 / 0
+        total = zero_masked(weights, mask).sum()  # without weights return 0 / 1, not 0 / 0
         return zero_masked(column * weights, mask).sum() / torch.where(total > 0, total, 1.0)
     if mask is None:
         return column.mean()

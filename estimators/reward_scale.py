@@ -30,7 +30,7 @@ from flatroll.layout.keys import (
 from flatroll.layout.moments import Moments
 from flatroll.layout.tensordict_seam import nest
 
-#: With more rows and open trajectories than this, those that no longer get rows are forgotten.
+#: Beyond this many rows and open trajectories, stale trajectories are dropped.
 _MOST_OPEN = 2**20
 
 
@@ -38,25 +38,25 @@ class RewardScale(TensorDictModuleBase):
     """Divides rewards by the running deviation of the discounted return, so that values have one scale.
 
     ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode, and
-    ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics, which run over the
-    rows of all batches: a trajectory that goes on in a later batch goes on with its return.
+    ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics. Returns continue
+    across batches with their trajectories.
 
     Rewards are scaled where they are read, never in storage: give it to an estimator (``GAE(reward_scale=scale)``) or a
     loss (``loss.make_value_estimator(gamma=0.99, reward_scale=scale)``). For other libraries' losses, call it on the
-    sample, and have the loss read what it writes. Both ways the batch keeps its raw reward, and an old row of a
-    replay buffer gets today's scale.
+    sample, and have the loss read what it writes. Either way the batch keeps its raw reward, and old rows of a replay
+    buffer get the current scale.
 
-    The numbers are those of Stable-Baselines3's ``VecNormalize``, and of Gymnasium's ``NormalizeReward`` where
-    episodes are truncated: at a row that terminates, that one forgets the return so far. Both begin with a count of
-    1e-4 in place of 0, and scale each reward by the statistics of its step.
+    Results match Stable-Baselines3's ``VecNormalize``, and Gymnasium's ``NormalizeReward`` for truncated episodes (it
+    drops the return at terminations). Unlike here, both start with a count of 1e-4 and scale each reward by the
+    statistics at its step.
 
     Args:
         gamma: discount in [0, 1], that of the estimator. Default: 0.99.
         clip: largest absolute value of a scaled reward. Default: 10. None: no limit.
         epsilon: added to the variance. Default: 1e-8.
         in_key: the reward, under ``"next"``; floating, one for each row. Default: ``"reward"``.
-        out_key: where a call writes, under ``"next"``. Default: ``in_key`` with ``"_scaled"`` at its end.
-        device: of the statistics. Default: torch's.
+        out_key: the scaled reward, under ``"next"``. Default: ``in_key`` with the suffix ``"_scaled"``.
+        device: device of the statistics. Default: torch's.
 
     Attributes:
         statistics: ``count``, ``mean`` and ``var`` of the return, float64 ``[1]``; 0, 0 and 1 before the first update.
@@ -123,7 +123,7 @@ class RewardScale(TensorDictModuleBase):
 
     @torch.no_grad()
     def update(self, batch: TensorDictBase) -> None:
-        """Count the returns of a collected batch, each row once; after ``eval()`` nothing.
+        """Update the statistics with a collected batch; does nothing after ``eval()``.
 
         Call it with every batch, in the order in which they were collected. On a device it waits once for the number
         of open trajectories.
@@ -157,8 +157,8 @@ class RewardScale(TensorDictModuleBase):
             optional_marker(batch, MASK),
         )
         rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
-        # The trajectories that are open stand first, each as one row whose reward is its return so far. Sorted by
-        # id, each trajectory is in one piece.
+        # Prepend open trajectories, each as one row whose reward is its return so far. Sorting by id makes each
+        # trajectory contiguous.
         none = torch.zeros_like(self.open_ids, dtype=torch.bool)
         before = (self.open_returns, self.open_ids, none, none, none)
         columns = [
@@ -171,13 +171,13 @@ class RewardScale(TensorDictModuleBase):
         given, _, done, first, counted = (x[order] for x in columns)
         markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
         ends = run_ends(nest(markers, len(ids)))
-        # The scan runs backward in time: of the rows turned round, those that begin a run end one.
+        # The scan runs backward in time: in reversed rows the starts of runs are their ends.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
         self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
         goes_on = ~done
         goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
         if len(ids) > _MOST_OPEN:
-            goes_on &= counted  # those that this batch has not touched may never go on
+            goes_on &= counted  # trajectories without rows in this batch may never continue
         self.open_ids, self.open_returns = (
             ids[goes_on].to(self.open_ids),
             returns[goes_on].to(self.open_returns),

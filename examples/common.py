@@ -1,7 +1,7 @@
-"""What the programs share: options, envs, and what surrounds a training: evaluations, log, checkpoints, films.
+"""Helpers shared by the programs: options, envs, evaluations, log, checkpoints, films.
 
-A program is a file of this folder with a table ``OPTIONS``: each option's name, default and meaning. `parse` reads the
-table without importing the program, so that ``python -m flatroll run NAME --help`` answers before torch is loaded.
+A program is a file in this folder with a table ``OPTIONS``: name, default and meaning of each option. `parse` reads the
+table without importing the program, so ``python -m flatroll run NAME --help`` prints before torch is loaded.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from typing import Any
 FOLDER = Path(__file__).parent
 #: Options of every program. A program may give one of them another default, or None: then it has no such option.
 SHARED: dict[str, tuple[Any, str]] = {
-    "seed": (1, "of weights, actions and envs"),
+    "seed": (1, "seed of weights, actions and envs"),
     "folder": (
         "",
-        "log, checkpoints and result (default: out/PROGRAM/ENV-seedN); the run goes on from a checkpoint there",
+        "log, checkpoints and result (default: out/PROGRAM/ENV-seedN); the run resumes from a checkpoint there",
     ),
-    "log_every": (1_000, "frames between two lines of the log, at least a batch"),
+    "log_every": (1_000, "frames between two lines of the log, at least one batch"),
     "save_every": (100_000, "frames between two checkpoints"),
     "eval_every": (100_000, "frames between two evaluations"),
-    "episodes": (20, "of each evaluation, played with the most probable actions"),
+    "episodes": (20, "episodes per evaluation, with the most probable actions"),
     "stop_at": (None, "stop early at this mean return of an evaluation"),
     "film": ("", "save the first episode of the trained policy as this .gif (needs pillow)"),
-    "device": ("cpu", "of networks and batches"),
+    "device": ("cpu", "device of networks and batches"),
     "bfloat16": (False, "mixed precision in the losses"),
     "compile": (False, "torch.compile the updates: loss, gradients and optimizer step"),
     "tensorboard": (False, "also write the log for TensorBoard"),

@@ -1,6 +1,6 @@
-"""Draws learning curves over seeds: the interquartile mean of a program's runs, and its 95 % interval.
+"""Draws learning curves over seeds: the interquartile mean of the runs of a program, and its 95 % interval.
 
-``python -m flatroll.examples.curves out/ppo_continuous --out curves.png`` reads each ``ENV-seedN/log.csv`` below this
+``python -m flatroll.examples.curves out/ppo_continuous --out curves.png`` reads each ``ENV-seedN/log.csv`` in this
 folder and draws a line for each program and env (``pip install "flatroll[plot]"``).
 """
 
@@ -78,8 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", nargs="+", help="of the runs")
-    parser.add_argument("--name", default="return", help="of the number in the logs (default: %(default)s)")
+    parser.add_argument("folders", nargs="+", help="folders of the runs")
+    parser.add_argument(
+        "--name", default="return", help="name of the number in the logs (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("curves.png"), help="default: %(default)s")
     args = parser.parse_args(argv)
     curves = {}

@@ -1,8 +1,7 @@
-"""DQN on vector observations, at the settings of CleanRL's ``dqn``.
+"""DQN on vector observations, with the settings of CleanRL's ``dqn``.
 
-``python -m flatroll run dqn`` balances CartPole. Single transitions come from a replay buffer, which is part of the
-checkpoint: each save writes the rows that are new. A run that was stopped, or killed, goes on when the same command is
-given again.
+``python -m flatroll run dqn`` trains on CartPole. It samples single transitions from a replay buffer, which is part of
+the checkpoint; each save writes only new rows. To resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse
@@ -19,20 +18,20 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("CartPole-v1", "an id of Gymnasium, or envpool:ID"),
-    "frames": (500_000, "to learn from"),
-    "num_envs": (1, "envs stepped at once"),
+    "env": ("CartPole-v1", "a Gymnasium id, or envpool:ID"),
+    "frames": (500_000, "number of frames"),
+    "num_envs": (1, "number of envs"),
     "start": (10_000, "frames before the first update"),
     "train_every": (10, "frames between two updates"),
     "target_every": (500, "frames between two copies of the weights to the target network"),
-    "capacity": (10_000, "rows that the buffer keeps"),
-    "batch_size": (128, "rows of an update"),
-    "lr": (2.5e-4, "learning rate at the beginning"),
-    "last_lr": (1.0, "share of the learning rate that is left at the end; it falls linearly"),
+    "capacity": (10_000, "capacity of the buffer, in rows"),
+    "batch_size": (128, "rows per update"),
+    "lr": (2.5e-4, "initial learning rate"),
+    "last_lr": (1.0, "final learning rate as a fraction of the initial one; it falls linearly"),
     "gamma": (0.99, "discount"),
-    "last_epsilon": (0.05, "share of random actions at the end"),
-    "exploration": (0.5, "share of the frames in which the share of random actions falls from 1 to that"),
-    "double": (False, "double DQN: the network chooses the next action, the target network says its value"),
+    "last_epsilon": (0.05, "final probability of random actions"),
+    "exploration": (0.5, "fraction of the frames in which that probability falls from 1"),
+    "double": (False, "double DQN: the network chooses the next action, the target network evaluates it"),
 }
 
 

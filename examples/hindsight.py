@@ -1,8 +1,8 @@
-"""Hindsight experience replay on bit flipping (Andrychowicz et al. 2017): DQN that learns from goals it did not mean.
+"""Hindsight experience replay on bit flipping (Andrychowicz et al. 2017): DQN that learns from any goal it reached.
 
-``python -m flatroll.examples.hindsight`` trains with hindsight goals, and with ``--without`` on the env's own goals
-only, of which random actions reach one in thousands. Each step flips one of n bits; the goal is another n bits, and the
-reward is -1 until they are equal, which ends the episode.
+``python -m flatroll.examples.hindsight`` trains with hindsight goals, with ``--without`` only on the env's own goals,
+which random actions reach once in thousands of episodes. Each step flips one of n bits. The goal is another set of n
+bits, and the reward is -1 until both are equal, which ends the episode.
 """
 
 import argparse
@@ -118,9 +118,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bits", type=int, default=12, help="bits to flip, and steps (%(default)s)")
-    parser.add_argument("--frames", type=int, default=40_000, help="frames to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
-    parser.add_argument("--without", action="store_true", help="learn from the env's own goals only")
+    parser.add_argument("--frames", type=int, default=40_000, help="number of frames (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
+    parser.add_argument("--without", action="store_true", help="learn only from the env's own goals")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     result = train(args.bits, args.frames, args.seed, not args.without)

@@ -1,4 +1,4 @@
-"""PPO on a JAX simulator: gymnax's CartPole, stepped by one compiled call, learned from with torch.
+"""PPO on a JAX simulator: gymnax's CartPole, stepped by one compiled call, with updates in torch.
 
 ``python -m flatroll.examples.jax_ppo --picture out/jax_ppo.png`` needs gymnax (``pip install gymnax``).
 """
@@ -63,10 +63,12 @@ def draw(curve: list[tuple[int, float]], name: str, path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Train once, print the result, and draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--env", default="CartPole-v1", help="gymnax's name of it (default: %(default)s)")
-    parser.add_argument("--frames", type=int, default=200_000, help="to learn from (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, actions and envs (default: %(default)s)"
+        "--env", default="CartPole-v1", help="gymnax's name of the env (default: %(default)s)"
+    )
+    parser.add_argument("--frames", type=int, default=200_000, help="number of frames (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, actions and envs (default: %(default)s)"
     )
     parser.add_argument("--picture", type=Path, help="where to draw the learning curve")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""A wrapper that shows an agent what it did last, for agents with a memory."""
+"""A wrapper that adds the last action to the observation, for recurrent agents."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
-"""Soft actor-critic on Pendulum, collected in this process, by processes beside it, or by actors of a Ray cluster.
+"""Soft actor-critic on Pendulum, collected in this process, in several processes, or by actors of a Ray cluster.
 
     python -m flatroll.examples.many_workers here
     python -m flatroll.examples.many_workers processes --workers 4
     python -m flatroll.examples.many_workers ray --workers 4
 
-Only `make_collector` knows where the envs are. In each case this process learns, with one update for each row, and
-publishes the policy's new weights after each window. Processes and actors collect meanwhile, with weights that are some
-windows old: the lag, which is printed.
+Only `make_collector` depends on where the envs run. In each case this process learns, with one update per row, and
+publishes the policy's new weights after each window. Meanwhile, processes and actors collect with weights that are some
+windows old; the program prints this lag.
 """
 
 import argparse
@@ -107,11 +107,11 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "place", choices=PLACES, nargs="?", default="here", help="where envs are (%(default)s)"
+        "place", choices=PLACES, nargs="?", default="here", help="where the envs run (%(default)s)"
     )
-    parser.add_argument("--workers", type=int, default=4, help="processes, or actors (%(default)s)")
-    parser.add_argument("--frames", type=int, default=10_000, help="rows to learn from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="number of processes or actors (%(default)s)")
+    parser.add_argument("--frames", type=int, default=10_000, help="number of rows (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = train(args.place, args.workers, args.frames, args.seed)

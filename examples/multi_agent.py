@@ -1,9 +1,9 @@
-"""Several agents, one policy: PPO with shared weights and a central critic.
+"""Multi-agent PPO with shared weights and a central critic.
 
-``python -m flatroll run multi_agent`` trains VMAS' balance (``pip install "flatroll[agents]"``), ``--env NAME``
-another of its scenarios, ``--env mpe2.simple_spread_v3:parallel_env`` a game of PettingZoo, by the function that makes
-it. Each agent of each game is a row. The policy sees its own observation, the critic those of the whole team:
-`agents_of` finds the rows of one game at one time. To resume a run, give the same command again.
+``python -m flatroll run multi_agent`` trains on VMAS' balance (``pip install "flatroll[agents]"``), ``--env NAME`` on
+another VMAS scenario, ``--env mpe2.simple_spread_v3:parallel_env`` on a PettingZoo game, given by the function that
+creates it. Each agent of each game has its own rows. The policy sees its own observation, the critic those of the whole
+team: `agents_of` finds the rows of one game at one time. To resume a run, repeat the command.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import PettingZooSource, RewardSum, as_vector_env
 
 OPTIONS = {
-    "env": ("balance", "a scenario of VMAS, or MODULE:FUNCTION, which makes a parallel game of PettingZoo"),
-    "frames": (400_000, "rows to learn from, one for each agent and step"),
-    "games": (32, "played at once"),
-    "agents": (3, "in a game of VMAS"),
-    "steps": (100, "of each game in a batch"),
-    "max_steps": (100, "of an episode of VMAS"),
+    "env": ("balance", "a VMAS scenario, or MODULE:FUNCTION of a PettingZoo parallel env"),
+    "frames": (400_000, "number of rows, one per agent and step"),
+    "games": (32, "number of games"),
+    "agents": (3, "agents per VMAS game"),
+    "steps": (100, "steps per game in a batch"),
+    "max_steps": (100, "maximum steps of a VMAS episode"),
     "epochs": (10, "passes over a batch"),
-    "minibatch": (1_200, "rows of a gradient step"),
-    "lr": (5e-4, "learning rate at the beginning"),
-    "last_lr": (1.0, "share of the learning rate that is left at the end; it falls linearly"),
+    "minibatch": (1_200, "rows per gradient step"),
+    "lr": (5e-4, "initial learning rate"),
+    "last_lr": (1.0, "final learning rate as a fraction of the initial one; it falls linearly"),
     "gamma": (0.99, "discount"),
-    "lmbda": (0.95, "of GAE"),
-    "clip": (0.2, "largest change of ratios"),
+    "lmbda": (0.95, "lambda of GAE"),
+    "clip": (0.2, "clipping range of probability ratios"),
     "entropy": (0.001, "weight of the entropy"),
-    "max_grad_norm": (1.0, "gradients are scaled down to this norm"),
+    "max_grad_norm": (1.0, "maximum norm of the gradients"),
     "hidden": (128, "width of the networks"),
-    "episodes": (60, "of agents in each evaluation, played with the most probable actions"),
+    "episodes": (60, "agent episodes per evaluation, with the most probable actions"),
     "film": None,
 }
 

@@ -1,9 +1,9 @@
-"""Implicit Q-learning from a Minari data set, without an env until the evaluation.
+"""Implicit Q-learning from a Minari data set; an env is used only for the evaluation.
 
-``python -m flatroll run offline_iql`` makes a set of Pendulum, played by a controller of which six in ten actions are
-random, stores it as a buffer on disk, and learns a better policy from it; ``--data`` takes a set of yours, of the same
-``--env``. The loss is TorchRL's, on rows as they are (``pip install "flatroll[minari,torchrl]"``). Frames are updates
-here. A run that was stopped, or killed, goes on when the same command is given again.
+``python -m flatroll run offline_iql`` creates a data set of Pendulum with a controller that takes 60 % random actions,
+stores it as a buffer on disk, and learns a better policy from it. ``--data`` uses your own set for the same ``--env``.
+The loss is TorchRL's, on flat rows (``pip install "flatroll[minari,torchrl]"``). Frames are updates in this program. To
+resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse
@@ -23,16 +23,19 @@ from flatroll.rollouts import Collector
 from flatroll.trainers.versions import trainer_imports
 
 OPTIONS = {
-    "env": ("Pendulum-v1", "an id of Gymnasium, for the evaluation"),
-    "data": ("", "name of a Minari set, fetched by its library (default: made here, of Pendulum)"),
-    "episodes_made": (200, "of the set that is made here"),
-    "frames": (5_000, "updates"),
-    "batch_size": (256, "rows of an update"),
+    "env": ("Pendulum-v1", "a Gymnasium id, for the evaluation"),
+    "data": ("", "name of a Minari data set (default: one of Pendulum, created by this program)"),
+    "episodes_made": (200, "episodes of the created data set"),
+    "frames": (5_000, "number of updates"),
+    "batch_size": (256, "rows per update"),
     "lr": (1e-3, "learning rate"),
     "gamma": (0.99, "discount"),
-    "expectile": (0.8, "of the values: near 1, those of the best actions in the set"),
-    "temperature": (3.0, "how much better actions are preferred, in deviations of the rewards"),
-    "tau": (0.005, "share of the weights that the target networks take at each update"),
+    "expectile": (
+        0.8,
+        "expectile of the values; near 1, the values are those of the best actions in the set",
+    ),
+    "temperature": (3.0, "weight of better actions, in units of the deviation of the rewards"),
+    "tau": (0.005, "update rate of the target networks"),
     "save_every": (1_000, "updates between two checkpoints"),
     "eval_every": (500, "updates between two evaluations"),
 }

@@ -1,7 +1,7 @@
-"""PPO on vector observations and discrete actions: the training loop and nothing else.
+"""PPO on vector observations and discrete actions: only the training loop.
 
-``python -m flatroll.examples.ppo`` balances CartPole. The programs of ``python -m flatroll run`` also log, evaluate,
-checkpoint and resume; ``ppo_continuous`` is the one for continuous actions.
+``python -m flatroll.examples.ppo`` trains on CartPole. The programs of ``python -m flatroll run`` also log, evaluate,
+checkpoint and resume; for continuous actions, use ``ppo_continuous``.
 """
 
 import argparse
@@ -54,10 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--env", default="CartPole-v1", help="an id, or envpool:ID (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=32, help="stepped at once (default: %(default)s)")
-    parser.add_argument("--frames", type=int, default=500_000, help="to learn from (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument(
+        "--env", default="CartPole-v1", help="a Gymnasium id, or envpool:ID (default: %(default)s)"
+    )
+    parser.add_argument("--num-envs", type=int, default=32, help="number of envs (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=500_000, help="number of frames (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args.env, args.frames, args.seed, args.num_envs)

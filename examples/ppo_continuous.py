@@ -1,8 +1,8 @@
-"""PPO for continuous control, at the settings of CleanRL's ``ppo_continuous_action``.
+"""PPO for continuous control, with the settings of CleanRL's ``ppo_continuous_action``.
 
-``python -m flatroll run ppo_continuous --env HalfCheetah-v5`` trains it (``pip install "gymnasium[mujoco]"``), with
-``--env envpool:HalfCheetah-v4`` on envpool. Observations are normalised by the networks, rewards by the estimator; the
-rows stay raw. A run that was stopped, or killed, goes on when the same command is given again.
+``python -m flatroll run ppo_continuous --env HalfCheetah-v5`` trains on MuJoCo (``pip install "gymnasium[mujoco]"``),
+``--env envpool:HalfCheetah-v4`` on envpool. The networks normalise observations, the estimator scales rewards, and the
+rows stay raw. To resume a run that was stopped or killed, repeat the command.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("HalfCheetah-v5", "an id of Gymnasium, or envpool:ID"),
-    "frames": (1_000_000, "to learn from"),
-    "num_envs": (1, "envs stepped at once"),
-    "steps": (2048, "rows of a batch for each env"),
+    "env": ("HalfCheetah-v5", "a Gymnasium id, or envpool:ID"),
+    "frames": (1_000_000, "number of frames"),
+    "num_envs": (1, "number of envs"),
+    "steps": (2048, "rows per env in a batch"),
     "epochs": (10, "passes over a batch"),
-    "minibatches": (32, "of each pass"),
-    "lr": (3e-4, "learning rate at the beginning; it falls linearly to 0"),
+    "minibatches": (32, "minibatches per pass"),
+    "lr": (3e-4, "initial learning rate; it falls linearly to 0"),
     "gamma": (0.99, "discount"),
-    "lmbda": (0.95, "of GAE"),
-    "clip": (0.2, "largest change of ratios, and of values"),
+    "lmbda": (0.95, "lambda of GAE"),
+    "clip": (0.2, "clipping range of probability ratios and values"),
     "entropy": (0.0, "weight of the entropy"),
-    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+    "max_grad_norm": (0.5, "maximum norm of the gradients"),
 }
 READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
 

@@ -1,8 +1,9 @@
-"""PPO with a Dict observation, a MultiDiscrete action and masks of the legal actions.
+"""PPO with a Dict observation, a MultiDiscrete action and masks of legal actions.
 
-``python -m flatroll run ppo_masked`` trains a robot in a warehouse: each step it chooses a direction, and whether to
-pick up. Walls and empty cells make choices illegal; the networks read the mask, so no illegal action is ever drawn. Any
-other env whose Dict observation has an ``"action_mask"`` can be given. To resume, give the same command again.
+``python -m flatroll run ppo_masked`` trains a robot in a warehouse, which chooses in each step a direction, and whether
+to pick up. Walls and empty cells make choices illegal. The networks read the mask, so no illegal action is ever
+sampled. ``--env`` takes any other env whose Dict observation has an ``"action_mask"``. To resume a run, repeat the
+command.
 """
 
 import argparse
@@ -20,18 +21,18 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("flatroll/Warehouse-v0", "an id of Gymnasium, or envpool:ID"),
-    "frames": (200_000, "to learn from"),
-    "num_envs": (16, "envs stepped at once"),
-    "steps": (64, "rows of a batch for each env"),
+    "env": ("flatroll/Warehouse-v0", "a Gymnasium id, or envpool:ID"),
+    "frames": (200_000, "number of frames"),
+    "num_envs": (16, "number of envs"),
+    "steps": (64, "rows per env in a batch"),
     "epochs": (4, "passes over a batch"),
-    "minibatches": (4, "of each pass"),
-    "lr": (1e-3, "learning rate at the beginning; it falls linearly to 0"),
+    "minibatches": (4, "minibatches per pass"),
+    "lr": (1e-3, "initial learning rate; it falls linearly to 0"),
     "gamma": (0.95, "discount"),
-    "lmbda": (0.95, "of GAE"),
-    "clip": (0.2, "largest change of ratios"),
+    "lmbda": (0.95, "lambda of GAE"),
+    "clip": (0.2, "clipping range of probability ratios"),
     "entropy": (0.01, "weight of the entropy, over legal actions"),
-    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+    "max_grad_norm": (0.5, "maximum norm of the gradients"),
 }
 
 

@@ -1,9 +1,9 @@
-"""PPO from pixels, at the settings of CleanRL's ``ppo_atari_envpool``: a CNN of four stacked frames.
+"""PPO from pixels, with the settings of CleanRL's ``ppo_atari_envpool``: a CNN on four stacked frames.
 
-``python -m flatroll run ppo_pixels`` plays Pong of envpool (``pip install "flatroll[envpool]"``); ``--env ALE/Pong-v5``
-that of Gymnasium (``pip install "gymnasium[atari]" opencv-python``). Actor and critic share the CNN. A batch holds each
-stack once: next observations are read from the row behind. A run that was stopped, or killed, goes on when the same
-command is given again.
+``python -m flatroll run ppo_pixels`` trains on envpool's Pong (``pip install "flatroll[envpool]"``), ``--env
+ALE/Pong-v5`` on Gymnasium's (``pip install "gymnasium[atari]" opencv-python``). Actor and critic share the CNN. A batch
+holds each stack once: next observations are read from the following row. To resume a run that was stopped or killed,
+repeat the command.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("envpool:Pong-v5", "envpool:ID, or an id of Gymnasium's Atari games"),
-    "frames": (10_000_000, "rows to learn from; the game shows four frames for each"),
-    "num_envs": (8, "envs stepped at once"),
-    "steps": (128, "rows of a batch for each env"),
+    "env": ("envpool:Pong-v5", "envpool:ID, or the Gymnasium id of an Atari game"),
+    "frames": (10_000_000, "number of rows; each is four frames of the game"),
+    "num_envs": (8, "number of envs"),
+    "steps": (128, "rows per env in a batch"),
     "epochs": (4, "passes over a batch"),
-    "minibatches": (4, "of each pass"),
-    "lr": (2.5e-4, "learning rate at the beginning; it falls linearly to 0"),
+    "minibatches": (4, "minibatches per pass"),
+    "lr": (2.5e-4, "initial learning rate; it falls linearly to 0"),
     "gamma": (0.99, "discount"),
-    "lmbda": (0.95, "of GAE"),
-    "clip": (0.1, "largest change of ratios, and of values"),
+    "lmbda": (0.95, "lambda of GAE"),
+    "clip": (0.1, "clipping range of probability ratios and values"),
     "entropy": (0.01, "weight of the entropy"),
-    "max_grad_norm": (0.5, "gradients are scaled down to this norm"),
+    "max_grad_norm": (0.5, "maximum norm of the gradients"),
     "cnn": ("small", "small (Mnih et al.) or impala"),
     "max_steps": (27_000, "an evaluation cuts episodes after this many steps"),
-    "episodes": (8, "of each evaluation, played with the most probable actions"),
+    "episodes": (8, "episodes per evaluation, with the most probable actions"),
     "save_every": (500_000, "frames between two checkpoints"),
     "eval_every": (500_000, "frames between two evaluations"),
 }

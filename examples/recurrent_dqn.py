@@ -1,9 +1,9 @@
 """Recurrent double DQN on CartPole with hidden velocities, trained on slices from a replay buffer.
 
-``python -m flatroll run recurrent_dqn`` trains it. Its parts are those of R2D2: the network also sees the last action,
-runs over each slice from the state stored in its first row, whose first rows only warm the memory up, and has two
-heads, of the state's value and of the actions' advantages. Every 7,500 frames the greedy policy plays 20 episodes
-apart from the training; the weights that did best are kept. To resume a run, give the same command again.
+``python -m flatroll run recurrent_dqn`` trains it. The parts are those of R2D2: the network also sees the last action,
+runs over each slice from the state stored in its first row, uses the first rows only for burn-in, and has two heads,
+for the state's value and the actions' advantages. Every 7,500 frames, the greedy policy plays 20 episodes in another
+env, and the best weights are kept. To resume a run, repeat the command.
 """
 
 import argparse
@@ -22,25 +22,25 @@ from flatroll.modules import q_network
 from flatroll.rollouts import Collector
 
 OPTIONS = {
-    "env": ("CartPole-v1", "an id, or envpool:ID"),
-    "frames": (150_000, "to learn from"),
-    "num_envs": (16, "envs stepped at once"),
-    "rows": (256, "of a batch"),
+    "env": ("CartPole-v1", "a Gymnasium id, or envpool:ID"),
+    "frames": (150_000, "number of frames"),
+    "num_envs": (16, "number of envs"),
+    "rows": (256, "rows per batch"),
     "start": (5_000, "frames before the first update"),
-    "updates": (12, "after each batch"),
+    "updates": (12, "updates per batch"),
     "capacity": (
         30_000,
-        "newest rows that the buffer keeps: states stored in older ones are those of old weights",
+        "capacity of the buffer, in rows; states in older rows come from outdated weights",
     ),
-    "slice_len": (20, "rows of a slice"),
-    "burn_in": (4, "first rows of a slice, which only bring the memory up to date"),
-    "batch_size": (640, "rows of an update"),
+    "slice_len": (20, "maximum rows of a slice"),
+    "burn_in": (4, "first rows of a slice, which only warm up the recurrent state"),
+    "batch_size": (640, "rows per update"),
     "hidden": (64, "width of the networks"),
-    "lr": (1e-3, "learning rate at the beginning"),
-    "last_lr": (0.05, "share of the learning rate that is left at the end; it falls linearly"),
+    "lr": (1e-3, "initial learning rate"),
+    "last_lr": (0.05, "final learning rate as a fraction of the initial one; it falls linearly"),
     "gamma": (0.99, "discount"),
-    "tau": (0.05, "share of the weights that the target network takes at each update"),
-    "explore": (20_000, "frames in which the share of random actions falls from 1 to 0.01"),
+    "tau": (0.05, "update rate of the target network"),
+    "explore": (20_000, "frames in which the probability of random actions falls from 1 to 0.01"),
     "eval_every": (7_500, "frames between two evaluations"),
     "save_every": (30_000, "frames between two checkpoints"),
     "compile": None,  # samples differ in their number of rows: each would be compiled anew

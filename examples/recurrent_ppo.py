@@ -1,9 +1,9 @@
-"""Recurrent PPO, on CartPole with hidden velocities by default: all parts of flatroll, from env to pictures.
+"""Recurrent PPO, by default on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
 
 ``python -m flatroll run recurrent_ppo`` trains it, ``python -m flatroll demo`` also draws pictures. Without velocities
-the policy needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays
-near 50. Tasks of POPGym (``pip install popgym``) are ``--env popgym:popgym-RepeatPreviousEasy-v0`` and so on. To resume
-a run that was stopped, give the same command again.
+the policy needs memory: with the GRU the mean return exceeds 450 (of 500), without it (``--memoryless``) it stays near
+50. For tasks of POPGym (``pip install popgym``), use ``--env popgym:popgym-RepeatPreviousEasy-v0`` and so on. To resume
+a run that was stopped, repeat the command.
 """
 
 import argparse
@@ -25,20 +25,20 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("CartPole-v1", "an id, or envpool:ID; of CartPole only the positions show"),
-    "frames": (1_000_000, "stop after so many frames"),
-    "target": (450.0, "stop at this mean return of 100 episodes of the training"),
-    "memoryless": (False, "the same sizes without the GRU"),
+    "env": ("CartPole-v1", "a Gymnasium id, or envpool:ID; for CartPole, velocities are hidden"),
+    "frames": (1_000_000, "maximum number of frames"),
+    "target": (450.0, "stop when the mean return of 100 training episodes reaches this"),
+    "memoryless": (False, "use layers of the same sizes without the GRU"),
     "quiet": (False, "no progress bar"),
     "num_envs": (64, "environments"),
-    "steps": (128, "rows of a batch for each environment"),
-    "epochs": (4, "times each row is learnt from, on average"),
-    "minibatches": (4, "of each time"),
+    "steps": (128, "rows per env in a batch"),
+    "epochs": (4, "passes over a batch, on average"),
+    "minibatches": (4, "minibatches per pass"),
     "gamma": (0.99, "discount"),
-    "scale": (0.1, "of rewards, for values near 1 to 10"),
+    "scale": (0.1, "scale of the rewards, for values of about 1 to 10"),
     "hidden": (64, "width of the networks"),
-    "lr": (3e-3, "learning rate at the beginning; it falls linearly"),
-    "seed": (0, "of weights, actions and environments"),
+    "lr": (3e-3, "initial learning rate; it falls linearly"),
+    "seed": (0, "seed of weights, actions and environments"),
     "compile": None,  # samples differ in their number of rows: each would be compiled anew
 }
 

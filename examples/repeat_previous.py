@@ -1,7 +1,7 @@
 """Recurrent PPO on a memory task: name the card suit shown three steps ago (popgym's RepeatPrevious).
 
-``python -m flatroll.examples.repeat_previous`` trains a GRU and, with ``--memoryless``, the same sizes without memory.
-A policy that remembers returns 1; one that guesses among four suits returns -0.5 on average.
+``python -m flatroll.examples.repeat_previous`` trains a GRU, with ``--memoryless`` layers of the same sizes without
+memory. Perfect memory gives a return of 1, guessing among four suits -0.5 on average.
 """
 
 import argparse
@@ -126,9 +126,11 @@ def train(
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memoryless", action="store_true", help="the same sizes without memory")
+    parser.add_argument(
+        "--memoryless", action="store_true", help="use layers of the same sizes without memory"
+    )
     parser.add_argument("--frames", type=int, default=300_000)
-    parser.add_argument("--k", type=int, default=3, help="how many cards ago")
+    parser.add_argument("--k", type=int, default=3, help="number of steps to remember")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The demo and its report: result, time per part, bytes per transition, two pictures."""
+"""The demo with a report: result, time per part, bytes per transition, two pictures."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,9 +1,9 @@
 """Soft actor-critic for continuous control, trained on single transitions from a replay buffer.
 
-``python -m flatroll run sac`` swings up Pendulum. For MuJoCo take the settings of CleanRL's ``sac_continuous_action``:
-``--env HalfCheetah-v5 --num-envs 1 --lr 3e-4 --start 5000 --frames 1000000``. One Adam minimises the sum of the three
-losses: the gradient of each reaches its own networks only. A run that was stopped, or killed, goes on when the same
-command is given again.
+``python -m flatroll run sac`` trains on Pendulum. For MuJoCo, use the settings of CleanRL's ``sac_continuous_action``:
+``--env HalfCheetah-v5 --num-envs 1 --lr 3e-4 --start 5000 --frames 1000000``. One Adam optimizer minimises the sum of
+the three losses, because each loss has gradients only for its own networks. To resume a run that was stopped or killed,
+repeat the command.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("Pendulum-v1", "an id of Gymnasium, or envpool:ID"),
-    "frames": (20_000, "to learn from"),
-    "num_envs": (4, "envs stepped at once; one update for each row"),
+    "env": ("Pendulum-v1", "a Gymnasium id, or envpool:ID"),
+    "frames": (20_000, "number of frames"),
+    "num_envs": (4, "number of envs; there is one update per row"),
     "start": (1_000, "frames with random actions, before the first update"),
-    "capacity": (1_000_000, "rows that the buffer keeps"),
-    "batch_size": (256, "rows of an update"),
-    "lr": (1e-3, "learning rate of actor and temperature at the beginning"),
-    "q_lr": (1e-3, "learning rate of the critics at the beginning"),
-    "last_lr": (1.0, "share of the learning rates that is left at the end; they fall linearly"),
+    "capacity": (1_000_000, "capacity of the buffer, in rows"),
+    "batch_size": (256, "rows per update"),
+    "lr": (1e-3, "initial learning rate of actor and temperature"),
+    "q_lr": (1e-3, "initial learning rate of the critics"),
+    "last_lr": (1.0, "final learning rates as a fraction of the initial ones; they fall linearly"),
     "gamma": (0.99, "discount"),
     "norm": (False, "the networks normalise observations by their running mean and deviation"),
-    "tau": (0.005, "share of the weights that the target networks take at each update"),
+    "tau": (0.005, "update rate of the target networks"),
     "save_every": (10_000, "frames between two checkpoints"),
     "eval_every": (10_000, "frames between two evaluations"),
 }

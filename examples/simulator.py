@@ -1,8 +1,9 @@
 """PPO on a simulator that returns torch tensors: mjlab's Cartpole, on the CPU or a GPU.
 
-``pip install mjlab`` in an environment of its own, then ``python -m flatroll.examples.simulator``. It prints the mean
-reward of a step (1 is the best) and saves its curve. mjlab hides the last observation of an episode unless
-``auto_reset`` is off: so flatroll resets the rows that ended, and GAE bootstraps from true last observations.
+Run ``pip install mjlab`` in a separate environment, then ``python -m flatroll.examples.simulator``. It prints the mean
+reward per step (the maximum is 1) and saves its curve. mjlab hides the last observation of an episode unless
+``auto_reset`` is off. Here it is off: flatroll resets the rows that ended, and GAE bootstraps from the true last
+observations.
 """
 
 import argparse
@@ -96,14 +97,14 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--task", default="Mjlab-Cartpole-Balance", help="mjlab's name (default: %(default)s)"
+        "--task", default="Mjlab-Cartpole-Balance", help="mjlab's name of the task (default: %(default)s)"
     )
-    parser.add_argument("--num-envs", type=int, default=64, help="stepped at once (default: %(default)s)")
-    parser.add_argument("--frames", type=int, default=100_000, help="to learn from (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where it runs (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    parser.add_argument("--num-envs", type=int, default=64, help="number of envs (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=100_000, help="number of frames (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the simulator (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder of the curve (default: %(default)s)"
+        "--out", type=Path, default=Path("out"), help="folder for the learning curve (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

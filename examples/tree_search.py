@@ -1,8 +1,8 @@
-"""Monte Carlo tree search (Kocsis and Szepesvári 2006) in a maze, on a forest that is kept between moves.
+"""Monte Carlo tree search (Kocsis and Szepesvári 2006) in a maze, with a forest that is kept between moves.
 
-``python -m flatroll.examples.tree_search`` plays some mazes by search and by random actions. Each simulation goes down
-known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds what it saw to
-an `MCTSForest`. Ways that lead to the same cell share what is known of it, and the next move starts from it.
+``python -m flatroll.examples.tree_search`` plays some mazes by search and by random actions. Each simulation follows
+known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds its rows to an
+`MCTSForest`. Paths to the same cell share their statistics, and the next move reuses them.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Play, and return the share of mazes solved by search and at random."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mazes", type=int, default=10)
-    parser.add_argument("--simulations", type=int, default=30, help="for each move")
+    parser.add_argument("--simulations", type=int, default=30, help="simulations per move")
     parser.add_argument("--picture", type=Path, help="draw the tree of a search for the first move")
     args = parser.parse_args(arguments)
     solved = {"search": 0.0, "random": 0.0}

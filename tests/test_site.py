@@ -201,3 +201,19 @@ def test_a_function_is_not_hidden_by_its_file_and_comments_are_read(docstrings: 
     assert package["step_mdp"].is_function
     assert package["IS_INIT"].docstring.value == "Bool: the row is the first of its episode."
     assert package["RESERVED"].docstring.value.startswith("Root names that the package writes itself.")
+
+
+def test_examples_beside_a_function_named_as_their_file_are_fenced(docstrings: Any, tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "__init__.py").write_text(
+        'from room.draw import Drawer, draw\n\n__all__ = ["Drawer", "draw"]\n'
+    )
+    (tmp_path / "room" / "draw.py").write_text(
+        'def draw() -> int:\n    """Draws.\n\n    >>> draw()\n    1\n    """\n\n\n'
+        'class Drawer:\n    """Draws.\n\n    >>> Drawer()\n    1\n    """\n'
+    )
+    extensions = griffe.load_extensions(docstrings.SiteDocstrings())
+    package = griffe.load("room", search_paths=[tmp_path], extensions=extensions)
+    for name in ("draw", "Drawer"):
+        assert package[name].docstring.value == f"Draws.\n\n```pycon\n>>> {name}()\n1\n```"

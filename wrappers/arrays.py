@@ -9,6 +9,8 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from flatroll.layout.checks import as_numbers, shown
+
 #: A NumPy array or a torch tensor with one row per environment.
 Array: TypeAlias = Any
 #: An array, or dicts and tuples of arrays nested as in a Gymnasium space.
@@ -128,15 +130,20 @@ class ActionCheck:
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
         """Return the actions as the env expects them; ``drawn`` ones come from the space and skip the range check."""
         if self._children:
-            return self._nested(actions, drawn)
+            return self._check_tree(actions, drawn)
         on_torch = self._framework == "torch"
         if on_torch:
-            array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
+            array: Array = actions if isinstance(actions, Tensor) else as_numbers("actions", actions)
         elif isinstance(actions, Tensor):
             # numpy() shares the tensor's memory; force=True copies only where that is impossible.
+            if actions.is_meta:
+                raise TypeError("actions must have values, got a tensor on the device meta")
             array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
-            array = np.asarray(actions)
+            try:
+                array = np.asarray(actions)
+            except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, say
+                raise TypeError(f"actions must be an array, got {shown(actions)}") from error
         if array.shape != self._shape:
             hint = "one row for each env"
             discrete = isinstance(self._space, spaces.Discrete)
@@ -164,7 +171,7 @@ class ActionCheck:
                 raise ValueError(ActionLimits(self._space).problem(array))
         return array
 
-    def _nested(self, actions: Tree, drawn: bool) -> Tree:
+    def _check_tree(self, actions: Tree, drawn: bool) -> Tree:
         if isinstance(self._space, spaces.Dict):
             if not isinstance(actions, dict) or set(actions) != set(self._space.spaces):
                 came = sorted(actions) if isinstance(actions, dict) else type(actions).__name__

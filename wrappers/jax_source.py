@@ -48,7 +48,7 @@ class JaxSource(VectorSource):
         where = torch.device("cpu") if on_cpu else torch.device("cuda", self._device.local_hardware_id)
         action_space = gym_space(env.action_space)
         with jax.default_device(self._device):
-            reset, step, observation_space = _checked(env, action_space)
+            reset, step, observation_space = _check_functions(env, action_space)
         self._start, self._step, self._restart = _compiled(
             reset, step, whole_number("num_envs", num_envs), env.max_episode_steps
         )
@@ -185,7 +185,7 @@ def _count_operations(jaxpr: Any) -> float:
     return count
 
 
-def _checked(
+def _check_functions(
     env: FunctionalEnv, action_space: spaces.Space[Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any], spaces.Space[Any]]:
     """Return the env's functions with plain observations and exact dtypes, and the observation space.

@@ -56,8 +56,8 @@ class NormalizeObservation(MarkerWrapper):
 
     def __init__(self, env: EnvLike, *, clip: float | None = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__(env, "normalized")
-        self.clip = None if clip is None else number("clip", clip, above=0)
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
                 "NextObservationDelta is inside of NormalizeObservation and would give differences of raw "
@@ -119,7 +119,7 @@ class NormalizeObservation(MarkerWrapper):
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows or those of ``options["reset_mask"]``; count the reset observations and normalise all."""
         obs, info = super().reset(seed=seed, options=options)
-        return self._normalized(obs), info
+        return self._normalize(obs), info
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         self._count([("the observation", obs, rows)])
@@ -133,9 +133,9 @@ class NormalizeObservation(MarkerWrapper):
             rows = stream.ended if stream.known is None else stream.ended & stream.known
             columns.append(("info['final_obs']", final, rows))
         self._count(columns)
-        normalized = self._normalized(obs)
+        normalized = self._normalize(obs)
         if final is not None:
-            info["final_obs"] = normalized if stream.any_ended is False else self._normalized(final)
+            info["final_obs"] = normalized if stream.any_ended is False else self._normalize(final)
         return normalized, reward, terminated, truncated, info
 
     def _count(self, columns: list[tuple[str, Tree, Array | None]]) -> None:
@@ -155,7 +155,7 @@ class NormalizeObservation(MarkerWrapper):
                 )
             )
 
-    def _normalized(self, obs: Tree) -> Tree:
+    def _normalize(self, obs: Tree) -> Tree:
         """Return a normalised copy; leaves without statistics are passed through."""
 
         def leaf(array: Array, moments: Moments | None) -> Array:

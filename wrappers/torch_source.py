@@ -51,7 +51,7 @@ class TorchSource(VectorSource):
         self._shown: Tree = None  # last output of step, until final observations were seen
         self.env = env
         observation_space = _declared_space(env, "observation")
-        seen = None if observation_space is not None else self._with_privileged(_seen(env))
+        seen = None if observation_space is not None else self._with_privileged(_get_observations(env))
         action_space = _declared_space(env, "action")
         if action_space is None:
             if not hasattr(env, "num_actions"):
@@ -119,7 +119,7 @@ class TorchSource(VectorSource):
             )
         self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
         # (The second item is legged_gym's privileged observations; Genesis returns None.)
-        return self._owned(obs), dict(info) if isinstance(info, dict) else {}
+        return self._own(obs), dict(info) if isinstance(info, dict) else {}
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -155,7 +155,7 @@ class TorchSource(VectorSource):
         if self._check_step:
             self._check_step = False
             self._refuse_other_shapes("step's observations", obs)
-        return self._owned(obs), reward, terminated, truncated, dict(extras)
+        return self._own(obs), reward, terminated, truncated, dict(extras)
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
@@ -170,7 +170,7 @@ class TorchSource(VectorSource):
                 self._check_final = False
                 self._refuse_other_shapes("the final observations", given)
                 self._refuse_shared(_plain(given))
-            return _plain(given) if self.lends else self._owned(given)
+            return _plain(given) if self.lends else self._own(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
@@ -204,7 +204,7 @@ class TorchSource(VectorSource):
             return obs
         return {"policy": obs, "critic": self.env.get_privileged_observations()}
 
-    def _owned(self, obs: Tree) -> Tree:
+    def _own(self, obs: Tree) -> Tree:
         if isinstance(obs, Tensor):
             return obs.clone() if self._copies else obs
         tree = _plain(obs)
@@ -226,7 +226,7 @@ def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
     return None
 
 
-def _seen(env: Any) -> Tree:
+def _get_observations(env: Any) -> Tree:
     """Return the observations of rsl_rl's ``get_observations``."""
     if not hasattr(env, "get_observations"):
         raise _no_space(env, "observation")

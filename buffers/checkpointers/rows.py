@@ -156,7 +156,9 @@ class StorageCheckpointerBase(ABC):
         """
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def restore_given(
+        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
+    ) -> Any:
         """Invert :meth:`dump_given`: return the rows for the load hooks."""
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
@@ -192,9 +194,9 @@ class StorageCheckpointerBase(ABC):
         for slots, read in spans(ring, version):
             tensors = read({})
             if _CONVERTED in tensors:
-                parts = _converted(tensors[_CONVERTED])
+                parts = _read_converted(tensors[_CONVERTED])
             else:
-                parts = [(len(slots), self.given_from(storage, tables, tensors))]
+                parts = [(len(slots), self.restore_given(storage, tables, tensors))]
             first = 0
             for count, given in parts:
                 for hook in self._load_hooks:
@@ -335,7 +337,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return {column_name(key): values for key, values in columns.items()}
 
     @override
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def restore_given(
+        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
+    ) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
         structure = structure_from_plain(tables["structure"])
         if structure is None:
@@ -391,7 +395,9 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return {"items": _end_to_end([_to_bytes(item, f"item {i}") for i, item in enumerate(rows)])}
 
     @override
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+    def restore_given(
+        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
+    ) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
         return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
@@ -460,7 +466,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         return super().restore(
-            storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
+            storage, tables, (Span(slots, partial(_fill_next, read)) for slots, read in spans), rows
         )
 
 
@@ -551,7 +557,7 @@ class DiskStorageCheckpointer:
     ) -> dict[str, Any]:
         """Return the storage's state with the rows of ``version``, counted by ``ring``; nothing is changed."""
         assert isinstance(storage, DiskStorage)
-        return storage.linked(tables, version, ring)
+        return storage.link_rows(tables, version, ring)
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
@@ -595,7 +601,7 @@ class FileLinks:
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Link the files and publish a version."""
-        segments, first = self._storage.linkable(self._head)
+        segments, first = self._storage.find_linkable(self._head)
         self._folder.adopt(segments)
         version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
         self._saved.note(self._ring)
@@ -631,7 +637,7 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
     return checkpointer
 
 
-def hooked(storage: Storage) -> StorageCheckpointerBase:
+def checkpointer_with_hooks(storage: Storage) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage`` for hooks; TypeError if it copies no rows."""
     checkpointer = checkpointer_of(storage)
     if isinstance(checkpointer, DiskStorageCheckpointer):
@@ -676,7 +682,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
         yield Span(slots, segment.read)
 
 
-def _converted(column: FileColumn) -> list[tuple[int, Any]]:
+def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
     """Return the save hooks' results and the number of rows of each."""
     if (
         not isinstance(column, Ragged)
@@ -730,7 +736,7 @@ def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, Fi
     return {name: values for name, values in read(targets).items() if name != _STARTS}
 
 
-def _filled(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
+def _fill_next(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
     """Return the columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}

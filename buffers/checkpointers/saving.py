@@ -45,7 +45,7 @@ class SavedFolder:
         self.ring = weakref.ref(ring)
         del self.edits[:edits]
 
-    def edited(self, numbers: Tensor) -> None:
+    def note_edit(self, numbers: Tensor) -> None:
         """Record that rows with these numbers were overwritten in place; the caller holds the write lock."""
         if not len(numbers):
             return

@@ -175,7 +175,7 @@ class ZstdColumn(Column):
                 recoded, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
                 codec.begin(prefix)  # uses the first dictionary
                 if prefix not in (b"", codec.prefix):
-                    values = self._decoded(recoded, prefix)
+                    values = self._decode_rows(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
                 compressed[at[at >= 0]] = recoded[at >= 0]
         return _join([row or self._blank for row in compressed], codec.prefix)
@@ -195,7 +195,9 @@ class ZstdColumn(Column):
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
-                for _ in self._decoded(rows, prefix):  # they will be recompressed, so all must be readable
+                for _ in self._decode_rows(
+                    rows, prefix
+                ):  # they will be recompressed, so all must be readable
                     pass
         except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
@@ -214,7 +216,7 @@ class ZstdColumn(Column):
             self._replace(slice(0, len(rows)), rows)
             return
         first = 0
-        for values in self._decoded(rows, prefix):
+        for values in self._decode_rows(rows, prefix):
             self._replace(slice(first, first + len(values)), self.codec.encode(values))
             first += len(values)
 
@@ -226,7 +228,7 @@ class ZstdColumn(Column):
         rows[:] = [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return rows
 
-    def _decoded(self, rows: Array, prefix: bytes) -> Iterator[Array]:
+    def _decode_rows(self, rows: Array, prefix: bytes) -> Iterator[Array]:
         """Yield the decoded values of ``rows`` compressed with dictionary ``prefix``, in chunks."""
         other = _Codec(self.codec.level, self.codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time

@@ -181,7 +181,7 @@ class StepCopies:
         self._at: Array = np.array([stored.index(key) for key in self._roots], np.int64)
         self.rows = _MOST // max(1, sum(sizes))
 
-    def still(self, storage: ColumnStorage) -> bool:
+    def is_current(self, storage: ColumnStorage) -> bool:
         """Return whether the columns are still those of ``storage``."""
         return self._of[0] is storage.known and self._of[1] is storage.pool
 

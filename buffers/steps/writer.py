@@ -405,7 +405,7 @@ class StepWriter:
         stored = self.steps - self._filled
         assert isinstance(storage, ColumnStorage)
         copies = self._copies.get(names)
-        if copies is None or not copies.still(storage):
+        if copies is None or not copies.is_current(storage):
             staged = {key: column.flat for key, column in self._staged.items()}
             copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
         if copies.marks:
@@ -427,7 +427,7 @@ class StepWriter:
                     raise Overwritten("another writer has overwritten rows that are asked for")
                 slots, (at, rows) = found
                 if len(at) == len(places):
-                    return self._waiting(rows, names)
+                    return self._read_waiting(rows, names)
                 follow = ring.follow(slots) if storage.needs_follow(asked) else None
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
             with buffer.lock:
@@ -437,11 +437,11 @@ class StepWriter:
             if storage.copies_bytes:
                 self._tail(names).copy_into(columns, at, rows)
             else:
-                for key, values in self._waiting(rows, names).items():
+                for key, values in self._read_waiting(rows, names).items():
                     put_rows(columns[key], torch.from_numpy(at).to(values.device), values)
         return columns
 
-    def _waiting(self, rows: Array, names: Names) -> Columns:
+    def _read_waiting(self, rows: Array, names: Names) -> Columns:
         """Return copies of waiting rows, given as env * L + step, on the storage's device."""
         tail, at = self._tail(names), torch.from_numpy(rows)
         columns = tail.take(at) or {key: take_rows(column, at) for key, column in tail.columns.items()}

@@ -1,1 +1,1 @@
-"""Storages: they keep the rows of a buffer in a list, in tensors in memory, or in files."""
+"""Storages, which hold the rows of a buffer in a list, in tensors in memory, or in files."""

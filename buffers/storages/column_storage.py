@@ -1,4 +1,4 @@
-"""The storage made of columns: checks and flattens batches, writes them and reads rows back."""
+"""The base class of storages made of columns: checks, flattens, writes and reads batches."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
@@ -35,7 +35,7 @@ from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, ne
 from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, torch_device, whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 class Known:
-    """What holds of a storage's columns while their memory stays where it is; found once, for all batches and samples.
+    """Cached facts about a storage's columns, valid while their memory does not move.
 
     Attributes:
         compiled: `Storage.compiled` when it was found.
-        host: the columns that one call copies; None if the storage is not on the host, or not ``compiled``, so that
-            random sampling does without numba.
-        memory: of all columns that are tensors.
+        host: columns copied by one call; None if the storage is not on the host, or not ``compiled``, so that random
+            sampling does not need numba.
+        memory: memory of all tensor columns.
         compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
     """
 
@@ -98,27 +98,28 @@ class ColumnStorage(Storage):
         self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
-        self.device = torch.device(device)
+        flags(compact_obs=compact_obs)
+        self.device = torch_device("device", device)
         self.ndim = whole_number("ndim", ndim)
         self.compact_obs = compact_obs
-        self.pool: NextPool | None = None  # the next observations that no row holds, if compact
+        self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact
         self.known: Known | None = None
-        self._own_keys: frozenset[NestedKey] = frozenset()  # of the columns that make_column made
+        self._own_keys: frozenset[NestedKey] = frozenset()  # keys of columns from make_column
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         """Columns of ``capacity`` rows; raises before it takes anything that is not there."""
 
     def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column | None:
-        """Create the column of an entry of the first batch, or return None for the default. For subclasses.
+        """Create the column of an entry of the first batch, or return None for the default; for subclasses.
 
         Args:
-            key: of the entry, ``"reward"`` or ``("next", "reward")``.
-            dtype: of its values.
-            shape: of one row's value.
+            key: key of the entry, ``"reward"`` or ``("next", "reward")``.
+            dtype: dtype of its values.
+            shape: shape of one row's value.
 
         Returns:
-            a column of ``self.capacity`` rows of that dtype and shape, or None for one of the storage's own kind.
+            a column of ``self.capacity`` rows of that dtype and shape, or None for the storage's default kind.
         """
         return None
 
@@ -168,7 +169,7 @@ class ColumnStorage(Storage):
         plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
         return plain * self.capacity - self.nbytes
 
-    def _know(self) -> Known:
+    def _find_known(self) -> Known:
         """Find what holds of the columns there are."""
         known = Known(self.columns, self.device, self.compiled)
         self.known = known if self.columns else None
@@ -190,11 +191,11 @@ class ColumnStorage(Storage):
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
         known, count = self.known, next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
-            known = self._know()
+            known = self._find_known()
         source = None
         if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
             source = known.host.find(columns, count)
-        # Most batches are what one call copies, and nothing else: they need no other checks.
+        # Most batches are copied by one call and need no other checks.
         usual = source is not None and len(source) == len(columns) == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
@@ -202,7 +203,7 @@ class ColumnStorage(Storage):
         skip = 0 if whole or count <= self.max_size else count - self.capacity
         late = None
         if final is not None:
-            late = self._late_final(
+            late = self._check_final(
                 read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
             )
         if skip:
@@ -212,14 +213,14 @@ class ColumnStorage(Storage):
             return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        marked = columns if keys is None or not self.lanes else self._marked(columns, keys, count)
+        marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
 
     @staticmethod
-    def _late_final(
+    def _check_final(
         final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
     ) -> Final:
         """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
@@ -233,7 +234,7 @@ class ColumnStorage(Storage):
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
         return final
 
-    def _marked(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
+    def _marker_columns(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
         """The columns by which fragments are found; rows of lanes come step by step, one of each lane, and where they
         have no ids, the lane's number is the id."""
         if keys.traj in columns:
@@ -244,9 +245,9 @@ class ColumnStorage(Storage):
     def _prepare_compact(
         self, structure: Structure, columns: Columns, count: int, final: Final | None, keys: BoundaryKeys
     ) -> Rows:
-        """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
+        """Arrange a batch of ``count`` rows with each observation once, except for the tails of fragments."""
         from_final: Columns = {} if final is None else final.next
-        marked = self._marked(columns, keys, count) if self.lanes else columns
+        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
@@ -300,7 +301,7 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        host = (self.known or self._know()).host
+        host = (self.known or self._find_known()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
             written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
@@ -308,7 +309,7 @@ class ColumnStorage(Storage):
             written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
             return
-        # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
+        # Up to the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
         whole = fit == rows.count
         for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
@@ -331,7 +332,7 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         assert rows.fragments is not None
-        known, source, pool = self.known or self._know(), rows.source, self.pool
+        known, source, pool = self.known or self._find_known(), rows.source, self.pool
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
@@ -367,10 +368,10 @@ class ColumnStorage(Storage):
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        # A tensordict may have some of the entries only.
+        # A tensordict may have a subset of the entries.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns, (self.known or self._know()).memory)
+        check_kinds(columns, (self.known or self._find_known()).memory)
         fixed = (
             set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         )
@@ -412,10 +413,10 @@ class ColumnStorage(Storage):
             )
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
-            known = self._know()
-        # First the columns that one call copies, then each of the others by itself.
+            known = self._find_known()
+        # First the columns copied by one call, then the others one by one.
         columns: Columns = {} if known.host is None else known.host.take(slots, keys)
-        later: Columns = {}  # the rows that follow, of the entries that are kept once
+        later: Columns = {}  # next rows of entries that are stored once
         names = {} if pool is None else pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
         if known.host is not None and follow is not None and pairs:
@@ -427,7 +428,7 @@ class ColumnStorage(Storage):
                 for key, column in self.columns.items()
                 if keys is None or key in keys
             }
-        # Last the next observations: those of the rows that follow, and from the pool those that no row holds.
+        # Finally the next observations: from the next rows, and from the pool where no row holds them.
         if pool is not None and follow is not None:
             for key in pairs:
                 rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
@@ -478,7 +479,7 @@ class ColumnStorage(Storage):
         structure = structure_from_plain(state["structure"])
         if structure is None:
             raise damaged("its rows are of no known kind")
-        # No rows of that kind, made and taken apart again.
+        # Build and flatten an empty batch of that kind.
         rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in state["like"].items()}
         try:
             again = structure.columns(structure.build(rows, torch.Size([0])))
@@ -516,7 +517,7 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
                 f"{'' if own is None else f' and lanes {list(own)}'}"
             )
-        whole_steps = self.max_size // lanes.numel() * lanes.numel()  # what older states have
+        whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states
         room = whole_steps if self.columns else self.room(lanes)
         if ring.capacity not in (room, whole_steps):
             raise other_capacity(ring.capacity, room)
@@ -549,7 +550,7 @@ class ColumnStorage(Storage):
                 raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
-        """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
+        """Return an empty column of the kind that `_allocate` creates, to check a state."""
         return TensorColumn(torch.empty((0, *shape), dtype=dtype))
 
     @override
@@ -566,8 +567,8 @@ class ColumnStorage(Storage):
             self.structure, self.known = structure_from_plain(state["structure"]), None
         for key, column in self.columns.items():
             saved = state["columns"][key]
-            # Nobody has the memory of a column just made, nor that of unshared values: those take its place, and are
-            # not copied. Of this class only: a subclass may keep its rows elsewhere, as in a file.
+            # A new column's memory has no other references, and neither have unshared values, so they replace it
+            # without a copy. Only for this class: a subclass may store rows elsewhere, as in a file.
             if new and self.own_column is None and type(column) is TensorColumn:
                 values, own = saved["values"], column.data
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
@@ -594,5 +595,5 @@ class ColumnStorage(Storage):
 
 
 def _kind_of(column: Column) -> str:
-    """How a column is kept, for saved tables and errors; in memory or in a file is one kind."""
+    """Return the kind of a column, for saved tables and errors; memory and file columns are the same kind."""
     return "" if isinstance(column, TensorColumn) else f" in a {column.saved_as}"

@@ -1,4 +1,4 @@
-"""Checks that rows go on where the trajectory that their id names stopped."""
+"""Checks that rows continue the trajectory of their id."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,13 +19,13 @@ from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, Nest
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
-#: Entries under "next" that are facts about the step, not the state after it.
+#: Entries under "next" that describe the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-_LATEST = 256  # stored rows to look at for what holds of a column
+_LATEST = 256  # stored rows to inspect per column
 
 
 def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
-    """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
+    """List the root keys that are also under ``"next"``, with the same shape and dtype, such as "observation".
 
     >>> x = torch.zeros(3)
     >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
@@ -59,8 +59,8 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
     ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
     inside = ~ends[:-1].to(first.device)
-    # Kept once if at least half of the rows inside runs say that the next observation is that of the row after.
-    # So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
+    # Stored once if at least half of the rows inside runs agree with the next row. This holds for observations; a
+    # network's outputs for both, for example, would need a pool entry per row.
     most = int(inside.sum()) // 2
     shared = [
         key
@@ -77,7 +77,7 @@ def compared_keys(
     """List the root keys, without ``not_compared``, by which a row is known to follow another: its observations.
 
     They are those under ``"observation"``; where there are none, the entries of more than one number that ``"next"``
-    has too, and else all that it has. (Counters of two trajectories may agree, values of a network need not.)
+    has too, and else all that it has. (Counters of two trajectories may be equal; network outputs may differ.)
     """
     pairs = [key for key in state_pairs(columns) if key not in not_compared and key != STEP_COUNT]
     named = [key for key in pairs if as_tuple(key)[0] == OBSERVATION]
@@ -86,7 +86,7 @@ def compared_keys(
 
 
 class Compared(NamedTuple):
-    """The columns by which a storage knows whether a row follows another, found once.
+    """The columns that determine whether a row follows another, cached.
 
     Attributes:
         not_compared: number of `Storage.not_compared` keys that were left out.
@@ -126,7 +126,7 @@ class Compared(NamedTuple):
 
 
 class LinkCheck:
-    """Compares first rows of fragments with what should come next, where that takes more than comparing bytes.
+    """Compares first rows of fragments with the expected values, where comparing bytes is not enough.
 
     Args:
         storage: where the rows are to be written.
@@ -145,43 +145,45 @@ class LinkCheck:
         self.before, self.slots, self.agree = found
 
     def compare(self, keys: tuple[NestedKey, ...]) -> None:
-        """Do what the kernel could not: fill ``found[2]``, -1 where one of ``keys`` differs bit by bit."""
+        """Compare what the kernel could not: fill ``found[2]``, -1 where one of ``keys`` differs bitwise."""
         at = np.flatnonzero(self.before != -1)
         if not len(at):
             return
         if self.pool is not None:
             columns, tails = self.rows.columns, self.rows.tails
-            self.agree[:] = self.pool.agreeing(self.ring, self.fragments, self.before, columns, tails, keys)
+            self.agree[:] = self.pool.compare_heads(
+                self.ring, self.fragments, self.before, columns, tails, keys
+            )
             return
         wrong: Array = np.zeros(len(at), np.bool_)
         for key in keys:
-            said, came = self._said_and_came(key, at)
+            said, came = self._expected_and_actual(key, at)
             wrong |= differ(said, came).numpy(force=True)
         self.agree[at] = np.where(wrong, -1, 1)
 
     def unlike(self) -> Array:
-        """Return the fragments, int64, that do not continue what they should; joined ones left out."""
+        """Return the fragments, int64, that do not continue their trajectory, except joined ones."""
         return np.flatnonzero((self.agree < 0) & ~self.fragments.joined)
 
     def settle(self, keys: tuple[NestedKey, ...], unlike: Array, named: bool) -> None:
         """Refuse the batch, or cut it, at the fragments ``unlike``.
 
-        A key is trusted if all rows inside trajectories say the next row's value. One that is not trusted becomes
-        ``not_compared``; where no row tells, trajectories are cut.
+        A key is trusted if inside trajectories every next value equals the next row's value. Other keys become
+        ``not_compared``; without evidence, trajectories are cut.
 
         Args:
-            keys: those that may be compared.
+            keys: keys that may be compared.
             unlike: int64, numbers of fragments.
-            named: whether the batch has ids of trajectories; else the trajectory is cut, which nothing forbids.
+            named: whether the batch has trajectory ids; without ids the trajectory is cut.
 
         Raises:
             ValueError: a fragment does not continue the trajectory that its id names.
         """
         for key in keys:
-            wrong = unlike[self._false(key, unlike)] if len(unlike) else unlike
+            wrong = unlike[self._find_false(key, unlike)] if len(unlike) else unlike
             if not len(wrong):
                 continue
-            trusted = self._trusted(key)
+            trusted = self._is_trusted(key)
             if trusted is False:
                 self.storage.not_compared.add(key)
                 continue
@@ -193,53 +195,53 @@ class LinkCheck:
                 )
             self.before[wrong] = self.slots[wrong] = -1
 
-    def _false(self, key: NestedKey, at: Array) -> Array:
+    def _find_false(self, key: NestedKey, at: Array) -> Array:
         """Which of the fragments ``at`` have another value than a next value that is known; bool."""
-        said, came = self._said_and_came(key, at)
+        said, came = self._expected_and_actual(key, at)
         false = _values_differ(said, came).numpy(force=True)
         stored, given = self.storage.columns.get(NEXT_KNOWN), self.rows.columns.get(NEXT_KNOWN)
         if stored is not None and given is not None:
             false &= self._rows_before(stored, given, at).reshape(-1).numpy(force=True)
         return np.asarray(false)
 
-    def _said_and_came(self, key: NestedKey, at: Array) -> tuple[Tensor, Tensor]:
+    def _expected_and_actual(self, key: NestedKey, at: Array) -> tuple[Tensor, Tensor]:
         """The next values that the fragments ``at`` should begin with, and their first values; both ``[n, ...]``."""
-        came = take_rows(self.rows.columns[key], _on(self.rows.columns[key], self.fragments.firsts[at]))
+        came = take_rows(self.rows.columns[key], _rows_on(self.rows.columns[key], self.fragments.firsts[at]))
         if self.pool is None:
             name = next_key(key)
             said = self._rows_before(self.storage.columns[name], self.rows.columns[name], at)
         else:
             tails, before = self.rows.tails[key], self.before[at]
-            said = take_rows(tails, _on(tails, np.maximum(-2 - before, 0)))
+            said = take_rows(tails, _rows_on(tails, np.maximum(-2 - before, 0)))
             outer = np.flatnonzero(before >= 0)
             entries = torch.from_numpy(self.ring.tail_entries(before[outer]))
-            put_rows(said, _on(said, outer), self.pool.entries[key].take(entries).to(said.device))
+            put_rows(said, _rows_on(said, outer), self.pool.entries[key].take(entries).to(said.device))
         return said.to(came.device), came
 
     def _rows_before(self, stored: Column, given: Tensor, at: Array) -> Tensor:
         """Values of the rows that the fragments ``at`` continue, ``stored`` or ``given`` in the batch."""
         before = self.before[at]
         inner = self.fragments.lasts[np.maximum(-2 - before, 0)]  # of stored ones any row, which is replaced
-        values = take_rows(given, _on(given, inner))
+        values = take_rows(given, _rows_on(given, inner))
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             taken = stored.take(torch.from_numpy(self.slots[at[outer]]))
-            put_rows(values, _on(values, outer), taken.to(values.device))
+            put_rows(values, _rows_on(values, outer), taken.to(values.device))
         return values
 
-    def _trusted(self, key: NestedKey) -> bool | None:
+    def _is_trusted(self, key: NestedKey) -> bool | None:
         """Whether rows inside trajectories say the next row's value: in the batch, else among the latest stored
         ones; None if there are none."""
         columns, lasts = self.rows.columns, self.fragments.lasts
         inside = np.ones(self.rows.count, np.bool_)
         inside[lasts] = False
-        at = _on(columns[key], np.flatnonzero(inside))
+        at = _rows_on(columns[key], np.flatnonzero(inside))
         if self.pool is None and len(at):
             now, later = columns[key], columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
         # Rows inside the fragments of a compact batch agree, those where a run goes on in the next one may not.
         joined = np.flatnonzero(self.fragments.joined)
-        if len(joined) and bool(self._false(key, joined).any()):
+        if len(joined) and bool(self._find_false(key, joined).any()):
             return False
         if len(at):
             return True
@@ -258,7 +260,7 @@ class LinkCheck:
         return values[key]
 
 
-def _on(column: Tensor, numbers: Array) -> Tensor:
+def _rows_on(column: Tensor, numbers: Array) -> Tensor:
     """Row numbers on the device of ``column``."""
     return torch.from_numpy(numbers).to(column.device)
 

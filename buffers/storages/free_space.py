@@ -1,4 +1,4 @@
-"""Checks that memory or disk has room for a storage before it is allocated."""
+"""Checks for free memory or disk space before a storage is allocated."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can take on ``device``; on the host no more than ``ulimit`` and control groups allow."""
+    """Return the bytes that this process can allocate on ``device``, within ``ulimit`` and control groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = [int(psutil.virtual_memory().available), *_group_limits()]

@@ -20,11 +20,11 @@ from flatroll.buffers.columns.column import Columns
 from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
-from flatroll.layout.keys import NestedKey, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
-VALUE: NestedKey = "_value"  # the one column of data that are single tensors
+VALUE: NestedKey = "_value"  # the single column of tensor data
 
-_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types that count as one tensor
+_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types treated as one tensor
 
 
 class Structure(ABC):
@@ -49,7 +49,7 @@ class Structure(ABC):
 
     @staticmethod
     def of(batch: object) -> "Structure":
-        """The structure of a batch: a tensordict, a tensor or a tree of tensors."""
+        """Return the structure of a batch: a tensordict, a tensor or a tree of tensors."""
         if isinstance(batch, TensorDictBase):
             return TensorDicts(batch.batch_size[1:])
         if isinstance(batch, _SINGLE):
@@ -58,7 +58,7 @@ class Structure(ABC):
 
 
 def structure_to_plain(structure: Structure | None) -> Any:
-    """Return a structure as plain values, which a state holds."""
+    """Return a structure as plain values, for a state."""
     if isinstance(structure, TensorDicts):
         return ["tensordicts", structure.inner]
     if isinstance(structure, Trees):  # an example tree, as its leaves' numbers
@@ -67,7 +67,7 @@ def structure_to_plain(structure: Structure | None) -> Any:
 
 
 def structure_from_plain(plain: Any) -> Structure | None:
-    """Return the structure of which `structure_to_plain` made ``plain``; ValueError if it is none."""
+    """Invert `structure_to_plain`; ValueError if ``plain`` is invalid."""
     match plain:
         case None:
             return None
@@ -213,7 +213,7 @@ def batched(items: list[Any]) -> Any:
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
         if other != spec:
-            raise ValueError(f"items must be of one form: item 0 is {spec}, item {i} {other}")
+            raise ValueError(f"data must be items of one form: item 0 is {spec}, item {i} {other}")
         rows.append([as_tensor(leaf) for leaf in leaves])
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
@@ -262,7 +262,7 @@ def apart(batch: object) -> list[Any]:
 
 
 def dense(batch: object) -> Any:
-    """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is."""
+    """Convert a lazy stack to a plain tensordict; return anything else unchanged."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
     _check_alike(batch.tensordicts)  # else entries that some items lack would be dropped, and dtypes cast
@@ -299,12 +299,14 @@ def map_rows(batch: object, change: Callable[[Any], Any]) -> Any:
 
 
 def as_tensor(leaf: object) -> Any:
-    """A leaf as a tensor (a tensordict as it is); TypeError, which names the way out, for what is none."""
+    """Convert a leaf to a tensor (a tensordict is returned unchanged); TypeError with a hint for other types."""
     if isinstance(leaf, (Tensor, TensorDictBase)):
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
-    raise TypeError(f"a {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object")
+    raise TypeError(
+        f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
+    )
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
@@ -331,12 +333,17 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     tensor([1.])
     """
     if isinstance(batch, TensorDictBase):
-        return batch[names]
+        if (found := batch.get(names, None)) is None:
+            raise missing_marker(names, batch.keys(True, True))
+        return found
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
         # A named tuple's entries are known by their fields' names, too.
-        batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
+        named = isinstance(batch, tuple) and isinstance(name, str)
+        if isinstance(batch, list) and not isinstance(name, int):
+            raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")
+        batch = getattr(batch, name) if named else batch[name]
     return batch
 
 
@@ -346,11 +353,12 @@ def shown(key: NestedKey) -> str:
 
 
 def collate(samples: Any) -> Any:
-    """Make one batch of the items of a data set, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
+    """Combine items of a data set into a batch, for ``DataLoader(collate_fn=collate)``; supports tensordicts.
 
     Args:
-        samples: with ``DataLoader(batch_size=None)`` a sample, returned as it is; else a list: batches (tensordicts
-            with a batch size) are laid end to end, rows, tensors and trees of tensors stacked. Other items stay a list.
+        samples: with ``DataLoader(batch_size=None)`` a sample, returned unchanged; else a list: batches (tensordicts
+            with a batch size) are concatenated; rows, tensors and trees of tensors are stacked. Other items stay a
+            list.
 
     >>> from tensordict import TensorDict
     >>> rows = [TensorDict({"x": torch.tensor(i)}, []) for i in range(3)]

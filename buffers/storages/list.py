@@ -18,10 +18,10 @@ from flatroll.layout.keys import NestedKey
 
 
 class ListStorage(Storage):
-    """Stores any Python objects in a list. By far the slowest storage: for tensors use `LazyTensorStorage`.
+    """Stores any Python objects in a list. It is by far the slowest storage: for tensors use `LazyTensorStorage`.
 
-    A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and
-    shape, their stack.
+    A sample is a list of items, or their stack if all are tensors, tensordicts or trees of tensors of equal structure
+    and shape.
 
     Args:
         max_size: number of items, default 1000.

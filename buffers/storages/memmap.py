@@ -30,6 +30,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal, shown_size
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
+from flatroll.layout.checks import expect, file_path, flags
 from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Error numbers of reserving space on a disk that has none, and on a file system that cannot reserve.
@@ -40,16 +41,15 @@ _COUNTER_BYTES = 4096  # of the ring's counters: a page
 
 
 class LazyMemmapStorage(ColumnStorage):
-    """Rows on disk, in one memory-mapped file per entry of the batch, made at the first ``extend``.
+    """Stores rows in one memory-mapped file per entry, created at the first ``extend``.
 
-    The system keeps in memory what is used and writes the rest to disk, so the buffer may be larger than the memory.
-    The space is reserved before anything is written. Files stay valid for whoever has them mapped, even after they
-    were removed.
+    The system caches used pages in memory and writes the rest to disk, so the buffer may be larger than the memory.
+    Disk space is reserved in advance. Existing maps stay valid even after files are removed.
 
-    A buffer with this storage can be handed to other processes, by ``fork`` or ``spawn``, after its first extend:
-    all of them read, and extend, the same rows. That needs a sampler and a writer without a memory of their own,
-    and rows that no trajectory index follows: not `SliceSampler`, not ``compact_obs``. With those the buffer works
-    in the process that made it, and raises an error in any other.
+    A buffer with this storage can be passed to other processes, by ``fork`` or ``spawn``, after its first extend: all
+    of them read and extend the same rows. This requires a stateless sampler and writer, and no trajectory index: not
+    `SliceSampler` or ``compact_obs``. With these the buffer only works in the process that created it and raises in
+    others.
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together, rounded up to whole steps.
@@ -57,7 +57,7 @@ class LazyMemmapStorage(ColumnStorage):
             temporary ones, which the process that made it removes when the storage is dropped or the process ends.
         device: only ``"cpu"``.
         ndim: number of batch dimensions, as in `LazyTensorStorage`.
-        existsok: put files in the place of those in ``scratch_dir``; by default they are an error.
+        existsok: overwrite files in ``scratch_dir``; by default they are an error.
         compact_obs: as in `LazyTensorStorage`; ends of trajectories have a file of their own.
         frame_stack: as in `LazyTensorStorage`; the frames are in files, the numbers of each row's frames (4 bytes per
             frame of the stack) in memory, so only one process can use the buffer.
@@ -96,6 +96,11 @@ class LazyMemmapStorage(ColumnStorage):
         compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
+        flags(existsok=existsok, compilable=compilable)
+        if auto_cleanup is not None:
+            flags(auto_cleanup=auto_cleanup)
+        if codec is not None:
+            expect("codec", codec, Mapping, "a dict or None")
         if self.device.type != "cpu":
             raise ValueError(
                 f"device must be 'cpu' for files, got {str(device)!r}: move samples by "
@@ -109,7 +114,7 @@ class LazyMemmapStorage(ColumnStorage):
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self.scratch_dir = None if scratch_dir is None else file_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.folder: Path | None = None  # of the files, once they are there

@@ -61,7 +61,7 @@ class NextPool:
     """Stores the next observations that no stored row holds, one entry each, and reads them back.
 
     A row's next observation is the observation of the row that continues it, if that agrees bit by bit;
-    otherwise it is kept here. So nothing is assumed about the batches: what they say comes back.
+    otherwise it is kept here. Reading is therefore always exact, whatever the batches contain.
 
     Args:
         pairs: root keys kept once.
@@ -111,7 +111,7 @@ class NextPool:
                 tails[key] = columns[next_name].index_select(0, at)
         return tails
 
-    def agreeing(
+    def compare_heads(
         self,
         index: TrajectoryIndex,
         fragments: Fragments,
@@ -133,7 +133,7 @@ class NextPool:
         if len(inner):
             at = torch.from_numpy(-2 - before[inner])
             ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
-            agree[inner] = self._agree(ends, heads, fragments.firsts[inner], keys)
+            agree[inner] = self._compare_values(ends, heads, fragments.firsts[inner], keys)
         # Fragments that continue a stored chain, whose last next observation is in the pool.
         outer = np.flatnonzero(before >= 0)
         if len(outer):
@@ -150,7 +150,7 @@ class NextPool:
                     column.put(slots, heads[key])
                     heads[key] = column.take(slots)
                 firsts = np.arange(len(outer))
-            agree[outer] = self._agree(ends, heads, firsts, keys)
+            agree[outer] = self._compare_values(ends, heads, firsts, keys)
         return agree
 
     def place(
@@ -162,7 +162,7 @@ class NextPool:
         tails: Columns,
         first: int,
     ) -> tuple[Array, Array]:
-        """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`agreeing` said."""
+        """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`compare_heads` said."""
         same, keep = agree > 0, np.ones(len(before), np.bool_)
         keep[-2 - before[same & (before < -1)]] = False
         # The tails that stay get free entries; published with the rows, so nobody reads them before.
@@ -180,14 +180,14 @@ class NextPool:
             column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
         return pool, before[same & (before >= 0)]
 
-    def _agree(
+    def _compare_values(
         self,
         tails: Columns,
         heads: Mapping[NestedKey, Tensor],
         firsts: Array,
         keys: Collection[NestedKey],
     ) -> Array:
-        """What :meth:`agreeing` says of the next observations ``tails[key]`` and the rows ``heads[key][firsts]``."""
+        """Compare next observations ``tails[key]`` with rows ``heads[key][firsts]``, see :meth:`compare_heads`."""
         device = heads[self.pairs[0]].device
         at = torch.from_numpy(firsts).to(device)
         unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)

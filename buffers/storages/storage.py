@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
 class Rows:
-    """A checked batch, ready to be copied into a storage.
+    """A checked batch, ready to copy into a storage.
 
     Attributes:
         count: number of rows.
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Links:
-    """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
+    """What the F fragments of a batch continue, from `TrajectoryIndex.link`.
 
     Attributes:
         before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
@@ -105,15 +105,15 @@ class StorageOwner(Protocol):
 
 
 class Storage(Facts, ABC):
-    """The container of a replay buffer: ``max_size`` slots, written and read by position.
+    """Base class of storages: ``max_size`` slots, written and read by position.
 
-    One storage belongs to one buffer, which knows the order of the rows and which of them may be read. By itself it
-    is a container of rows by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration.
+    A storage belongs to one buffer, which tracks the order of the rows and which are readable. Without a buffer it is
+    a container by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration.
 
     Args:
         max_size: number of slots.
-        checkpointer: in what form ``buffer.dumps`` writes the rows, a `StorageCheckpointerBase`; None for the default.
-        compilable: taken for the sake of scripts that give it; a storage needs no such mode.
+        checkpointer: how ``buffer.dumps`` writes the rows, a `StorageCheckpointerBase`; None for the default.
+        compilable: accepted for compatibility, without effect.
 
     Attributes:
         ndim: number of batch dimensions; with 2 or more, slots are steps of several parallel lanes.

@@ -46,8 +46,10 @@ class Encodings:
                 raise TypeError(
                     f"{name} must name entries, {name}={{'observation': {example!r}}}, got {value!r}"
                 )
-        stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
-        codecs = {plain_key(key): name for key, name in (codec or {}).items()}
+        stacks = {
+            plain_key(key): frames for key, frames in ({} if frame_stack is None else frame_stack).items()
+        }
+        codecs = {plain_key(key): name for key, name in ({} if codec is None else codec).items()}
         for key, frames in stacks.items():
             whole_number(f"frame_stack of {key!r}", frames, 2)
         for key, name in codecs.items():
@@ -102,20 +104,20 @@ class Encodings:
 
 
 class LazyTensorStorage(ColumnStorage):
-    """Rows in memory, one tensor per entry of the batch, allocated at the first ``extend``.
+    """Stores rows in memory, one tensor per entry, allocated at the first ``extend``.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently. To
-    keep an entry in a form of your own, as bfloat16 say, override ``make_column`` (see `ColumnStorage`).
+    store an entry in a custom form, for example as bfloat16, override ``make_column`` (see `ColumnStorage`).
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together, rounded up to whole steps.
-        device: where the tensors are kept, default ``"cpu"``.
+        device: device of the tensors, default ``"cpu"``.
         ndim: number of batch dimensions, default 1 (flat batches). With 2, batches are ``[lanes, time]`` and the
             storage is ``[max_size / lanes, lanes]``; rows of a lane follow each other.
         compact_obs: keep each observation once. Every entry that is both at the root and under ``"next"``
             (observations, step counts, recurrent states) is stored at the root only; ``("next", ...)`` of a row
-            is read from the row that follows it, or from a side pool where no stored row agrees with it bit by
-            bit (ends of trajectories and of interrupted writes). Samples are bit-equal to those of a full storage.
+            is read from the next row, or from a side pool if no stored row equals it bitwise (ends of trajectories
+            and of interrupted writes). Samples are bit-equal to those of a full storage.
         frame_stack: frames per stack by key, ``{"observation": 4}``: observations ``[4, *frame]`` are kept as
             single frames, each once, and stacked again on reading, bit-equal.
         codec: compression by key, ``{"observation": "zstd"}``: lossless, decoded in threads on reading. Needs the
@@ -183,15 +185,14 @@ class LazyTensorStorage(ColumnStorage):
 class TensorStorage(ColumnStorage):
     """Uses existing tensors, such as a data set: a tensordict, a tensor or a tree of tensors.
 
-    Nothing is copied, but for tensors whose rows share memory (``expand``): the buffer reads and writes the caller's
-    tensors. All rows count as stored from the start, so
-    a dataset can be sampled at once, and ``storage[3]`` reads it without a buffer; the first row written overwrites
-    row 0. Start empty with ``buffer.empty()``.
+    Nothing is copied, except tensors whose rows share memory (``expand``): the buffer reads and writes the caller's
+    tensors. All rows count as stored from the start, so a data set can be sampled at once, and ``storage[3]`` reads
+    it without a buffer; the first row written overwrites row 0. Call ``buffer.empty()`` to start empty.
 
     Args:
         storage: the data, all of one leading size, ``[max_size, ...]``.
         max_size: number of rows to use, default all.
-        device: where the tensors must be, default where they are.
+        device: required device of the tensors, default their own.
         ndim: number of batch dimensions of ``storage``, time first, default 1.
         compact_obs: as in `LazyTensorStorage`; the entries under ``"next"`` are read once, and then no longer used.
 
@@ -216,7 +217,13 @@ class TensorStorage(ColumnStorage):
         compact_obs: bool = False,
         compilable: bool = False,
     ) -> None:
-        columns = Structure.of(storage).columns(storage)
+        whole_number("ndim", ndim)
+        if max_size is not None:
+            whole_number("max_size", max_size)
+        try:
+            columns = Structure.of(storage).columns(storage)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"storage must be tensors of one length: {error}") from error
         if not columns:
             raise ValueError("storage has no tensors: LazyTensorStorage allocates them from the first batch")
         first = next(iter(columns.values()))
@@ -228,7 +235,7 @@ class TensorStorage(ColumnStorage):
             raise ValueError(f"max_size={max_size} is more than the {rows} rows of storage")
         super().__init__(
             rows if max_size is None else max_size,
-            device=device or first.device,
+            device=first.device if device is None else device,
             ndim=ndim,
             compact_obs=compact_obs,
         )
@@ -239,7 +246,7 @@ class TensorStorage(ColumnStorage):
         # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
         steps = self.capacity // self.lanes.numel()
         self._given: Any = pytree.tree_map(
-            _with_own_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+            _copy_shared_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
         )
         self._first_columns: dict[NestedKey, Tensor] = {}
 
@@ -291,10 +298,10 @@ class TensorStorage(ColumnStorage):
         return {key: TensorColumn(self._first_columns[key]) for key in like}
 
 
-def _with_own_rows(leaf: Any) -> Any:
+def _copy_shared_rows(leaf: Any) -> Any:
     """A tensor, or a tensordict of them, copied where values share memory: a row written would change others."""
     if isinstance(leaf, TensorDictBase):
-        return leaf.apply(_with_own_rows)
+        return leaf.apply(_copy_shared_rows)
     if leaf.layout is not torch.strided:
         return leaf
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))

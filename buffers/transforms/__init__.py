@@ -1,1 +1,1 @@
-"""Transforms that change batches on their way into a buffer and samples on their way out."""
+"""Transforms of batches to store and of samples."""

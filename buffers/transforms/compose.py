@@ -18,13 +18,14 @@ from flatroll.buffers.transforms.transform import (
     looks_ahead,
     read_others,
 )
+from flatroll.layout.checks import expect
 
 
 class Compose(Transform):
     """Several transforms as one: ``forward`` applies them in order, ``inv`` in reverse order.
 
-    Members are transforms, functions of the batch and other objects with ``forward``. What a member needs of the
-    buffer (the ends of slices, the rows ahead) it gets here, too.
+    Members are transforms, functions of the batch and other objects with ``forward``. Inputs from the buffer (ends of
+    slices, rows ahead) are passed on to members.
 
     Args:
         *transforms: the members in order; or one list of them.
@@ -56,9 +57,9 @@ class Compose(Transform):
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
-        members = list(transforms)
+        members = list(expect("transforms", transforms, Iterable, "a list of transforms"))
         for member in members:
-            check_transform(member)
+            check_transform(member, "each of transforms")
         self._transforms: list[TransformLike] = members
         # Registered, so that .to() and state_dict() reach the members that are modules.
         self._registered = nn.ModuleList(member for member in members if isinstance(member, nn.Module))
@@ -88,7 +89,7 @@ class Compose(Transform):
         return chooser_of(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """Apply the members in order; ``ends`` (bool ``[N]``), given by a buffer, goes to those that want it.
+        """Apply the members in order; ``ends`` (bool ``[N]``) of a buffer is passed to those that want it.
 
         Raises:
             TypeError: a member returned None.
@@ -118,7 +119,7 @@ class Compose(Transform):
         self._hold([*self._transforms[:index], transform, *self._transforms[index:]])
 
     def pop(self, index: int = -1) -> TransformLike:
-        """Take the member at ``index`` out, by default the last one, and return it."""
+        """Remove and return the member at ``index``, by default the last one."""
         members: list[TransformLike] = list(self._transforms)
         member: TransformLike = members.pop(index)
         self._hold(members)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from flatroll.buffers.columns.column import take_rows
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import cpu_generator, whole_number
+from flatroll.layout.checks import cpu_generator, need_keys, whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
 class RandomCropTensorDict(Transform):
-    """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``, at a random start.
+    """Crops ``sub_seq_len`` consecutive steps of each trajectory of a batch ``[*B, T]``, at a random start.
 
     Each element of the batch gets a start of its own, uniform over all that leave room, the last one among them. For
     storages whose rows are whole trajectories, ``extend(batch)`` with ``[B, T]``; flat rows are sliced by
@@ -55,6 +55,9 @@ class RandomCropTensorDict(Transform):
     ) -> None:
         super().__init__()
         self.sub_seq_len = whole_number("sub_seq_len", sub_seq_len)
+        need_keys(init_key=init_key)
+        need_keys(optional=True, mask_key=mask_key)
+        whole_number("sample_dim", sample_dim, -(2**31), 2**31)
         self.sample_dim, self.generator = sample_dim, cpu_generator(generator)
         self.mask_key, self.init_key = mask_key, init_key
 
@@ -88,12 +91,12 @@ class RandomCropTensorDict(Transform):
         rows = torch.arange(first.numel(), device=first.device).view(-1, 1) * steps + first.view(-1, 1)
         rows = (rows + torch.arange(length, device=first.device)).flatten()
 
-        def cropped(column: Tensor) -> Tensor:
+        def crop_column(column: Tensor) -> Tensor:
             flat = column.movedim(dim, len(shape)).flatten(0, len(shape))  # time last of the batch dimensions
             crops = take_rows(flat, rows.to(flat.device)).view(*shape, length, *flat.shape[1:])
             return crops.movedim(len(shape), dim)
 
-        crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
+        crop = cast(TensorDictBase, td.apply(crop_column, batch_size=[*shape[:dim], length, *shape[dim:]]))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if crop.get(key, None) is None:
                 raise TypeError(f"batch[{key!r}] is not a tensor and cannot be cropped: use .exclude")

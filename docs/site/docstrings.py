@@ -25,10 +25,11 @@ class SiteDocstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
         rooms = [module for module in modules_of(pkg) if module.exports]
+        owners = list(objects_of(pkg))  # those in shadowed files, too
         for room in rooms:
             unshadow(room)
         public = {str(name): room.path for room in reversed(rooms) for name in room.exports or ()}
-        for owner in objects_of(pkg):
+        for owner in owners:
             if owner.is_attribute and owner.docstring is None and (comment := comment_of(owner)):
                 owner.docstring = griffe.Docstring(comment, lineno=owner.lineno, parent=owner)
             if owner.docstring is not None:

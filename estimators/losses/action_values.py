@@ -46,10 +46,10 @@ from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry
 
 ActionSpace = Literal["categorical", "one-hot"]
 
-#: Classes of spaces and specs, Gymnasium's and TorchRL's, by what their actions are.
+#: Class names of Gymnasium's spaces and TorchRL's specs, by kind of action.
 _SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
 
-#: Written by an n-step transform: rows that a reward spans, and the discount over them.
+#: Written by n-step transforms: the number of summed rewards, and the discount over them.
 STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
 
 
@@ -62,8 +62,8 @@ class OffPolicyLoss(LossModule):
 
     Args:
         loss_function: ``"l1"``, ``"l2"`` or ``"smooth_l1"``; kept as an attribute. Default: ``"l2"``.
-        use_prioritized_weights: whether ``"priority_weight"`` (``[N]``) weights the rows: True, False, or
-            ``"auto"``, if it is there. A mean is divided by the sum of the weights. Default: ``"auto"``.
+        use_prioritized_weights: whether to weight the rows by ``"priority_weight"`` (``[N]``): True, False, or
+            ``"auto"``, if present. A mean is divided by the sum of the weights. Default: ``"auto"``.
         burn_in, reduction, diagnostics: see :class:`LossModule`.
 
     Raises:
@@ -103,8 +103,8 @@ class OffPolicyLoss(LossModule):
         "priority_weight": "priority_weight",
     }
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (*LossModule.optional_keys, STEPS, DISCOUNT)
-    #: The entry that a critic writes, by its name in :meth:`set_keys`, too: ``"state_action_value"`` ``[*B, 1]``, the
-    #: value of the action that it read, or ``"action_value"`` ``[*B, A]``, one value for each action.
+    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B, 1]``, the
+    #: value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
     value_name: ClassVar[str] = "state_action_value"
 
     def __init__(
@@ -134,8 +134,8 @@ class OffPolicyLoss(LossModule):
         """Choose how the critics' regression target is computed, such as TD(0) with a given gamma.
 
         ``"td0"`` (default): ``reward + gamma * next_value``, on rows in any order. ``"td1"`` and
-        ``"td_lambda"``, whose targets are those of ``"gae"``, too: returns along each run, for batches of slices;
-        rewards that an exploring or older policy earned stand in them uncorrected.
+        ``"td_lambda"``, whose targets are those of ``"gae"``, too: returns along each run, for batches of slices,
+        without off-policy correction.
 
         N-step rows (``"steps_to_next_obs"``, as ``MultiStepTransform`` writes it) need ``"td0"``; there
         ``"gamma"`` of the batch, or else ``gamma ** steps``, takes the place of ``gamma``.
@@ -173,9 +173,9 @@ class OffPolicyLoss(LossModule):
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
         """Return ``batch`` ``[*B]`` with masks of the valid rows and of unknown next observations.
 
-        Unknown are the next observations of rows that are not terminated where the env hid them
-        (``("collector", "next_known")``), where a number is NaN, e.g. because ``NextStateReconstructor`` found no next
-        row, or, in a batch without next observations, in the last rows of runs. Unknown rows do not count.
+        The next observation of a row that is not terminated is unknown if the env hid it (``("collector",
+        "next_known")``), if a number is NaN, e.g. because ``NextStateReconstructor`` found no next row, or, in a
+        batch without next observations, at the last row of a run. Unknown rows do not count.
 
         Args:
             batch: the batch.
@@ -209,7 +209,7 @@ class OffPolicyLoss(LossModule):
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
-        flag = self.entry(inputs, "terminated")  # raises with the name of who writes it
+        flag = self.entry(inputs, "terminated")  # the error names what writes it
         key = self.key("terminated")
         return flat_column(flag, inputs.batch, key) if flag.dtype is torch.bool else marker(inputs.batch, key)
 
@@ -230,8 +230,8 @@ class OffPolicyLoss(LossModule):
     def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the next entries of ``keys``, ``("next", key)``, as ``key`` in a new tensordict ``[*B]``.
 
-        The row's own number stands in for NaN and where the next observation is unknown: such rows do not count, and
-        no NaN reaches a network.
+        NaN and unknown next observations are replaced by the row's own values, so that no NaN reaches a network; such
+        rows do not count.
         """
         batch, columns = inputs.readable, {}
         for key in keys:
@@ -252,11 +252,11 @@ class OffPolicyLoss(LossModule):
         Args:
             networks: tensordict modules, e.g. a :func:`critic_ensemble`.
             batch: what they read, ``[*B]``.
-            argument: how the loss calls these networks, for the error texts.
+            argument: name of the networks in errors.
 
         Returns:
-            for each critic, ``"state_action_value"`` as ``[*B]`` or ``"action_value"`` ``[*B, A]``, as
-            :attr:`value_name` says.
+            for each critic, ``"state_action_value"`` as ``[*B]`` or ``"action_value"`` ``[*B, A]``, depending on
+            :attr:`value_name`.
 
         Raises:
             KeyError: a critic writes no such entry.
@@ -287,7 +287,7 @@ class OffPolicyLoss(LossModule):
     def target(self, inputs: LossInputs, next_value: Tensor) -> Tensor:
         """Return each row's regression target ``[*B]``, without gradient (see :meth:`make_value_estimator`).
 
-        It is 0 in padding, whose reward may be NaN, and in rows that an estimator left out.
+        It is 0 in padding, whose reward may be NaN, and in rows that an estimator excluded.
 
         Args:
             inputs: the batch.
@@ -322,8 +322,8 @@ class OffPolicyLoss(LossModule):
             )
         ends = self.ends(inputs)
         if inputs.unknown is not None:
-            # an unknown row has no target to pass on: the row before it bootstraps from its own next value, which is
-            # known, and the return is cut there
+            # an unknown row has no target: cut the return before it, and bootstrap the previous row from its own next
+            # value, which is known
             ends[..., :-1] |= inputs.unknown[..., 1:]
         returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
@@ -331,7 +331,7 @@ class OffPolicyLoss(LossModule):
         return zero_masked(returns, inputs.real)
 
     def fit(self, inputs: LossInputs, values: Sequence[Tensor], target: Tensor) -> Tensor:
-        """Reduce the distances of critics' values to their target, added up; write ``"td_error"``, the largest error.
+        """Sum the critics' distances to the target and reduce; write ``"td_error"``, the largest error.
 
         Args:
             inputs: the batch.
@@ -355,10 +355,10 @@ class OffPolicyLoss(LossModule):
         Args:
             inputs: the batch.
             loss: of each row, ``[*B]``.
-            error: temporal-difference error of each row, ``[*B]``, of either sign. Its size is written, and 0 in rows
-                that stand for no transition or whose target nobody knows: padding, rows that an estimator left out,
-                unknown next observations. What a network says of such rows is no error of anything, and a NaN there
-                would be refused as a priority. Burn-in rows keep theirs, so that priorities of slices cover all rows.
+            error: temporal-difference error of each row, ``[*B]``, of either sign. Its absolute value is written, and
+                0 in rows without a transition or known target: padding, rows that an estimator excluded, unknown next
+                observations. Network outputs in such rows are meaningless, and a NaN would be refused as a priority.
+                Burn-in rows keep their errors, so that priorities of slices cover all rows.
 
         Returns:
             the reduced loss, see :meth:`reduce`.
@@ -368,17 +368,17 @@ class OffPolicyLoss(LossModule):
 
     def write_priority(self, inputs: LossInputs, error: Tensor) -> None:
         """Write the size ``[*B]`` of each row's error as its priority: see :meth:`reduce_and_write_priority`."""
-        # rows without an error get the least priority: drawn again, they would count nowhere again
+        # rows without an error get the lowest priority: they do not contribute to the loss
         if inputs.unknown is not None:
             error = zero_masked(error, ~inputs.unknown)
         set_entry(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
 
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
-        """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""
+        """Return the importance weights ``[*B]`` of prioritized sampling; None if unused or missing."""
         key = self.key("priority_weight")
         column = get_entry(inputs.batch, key) if self.use_prioritized_weights else None
         if column is None and self.use_prioritized_weights is True:
-            column = require(inputs.batch, key)  # raises with the name of who writes it
+            column = require(inputs.batch, key)  # the error names what writes it
         return None if column is None else flat_column(column, inputs.batch, key)
 
     @override
@@ -396,13 +396,13 @@ def critic_ensemble(
     """Make an ensemble of critics from a list, or from one network and newly initialised copies of it.
 
     Args:
-        networks: one tensordict module, or a list of them, taken as they are.
+        networks: one tensordict module, or a list, used as it is.
         number: size of the ensemble, if one network is given. Its copies are initialised by ``reset_parameters``
             of their layers. Default: 2.
 
     Raises:
-        TypeError: one is no tensordict module.
-        ValueError: fewer than one network, or layers that cannot be initialised anew.
+        TypeError: one is not a tensordict module.
+        ValueError: fewer than one network, or layers without ``reset_parameters``.
 
     >>> from tensordict.nn import TensorDictModule
     >>> critic = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_action_value"])
@@ -425,7 +425,7 @@ def critic_ensemble(
                 "e.g. TensorDictModule(net, in_keys=['observation', 'action'], out_keys=[...]), "
                 f"got {type(network).__name__}"
             )
-    for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
+    for _ in range(number - 1 if is_one else 0):  # else the copies would stay equal
         copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
@@ -441,7 +441,7 @@ def critic_ensemble(
 
 
 def action_space_of(space: object) -> ActionSpace | None:
-    """Return the name of an action space, given as that, or as a spec or space; None leaves it to the action's shape.
+    """Return the name of an action space given as a name, spec or space; None means by the action's shape.
 
     >>> import gymnasium as gym
     >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
@@ -459,9 +459,10 @@ def action_space_of(space: object) -> ActionSpace | None:
 
 
 def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:
-    """The value ``[*B]`` of each row's action, of the values ``[*B, A]`` of all actions.
+    """Select the value ``[*B]`` of each row's action from the values ``[*B, A]`` of all actions.
 
-    Actions are integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``, as ``space`` says; None asks the shape.
+    Actions are integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``, according to ``space`` or, if None, to their
+    shape.
     """
     if space == "one-hot" or (space is None and action.shape == value.shape and value.shape[-1] > 1):
         if action.shape != value.shape:
@@ -480,7 +481,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
         )
     index = action.long()
     index = index if action.ndim == value.ndim else index.unsqueeze(-1)
-    try:  # on the CPU, gather() looks at each index itself
+    try:  # on the CPU, gather() checks each index itself
         return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
     except RuntimeError as error:
         if not on_host(index) or bool(((index >= 0) & (index < value.shape[-1])).all()):

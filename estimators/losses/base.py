@@ -21,8 +21,8 @@ from flatroll.estimators.masked import (
     mask_and,
     masked_mean,
     on_host,
-    without_rubbish,
     zero_masked,
+    zero_padding,
 )
 from flatroll.layout import checks
 from flatroll.layout.boundaries import run_starts, steps_into_run
@@ -48,7 +48,7 @@ from flatroll.layout.tensordict_seam import get_entry, shallow_copy
 
 N = TypeVar("N", bound=nn.Module)
 
-#: Names of a loss's entries that stand under ``"next"``.
+#: Names of a loss's entries under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
 
 
@@ -57,13 +57,12 @@ class LossInputs:
     """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
 
     Attributes:
-        batch: the batch as it came, ``[*B]``.
-        readable: what networks read: the batch, or, if it has padding, a shallow copy with 0 there in what they read,
-            whatever the batch holds.
+        batch: the original batch, ``[*B]``.
+        readable: the networks' input: the batch, or, if it has padding, a shallow copy with zeros there.
         mask: bool ``[*B]``, the rows that count; None means all True.
-        unknown: bool ``[*B]``, the rows whose next observation nobody knows; None means all False.
-        real: bool ``[*B]``, the rows that neither padding nor an estimator left out; None means all True.
-        finite: next observations, by the key of their root entry, in which there is no NaN.
+        unknown: bool ``[*B]``, rows whose next observation is unknown; None means all False.
+        real: bool ``[*B]``, rows that are neither padding nor excluded by an estimator; None means all True.
+        finite: next observations without NaN, by the key of their root entry.
     """
 
     batch: TensorDictBase
@@ -75,7 +74,7 @@ class LossInputs:
 
     @cached_property
     def work(self) -> TensorDictBase:
-        """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
+        """A shallow copy of :attr:`readable` for networks to write into: a critic may read the actor's outputs."""
         return shallow_copy(self.readable)
 
 
@@ -84,10 +83,10 @@ class NetworkParameters:
 
     A new :class:`~tensordict.nn.TensorDictParams` of the same tensors at each access, so that an optimizer of
     ``loss.critic_network_params.parameters()`` trains the network. ``target_<name>_params`` are those of the target
-    copy, or, if the loss has none, the network's own without gradients. None where there is no such network.
+    copy or, without one, the network's own without gradients. None if there is no such network.
 
-    With ``separate_losses=True`` the actor alone trains what a critic shares with it: there the critic's entry is the
-    tensor without gradient. Critics of a :func:`~flatroll.estimators.critic_ensemble` are entries by number.
+    With ``separate_losses=True`` only the actor trains shared parameters: the critic's entries for them are detached.
+    Critics of a :func:`~flatroll.estimators.critic_ensemble` are indexed by number.
 
     >>> class NetworkLoss(LossModule):
     ...     network_params = NetworkParameters()
@@ -118,7 +117,7 @@ class NetworkParameters:
 
 
 class LossModule(TensorDictModuleBase):
-    """Base of all losses: configurable keys, the mask of valid rows, and the reduction.
+    """Base class of all losses: configurable keys, the mask of valid rows, and the reduction.
 
     A subclass defines ``forward(batch)``, which returns a tensordict of losses, and calls :meth:`inputs_of` in it.
 
@@ -130,8 +129,8 @@ class LossModule(TensorDictModuleBase):
     Args:
         reduction: ``"mean"`` over the rows that count, ``"sum"`` of them, or ``"none"``: one number per row ``[*B]``,
             0 in rows that do not count. Default: ``"mean"``, also for None.
-        burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks. They
-            count nowhere in the loss, and no gradient flows through them. Default: 0.
+        burn_in: rows at the beginning of each run (slice) that only warm up recurrent networks. They are excluded
+            from the loss, and no gradient flows through them. Default: 0.
         diagnostics: whether to compute and return numbers to log besides the losses; kept as ``with_diagnostics``,
             which may be changed between calls. Default: True.
 
@@ -155,7 +154,7 @@ class LossModule(TensorDictModuleBase):
         tensor(2.)
     """
 
-    #: Each name that :meth:`set_keys` takes, and the entry that it stands for until then.
+    #: The names accepted by :meth:`set_keys`, with their default entries.
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
         "action": ACTION,
         "reward": "reward",
@@ -167,7 +166,7 @@ class LossModule(TensorDictModuleBase):
         "valid": VALID,
     }
 
-    #: Entries without a name in :meth:`set_keys` that a call by keyword may give, too.
+    #: Further entries that a call by keyword may pass.
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (NEXT_KNOWN,)
 
     def __init__(
@@ -182,9 +181,9 @@ class LossModule(TensorDictModuleBase):
         self.burn_in = checks.whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
         self.tensor_keys = KeyNames(self.default_keys)
-        self.in_keys = []  # a subclass may name what it reads and writes
+        self.in_keys = []  # a subclass may declare its keys
         self.out_keys: list[Any] = []
-        #: How many of the out_keys a call by keyword returns; None, all.
+        #: Number of out_keys that a call by keyword returns; None for all.
         self.tuple_length: int | None = None
 
     # overridden for the setter: what a call by keyword accepts follows the entries that are read
@@ -215,7 +214,7 @@ class LossModule(TensorDictModuleBase):
             if tensordict is not None and not isinstance(tensordict, Tensor):
                 checks.need_rows(tensordict)
             columns = () if tensordict is None else (tensordict, *args)
-            return self._of_columns(*columns, **entries)
+            return self._call_on_columns(*columns, **entries)
         if torch.compiler.is_compiling():
             losses = super().__call__(tensordict, *args, **entries)
         else:
@@ -235,7 +234,7 @@ class LossModule(TensorDictModuleBase):
 
     # builds the tensordict, and the tuple
     @dispatch(source="_keyword_keys", dest="_tuple_keys")  # type: ignore[untyped-decorator]
-    def _of_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
+    def _call_on_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
         """Compute the losses of tensors by keyword."""
         if unknown:
             raise TypeError(
@@ -246,7 +245,7 @@ class LossModule(TensorDictModuleBase):
 
     @override
     def select_out_keys(self, *out_keys: NestedKey) -> Self:
-        """Return only these losses and diagnostics from now on; :meth:`reset_out_keys` undoes it.
+        """Return only these losses and diagnostics from now on; :meth:`reset_out_keys` reverts it.
 
         Raises:
             ValueError: the loss does not write one of them.
@@ -271,16 +270,16 @@ class LossModule(TensorDictModuleBase):
                 ``terminated`` are read under ``"next"``.
 
         Raises:
-            ValueError: there is no such key.
+            ValueError: a name is unknown.
         """
         self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         self.in_keys = self.in_keys  # a subclass that names its entries does so again afterwards
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
-        """Return ``batch`` ``[*B]`` with the mask of its valid rows: not padding, not burn-in.
+        """Return ``batch`` ``[*B]`` with the mask of its valid rows, which excludes padding and burn-in.
 
-        A row counts if ``("collector", "mask")`` and ``"shifted_valid"`` (what an estimator left valid) are True there,
-        as far as the batch has them, and if ``burn_in`` rows of its run stand before it.
+        A row counts if ``("collector", "mask")`` and ``"shifted_valid"`` (written by estimators) are True or missing,
+        and if at least ``burn_in`` rows of its run precede it.
 
         Raises:
             ValueError: there are no rows at all.
@@ -294,7 +293,7 @@ class LossModule(TensorDictModuleBase):
                 mask = mask_and(mask, marker(batch, key))
         real = mask
         if self.burn_in:
-            # from the row number burn_in of each run on (the first one has number 0)
+            # from row burn_in of each run on, counted from 0
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
             mask = mask_and(mask, warm)
             if on_host(warm) and not bool(warm.any()):
@@ -303,7 +302,7 @@ class LossModule(TensorDictModuleBase):
                     "is 0: draw longer slices or burn in fewer rows"
                 )
         padded = real is not None and get_entry(batch, keys["mask"]) is not None
-        readable = without_rubbish(batch, keys["mask"], self.in_keys) if padded else batch
+        readable = zero_padding(batch, keys["mask"], self.in_keys) if padded else batch
         return LossInputs(batch, readable, mask, real=real)
 
     @property
@@ -325,7 +324,7 @@ class LossModule(TensorDictModuleBase):
         """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.
 
         Raises:
-            KeyError: it is missing; the text names what writes it.
+            KeyError: it is missing; the message names what writes it.
         """
         value: Tensor | None = get_entry(inputs.batch, self.key(name))
         if value is None:
@@ -425,11 +424,11 @@ class LossModule(TensorDictModuleBase):
             coefficients[name].fill_(value)
 
     def reset(self) -> None:
-        """Bring what the loss adapted itself back to the start; most losses adapt nothing."""
+        """Reset adaptive coefficients to their initial values; most losses have none."""
 
     @override
     def reset_parameters_recursive(self, parameters: TensorDictBase | None = None) -> TensorDictBase | None:
-        """Initialise all networks anew; the target copies become copies of the new ones."""
+        """Reinitialise all networks and copy them into their target copies."""
         made: TensorDictBase | None = super().reset_parameters_recursive(parameters)
         if parameters is None:
             for network, target in self.delayed_networks().values():
@@ -443,7 +442,7 @@ class LossModule(TensorDictModuleBase):
 
 
 def copy_network(network: N) -> N:
-    """A deep copy that shares running statistics with ``network``: there is one of these, which its owner updates."""
+    """Return a deep copy that shares running statistics with ``network``, which are updated by their owner."""
     return deepcopy(network, {id(part): part for part in network.modules() if isinstance(part, Moments)})
 
 
@@ -462,7 +461,7 @@ def target_copy(network: N) -> N:
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """List the parameters and buffers of a network, each once."""
-    # by identity: what two modules share is listed once. Module.parameters() walks, too, but makes names on the way
+    # by identity: shared tensors are listed once. Module.parameters() would also build names
     modules: dict[nn.Module, None] = {}
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
@@ -493,7 +492,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     >>> layer.weight.grad is None, action.grad is None
     (True, False)
     """
-    # what was frozen before stays so afterwards
+    # parameters frozen before stay frozen afterwards
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -505,7 +504,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 class Frozen:
-    """A network that trains none of its parameters, inside ``torch.compile``, which cannot follow :func:`frozen`."""
+    """A network with detached parameters, for ``torch.compile``, which does not support :func:`frozen`."""
 
     def __init__(self, network: TensorDictModuleBase) -> None:
         self.network, self.out_keys = network, network.out_keys
@@ -524,7 +523,7 @@ def shared_parameters(network: nn.Module, other: nn.Module) -> list[nn.Parameter
 
 
 class TargetNetUpdater:
-    """Base of the updaters: moves each network's target copy in a loss that has some."""
+    """Base class of the updaters of a loss's target copies."""
 
     def __init__(self, loss_module: LossModule) -> None:
         if not isinstance(loss_module, LossModule):
@@ -548,7 +547,7 @@ class TargetNetUpdater:
 
     @torch.no_grad()
     def _move(self, share: float) -> None:
-        """Move the parameters of the copies by ``share`` of the way; buffers are copied."""
+        """Move the copies' parameters by the fraction ``share`` towards the networks'; copy buffers."""
         for source, target in self.loss_module.delayed_networks().values():
             (learned, read), (followers, copies) = map(parameters_and_buffers, (source, target))
             if followers:  # target += share * (network - target), all parameters in one call
@@ -571,11 +570,11 @@ class SoftUpdate(TargetNetUpdater):
 
     Args:
         loss_module: a loss with target copies.
-        eps: share of the old target, in [0, 1].
-        tau: share of the network, ``1 - eps``. One of the two must be given.
+        eps: weight of the old target, in [0, 1].
+        tau: weight of the network, ``1 - eps``. Exactly one of the two is required.
 
     Raises:
-        ValueError: no target copy; both or none of ``eps`` and ``tau``; one outside [0, 1].
+        ValueError: there is no target copy; both or none of ``eps`` and ``tau`` are given, or one is outside [0, 1].
 
     Example:
         >>> from flatroll.estimators import DQNLoss

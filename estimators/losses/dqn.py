@@ -27,11 +27,11 @@ from flatroll.modules import set_recurrent_mode
 
 
 class DQNLoss(OffPolicyLoss):
-    """Q-learning: the distance of ``Q(s, a)`` to ``r + gamma * max_b Q'(s', b)``, r alone where terminated.
+    """Q-learning: the distance of ``Q(s, a)`` to ``r + gamma * max_b Q'(s', b)``, or to ``r`` where terminated.
 
-    ``Q'`` is a delayed copy of the network. Rows may come in any order (``RandomSampler``). A recurrent network
-    needs slices: it and its copy run once over each slice and the observation behind it, from the state stored
-    in its first row, and the first ``burn_in`` rows only warm the memory up.
+    ``Q'`` is a delayed copy of the network. Rows may come in any order (``RandomSampler``). A recurrent network needs
+    slices: the network and its copy run once over each slice and its final next observation, from the state stored in
+    the first row, and the first ``burn_in`` rows only warm up the state.
 
     Args:
         value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
@@ -41,22 +41,21 @@ class DQNLoss(OffPolicyLoss):
         delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
-        double_dqn: the network chooses the next action, the copy says its value. Default: False.
+        double_dqn: the network selects the next action, the copy evaluates it. Default: False.
         action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
-            such actions. Default: what the shape of the action says.
+            such actions. Default: inferred from the action's shape.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
-    Where the batch has an ``"action_mask"``, the maximum is one over the legal actions of the next state,
-    ``("next", "action_mask")`` ``[*B, A]``. (A network that reads the mask, as `flatroll.modules.q_network` does, says
-    so itself.)
+    If the batch has an ``"action_mask"``, the maximum is over the legal actions of the next state, ``("next",
+    "action_mask")`` ``[*B, A]``, unless the network applies the mask itself, like `flatroll.modules.q_network`.
 
     Writes ``loss``, and detached means ``pred_value`` and ``target_value``. Into the batch it writes
-    ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer. It is 0 in rows that stand for no
-    transition, such as padding, and where the next observation is unknown.
+    ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer. It is 0 in rows without a transition,
+    such as padding, and where the next observation is unknown.
 
     Raises:
-        TypeError: ``value_network`` is no module.
+        TypeError: ``value_network`` is not a module.
         ValueError: ``double_dqn`` without ``delay_value``, an unknown choice, or shapes that do not match.
 
     Example:
@@ -138,7 +137,7 @@ class DQNLoss(OffPolicyLoss):
         Recurrent networks run in recurrent mode, whatever the mode around the call.
 
         Raises:
-            KeyError: an entry is missing; the text says what writes it.
+            KeyError: an entry is missing; the message names what writes it.
         """
         inputs = self.transitions(tensordict, self._network_inputs.observed)
         with set_recurrent_mode(True, burn_in=self.burn_in):
@@ -152,13 +151,13 @@ class DQNLoss(OffPolicyLoss):
         return nest(losses)
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
+        """Return values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
         online, target, reads = self.value_network, self.target_value_network, self._network_inputs
         target, observed = online if target is None else target, reads.observed
         if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
-        with torch.no_grad():  # double DQN: the network chooses the next action, its copy says its value
+        with torch.no_grad():  # double DQN: the network selects the next action, its copy evaluates it
             after = self.next_entries(inputs, observed)
             choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
             (next_value,) = self.critic_values([target], after, "value_network")
@@ -166,7 +165,7 @@ class DQNLoss(OffPolicyLoss):
             return value, next_state_value(masked(next_value, legal), masked(choice, legal))
 
     def _values_of_runs(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """The same from one pass over the runs, each followed by the observation behind its last row."""
+        """Do the same in one pass over the runs, each followed by its final next observation."""
         if inputs.batch.get(STEPS, None) is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its next observations lie several rows ahead, and a recurrent "
@@ -184,20 +183,21 @@ class DQNLoss(OffPolicyLoss):
         return online.value, next_state_value(masked(next_value, legal), chosen_by)
 
     def _legal(self, inputs: LossInputs) -> Tensor | None:
-        """Which actions are legal in each row's next state, bool ``[*B, A]``; None: all are, or the network says so."""
+        """Return the legal actions in each row's next state, bool ``[*B, A]``; None if all, or masked by the
+        network."""
         key = self.key("action_mask")
         if get_entry(inputs.batch, key) is None or key in self._network_inputs.observed:
             return None
         return require(inputs.batch, next_key(key)).bool()
 
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
-        """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
+        """Return action values of each row and of its next state; rows with a warning are excluded."""
         reads = NetworkInputs.of(network, self.key("is_init"))
         return state_values(ValueInputs(reads, self.key("action_value"), batch, at, shifted=True))
 
 
 def masked(value: Tensor | None, legal: Tensor | None) -> Any:
-    """Values ``[*B, A]`` with the lowest number for illegal actions, but in rows that have no legal one.
+    """Set the values ``[*B, A]`` of illegal actions to the lowest number, except in rows without a legal action.
 
     >>> masked(torch.tensor([[1.0, 9.0]]), torch.tensor([[True, False]])).argmax(-1)
     tensor([0])
@@ -209,14 +209,14 @@ def masked(value: Tensor | None, legal: Tensor | None) -> Any:
             f"the next action_mask must have shape {tuple(value.shape)}, one number for each action, got "
             f"{tuple(legal.shape)}"
         )
-    # A final state may have no legal action, and its value does not count.
+    # A final state may have no legal action; its value is not used.
     return value.where(legal | ~legal.any(-1, keepdim=True), torch.finfo(value.dtype).min)
 
 
 def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:
-    """Return the next state's value ``[*B]``: that of its best action, given values ``[*B, A]``.
+    """Return the next state's value ``[*B]``, that of its best action, from values ``[*B, A]``.
 
-    ``choice`` ``[*B, A]``, other values of the same actions, says which action is the best; None: ``value`` does.
+    ``choice`` ``[*B, A]``, other values of the same actions, selects the best action; default ``value``.
     """
     if choice is None:
         return value.amax(-1)

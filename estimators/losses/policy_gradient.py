@@ -1,4 +1,4 @@
-"""Losses of an actor and its critic: their base, PPO, clipped PPO, PPO with a penalty, A2C and REINFORCE."""
+"""Actor-critic losses: their base class, PPO, clipped PPO, PPO with a KL penalty, A2C and REINFORCE."""
 
 import inspect
 import math
@@ -59,7 +59,7 @@ Coefficient: TypeAlias = float | Tensor
 
 
 class CriticOptions(TypedDict, total=False):
-    """Options of every policy-gradient loss; :class:`PolicyGradientLoss` says what they mean."""
+    """Options of every policy-gradient loss; :class:`PolicyGradientLoss` documents them."""
 
     actor: TensorDictModuleBase | None
     critic: TensorDictModuleBase | None
@@ -83,10 +83,10 @@ class PolicyOptions(CriticOptions, total=False):
     samples_mc_entropy: int
 
 
-#: What the losses without an entropy term refuse: the names in `PolicyOptions`, and one that other libraries use.
+#: Arguments refused by losses without an entropy term: those of `PolicyOptions`, and another library's name.
 _OF_ENTROPY = ("entropy_bonus", "entropy_coeff", "entropy_coef", "samples_mc_entropy")
 
-#: Arguments that have another name or place here, and where.
+#: Arguments with another name or place here, and which.
 _ELSEWHERE = {
     "entropy_coef": "entropy_coeff=",
     "critic_coef": "critic_coeff=",
@@ -99,7 +99,7 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
-    """Raise TypeError if there are unknown arguments, naming the loss, the argument, and what may have been meant.
+    """Raise TypeError for unknown arguments, with a suggestion.
 
     >>> refuse_unknown(3, {"gamma": 0.9})
     Traceback (most recent call last):
@@ -124,7 +124,7 @@ def check_networks(
     """Return actor and critic, each given by either of its two names.
 
     Raises:
-        TypeError: one is given by both names, the actor is missing, or one is no network of its kind.
+        TypeError: one is given by both names, the actor is missing, or one is not a suitable network.
     """
     for name, by_name, short, by_short in (
         ("actor_network", actor_network, "actor", actor),
@@ -142,7 +142,7 @@ def check_networks(
 
 
 def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
-    """Return the largest move of a value, above 0; None where none is set.
+    """Return the clipping distance of values, above 0; None if not set.
 
     Raises:
         ValueError: it is True, or not above 0.
@@ -162,7 +162,7 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
 def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = False) -> dict[str, Coefficient]:
     """Return the limits of probability ratios by the names of their buffers: one of both sides, or a pair.
 
-    With ``single``, ``clip_value=True`` asks for one.
+    ``single``: ``clip_value=True`` requires a single limit.
 
     Raises:
         ValueError: it is no number or pair, not above 0, or reaches 1 on the lower side.
@@ -177,7 +177,7 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
     for number in numbers.values():
         checks.number("clip_epsilon", number)
-    low, *_, high = 2 * (*numbers.values(),)  # one number is both
+    low, *_, high = 2 * (*numbers.values(),)  # one number sets both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
     if single and len(numbers) > 1:
@@ -186,10 +186,10 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
 
 
 def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[NestedKey, float]:
-    """Return a copy with each key of an action's part in its plain form.
+    """Return a copy with normalised keys of the action's parts.
 
     Raises:
-        ValueError: there are none, or one is not a finite number.
+        ValueError: it is empty, or a value is not a finite number.
     """
     numbers: dict[NestedKey, float] = {}
     for key, number in coefficients.items():
@@ -206,10 +206,10 @@ def weighted_entropy(
 ) -> Tensor:
     """Add up the entropies ``[*B]`` of an action's parts, each times its own coefficient.
 
-    A part is named by its action's key, or by the key of its log-probability (``"..._log_prob"``).
+    A part is named by the key of its action or of its log-probability (``"..._log_prob"``).
 
     Raises:
-        KeyError: a part has no coefficient, or a coefficient no part.
+        KeyError: parts and coefficients do not match.
 
     >>> parts = {("arm", "action"): torch.tensor([1.0]), ("leg", "action"): torch.tensor([10.0])}
     >>> weighted_entropy(parts, {("arm", "action"): 0.5, ("leg", "action_log_prob"): 0.1})
@@ -237,31 +237,32 @@ class PolicyGradientLoss(LossModule):
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, e.g. a
             ``ProbabilisticTensorDictSequential``.
-        critic_network: tensordict module that writes the value ``[*B, 1]``; it may read what the actor wrote (a shared
+        critic_network: tensordict module that writes the value ``[*B, 1]``; it may read the actor's outputs (a shared
             trunk that runs once). Default: no critic loss.
-        actor, critic: other names of these two.
+        actor, critic: aliases of these two.
         entropy_bonus: add the entropy term. Default: True.
         entropy_coeff: factor of the entropy; of an action of several parts, also a mapping with a number for each
             part's key. Default: 0.01.
-        samples_mc_entropy: samples per row where the distribution has no closed form. Default: 1.
+        samples_mc_entropy: samples per row if the entropy has no closed form. Default: 1.
         critic_coeff: factor of the critic loss; None leaves it out. Default: 1.
         loss_critic_type: ``"l1"``, ``"l2"`` or ``"smooth_l1"``. Default: ``"smooth_l1"``.
-        clip_value: largest move of the value away from the one in the batch, above 0; the larger of the clipped and
-            the plain critic loss counts. Default: None, no clipping; so does False.
-        normalize_advantage: zero mean and unit deviation of the advantage over the rows that count. Default: False.
-        separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
+        clip_value: clipping distance of the value from the one in the batch, above 0; the larger of the clipped and
+            the unclipped critic loss is used. Default: None (or False), no clipping.
+        normalize_advantage: normalise the advantage to zero mean and unit deviation over the rows that count.
+        Default: False.
+        separate_losses: the critic loss does not train parameters shared with the actor. Default: False.
         burn_in, reduction, diagnostics: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``, True.
-        functional: kept as an attribute. The loss calls the networks themselves either way, so that they may be
-            wrapped (DDP) or compiled, and has ``actor_network_params`` and ``critic_network_params`` either way.
-        device: of the coefficients. Default: that of the first parameter.
+        functional: stored as an attribute, without effect: the loss always calls the networks themselves, so they may
+            be wrapped (DDP) or compiled, and always has ``actor_network_params`` and ``critic_network_params``.
+        device: device of the coefficients. Default: that of the first parameter.
 
     The coefficients ``entropy_coeff``, ``critic_coeff`` and ``clip_value`` are buffers, which a schedule may change:
     see :meth:`~flatroll.estimators.LossModule.register_coeff_buffer`. The keys of the action and its log-probability
     are those that the actor writes, until :meth:`set_keys` says otherwise; of an action of several parts, lists.
 
     Raises:
-        TypeError: no actor, a network given by both names, an actor without ``get_dist``, a critic that is no
-            tensordict module, or an unknown argument.
+        TypeError: the actor is missing or has no ``get_dist``, a network is given by both names, the critic is not a
+            tensordict module, or an argument is unknown.
         ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0, a coefficient that is no finite
             number; in ``forward``, an action of the wrong shape.
 
@@ -289,14 +290,14 @@ class PolicyGradientLoss(LossModule):
         "value_target": "value_target",
         "value": "state_value",
     }
-    #: What the loss reads besides what its networks read, by the names of :meth:`set_keys`: ``"sample_log_prob"``, not
-    #: ``"action_log_prob"``. Every loss reads the advantage, so a subclass that reads more lists it, too.
+    #: Entries that the loss itself reads, by their names in :meth:`set_keys`: ``"sample_log_prob"``, not
+    #: ``"action_log_prob"``. A subclass that reads more also lists the advantage.
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
     #: The diagnostics that :meth:`objective` reports.
     diagnostics: ClassVar[tuple[str, ...]] = ()
-    #: What a call by keyword returns, in this order, as far as the loss writes it; None: all that it writes.
+    #: Results of a call by keyword, in this order, if the loss writes them; None for all.
     tuple_order: ClassVar[tuple[str, ...] | None] = None
-    #: What the losses of policy and critic are called.
+    #: Names of the policy and critic losses.
     loss_names: ClassVar[tuple[str, str]] = ("loss_objective", "loss_critic")
 
     actor_network_params = NetworkParameters()
@@ -353,7 +354,7 @@ class PolicyGradientLoss(LossModule):
         self.loss_critic_type: Distance = loss_critic_type
         self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
         self.functional = functional
-        # past nn.Module.__setattr__: the estimator's networks are not this module's own
+        # bypass nn.Module.__setattr__: the estimator's networks are not submodules
         self.__dict__["value_estimator"] = None
         self._name_outputs()
         self.set_keys(**keys_written_by(self.actor_network))
@@ -397,14 +398,14 @@ class PolicyGradientLoss(LossModule):
     def make_value_estimator(self, value_type: Kind | None = ValueEstimators.GAE, **hyperparams: Any) -> Self:
         """Choose the value estimator that computes advantages for batches without them.
 
-        Each call of the loss then evaluates the batch anew, on the networks as they are, without gradients.
-        A batch that has an advantage keeps it. To estimate once for many updates, call an estimator yourself.
+        Each call of the loss then computes advantages with the current networks, without gradients. A batch that has
+        an advantage keeps it. To estimate once for several updates, call an estimator yourself.
 
         Args:
-            value_type: a name, e.g. ``"gae"``, a class, or an estimator that is ready. Default: GAE, also for None.
+            value_type: a name, e.g. ``"gae"``, a class, or an estimator. Default: GAE, also for None.
             hyperparams: arguments of the estimator. Default: ``gamma=0.99``, ``lmbda=0.95``, and the critic
-                of this loss as ``value_network``. A critic that only reads what the actor wrote cannot stand
-                alone: give a ``value_network`` that can.
+                of this loss as ``value_network``. If the critic needs the actor's outputs, pass another
+                ``value_network``.
 
         Returns:
             the loss itself.
@@ -438,13 +439,13 @@ class PolicyGradientLoss(LossModule):
         """Compute the losses of a batch ``[N]`` or ``[*B, T]``, which stays unchanged.
 
         Recurrent networks run in recurrent mode, whatever the mode around the call. Rows at which
-        ``("collector", "mask")`` or ``"shifted_valid"`` is False count nowhere.
+        ``("collector", "mask")`` or ``"shifted_valid"`` is False are excluded.
 
         Returns:
             tensordict of the losses, whose sum is to be minimised, and detached diagnostics.
 
         Raises:
-            KeyError: an entry is missing; the text says what writes it.
+            KeyError: an entry is missing; the message names what writes it.
         """
         batch = tensordict
         if self.value_estimator is not None and get_entry(batch, self.key("advantage")) is None:
@@ -459,7 +460,7 @@ class PolicyGradientLoss(LossModule):
         if self.normalize_advantage and advantage.numel() > 1:
             advantage = standardized(advantage, inputs.mask)
         with set_recurrent_mode(True, burn_in=self.burn_in):
-            # the critic may read what the actor wrote
+            # the critic may read the actor's outputs
             critic = None if self.critic_coeff is None else self.critic_network
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
@@ -494,7 +495,7 @@ class PolicyGradientLoss(LossModule):
             if critic is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, critic, after_actor)
                 weight = as_number(cast(Tensor, self.critic_coeff))
-                is_one = isinstance(weight, float) and weight == 1.0  # a device is not asked
+                is_one = isinstance(weight, float) and weight == 1.0  # on a device this would sync
                 losses[critic_name] = critic_loss if is_one else weight * critic_loss
                 diagnostics |= of_critic
         if self.with_diagnostics:
@@ -504,7 +505,7 @@ class PolicyGradientLoss(LossModule):
     def _critic_loss(
         self, inputs: LossInputs, critic: TensorDictModuleBase, after_actor: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the critic, reduced, and diagnostics; it may read what the actor wrote into ``after_actor``."""
+        """Return the reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
         after_actor = after_actor.detach() if self.separate_losses else after_actor
@@ -512,9 +513,7 @@ class PolicyGradientLoss(LossModule):
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
         with apart:
-            column = call_for(
-                critic, after_actor, key
-            )  # a value that came with the batch is not the critic's
+            column = call_for(critic, after_actor, key)  # a value already in the batch is not the critic's
         if column is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
@@ -531,7 +530,7 @@ class PolicyGradientLoss(LossModule):
             return DISTANCES[self.loss_critic_type](value, target), diagnostics  # one pass with the mean
         loss = distance(value, target, self.loss_critic_type)
         if most is not None:
-            # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
+            # use the larger of the two losses: no gain from moving further than clip_value from the sampled value
             sampled = self.column(inputs, "value")
             moved = value - sampled
             most = as_number(most)
@@ -544,8 +543,8 @@ class PolicyGradientLoss(LossModule):
 class PPOLoss(PolicyGradientLoss):
     """Importance-weighted policy gradient: ``-ratio * advantage`` per row.
 
-    ``ratio`` is the probability of the action under the actor over the one it was sampled with. A flat batch
-    goes through recurrent actors and critics as it is.
+    ``ratio`` is the probability of the action under the actor over the one it was sampled with. Recurrent actors and
+    critics accept flat batches.
 
     Args:
         actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
@@ -587,7 +586,7 @@ class PPOLoss(PolicyGradientLoss):
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
         """Return the log of the probability ratio new / old policy ``[*B]``; 0 where the mask is False.
 
-        What the policy wrote when it acted may be one entry for each part of an action: then they add up.
+        The sampled log-probability may have one entry per part of the action; these are summed.
         """
         key: Any = self.tensor_keys["sample_log_prob"]
         names = key if isinstance(key, list) else [key]
@@ -610,12 +609,12 @@ class ClipPPOLoss(PPOLoss):
         actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
         clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2. It is a buffer, which a schedule may change;
             a pair is two, ``clip_epsilon_low`` and ``clip_epsilon_high``.
-        clip_value: as for the others; True takes ``clip_epsilon``. Default: None, any move.
+        clip_value: as for the other losses; True means ``clip_epsilon``. Default: None, no clipping.
 
     Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
 
     Raises:
-        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, or ``clip_value=True`` with a pair.
+        ValueError: ``clip_epsilon`` is not positive or its lower side reaches 1, or ``clip_value=True`` with a pair.
 
     Example:
         >>> from tensordict import TensorDict
@@ -683,8 +682,7 @@ class ClipPPOLoss(PPOLoss):
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
         least, most = log1p(-low), log1p(high)  # log(1 - low), log(1 + high)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
-        # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
-        # gradient (inf * 0).
+        # Clamp the logarithm, before exp: otherwise an overflowing ratio at the limit gives a NaN gradient (inf * 0).
         free, negative = log_ratio.detach(), advantage < 0
         lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
         highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
@@ -705,10 +703,10 @@ class KLPENPPOLoss(PPOLoss):
 
     Args:
         actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
-        dtarg: divergence aimed at. Default: 0.01.
-        beta: factor of the penalty to start with. Default: 1.
+        dtarg: target divergence. Default: 0.01.
+        beta: initial factor of the penalty. Default: 1.
         increment, decrement: factors of ``beta``, at least 1 and at most 1. Default: 2 and 0.5.
-        samples_mc_kl: samples per row where the divergence has no closed form. Default: 1.
+        samples_mc_kl: samples per row if the divergence has no closed form. Default: 1.
 
     Writes what :class:`PPOLoss` writes, and ``kl``, the mean divergence.
 
@@ -852,8 +850,8 @@ class ReinforceLoss(PolicyGradientLoss):
     Args:
         actor_network: tensordict module with ``get_dist(batch)``.
         critic_network: tensordict module that writes the value, the baseline. Default: no critic loss.
-        delay_value: advantages that the loss itself computes (``make_value_estimator``) come from a delayed
-            copy of the critic, ``target_critic_network``, which :class:`~flatroll.estimators.SoftUpdate` or
+        delay_value: the loss computes advantages (``make_value_estimator``) with a delayed copy of the critic,
+            ``target_critic_network``, which :class:`~flatroll.estimators.SoftUpdate` or
             :class:`~flatroll.estimators.HardUpdate` moves. Default: False.
         options: ``critic_coeff``, ``loss_critic_type``, ``clip_value``, ``normalize_advantage``, ``separate_losses``,
             ``burn_in`` and ``reduction``: see :class:`~flatroll.estimators.PolicyGradientLoss`.

@@ -1,4 +1,4 @@
-"""Soft actor-critic, of continuous and of discrete actions."""
+"""Soft actor-critic for continuous and for discrete actions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ Number: TypeAlias = float | Tensor
 
 
 class SACOptions(TypedDict, total=False):
-    """Options of both losses; :class:`SACLoss` says what they mean."""
+    """Options of both losses; :class:`SACLoss` documents them."""
 
     num_qvalue_nets: int
     loss_function: Distance
@@ -74,7 +74,7 @@ class SoftActorCritic(OffPolicyLoss):
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
         **OffPolicyLoss.default_keys,
         "value": "state_value",  # of a value_network
-        "log_prob": "action_log_prob",  # read by nothing here; scripts set it
+        "log_prob": "action_log_prob",  # unused here; scripts set it
     }
     log_alpha: Tensor
     target_entropy: Any  # a number, a buffer or "auto"
@@ -132,7 +132,7 @@ class SoftActorCritic(OffPolicyLoss):
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
         self.target_actor_network = target_copy(actor_network) if delay_actor else None
         self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
-        # the logarithm learns: alpha stays positive, whatever the step
+        # the logarithm is trained, so alpha stays positive
         log_alpha = torch.tensor(math.log(alpha_init))
         if fixed_alpha:
             self.register_buffer("log_alpha", log_alpha)
@@ -167,7 +167,7 @@ class SoftActorCritic(OffPolicyLoss):
         actor: Any = self.actor_network
         made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
         read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
-        # what stands in the batch at the root and under "next"; the rest the actor writes, or entries inside it
+        # entries in the batch at the root and under "next"; the actor writes the others
         self._observed: list[Any] = [
             key for key in read if not any(as_tuple(key) == names[: len(as_tuple(key))] for names in made)
         ]
@@ -186,17 +186,17 @@ class SoftActorCritic(OffPolicyLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Compute the losses of a batch ``[N]`` or ``[*B, T]``, and write ``"td_error"`` into the batch.
 
-        The gradient of each loss reaches its own networks only, so that their sum may be minimised.
+        Each loss only has gradients for its own networks, so their sum can be minimised.
 
         Raises:
-            KeyError: an entry is missing; the text says what writes it.
+            KeyError: an entry is missing; the message names what writes it.
         """
         inputs = self.transitions(tensordict, self._observed)
         actor, critics, targets = self.actor_network, self.qvalue_network, self.target_qvalue_network
         targets = critics if targets is None else targets
         with torch.no_grad():
             if self._bounds != (-math.inf, math.inf):
-                self.log_alpha.clamp_(*self._bounds)  # the optimizer may have left min_alpha, max_alpha
+                self.log_alpha.clamp_(*self._bounds)  # an optimizer step may exceed min_alpha, max_alpha
             alpha = as_number(self.alpha)
             after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
@@ -208,53 +208,53 @@ class SoftActorCritic(OffPolicyLoss):
                 raise self.missing(inputs, key, ACTION)
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
-        with self._apart(critics):
+        with self._detach_shared(critics):
             values = self.critic_values(critics, read)
-        chosen = [self._of_action(inputs, value) for value in values]  # of each critic, [*B]
+        chosen = [self._action_value(inputs, value) for value in values]  # of each critic, [*B]
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
-        aim = self._entropy_aim(inputs, values[0]) if isinstance(aim, str) else aim
+        aim = self._auto_target_entropy(inputs, values[0]) if isinstance(aim, str) else aim
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
-            # falls with log_alpha where the entropy is below its aim: alpha grows there
+            # decreases with log_alpha if the entropy is below its target: alpha then grows
             "loss_alpha": self.log_alpha * self.reduce(inputs, entropy - aim),
         }
         if self.with_diagnostics:
             losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
         return nest(losses | value_losses)
 
-    def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
-        """With ``separate_losses``: the loss of a network's values leaves a trunk that the actor has, too, alone."""
+    def _detach_shared(self, network: nn.Module) -> AbstractContextManager[None]:
+        """With ``separate_losses``: detach parameters shared with the actor from the value losses."""
         shared = self.separate_losses
         return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
 
     def _value_losses(
         self, inputs: LossInputs, work: TensorDictBase, dist: Distribution, alpha: float
     ) -> dict[str, Tensor]:
-        """Losses of further networks by name, reduced; ``dist`` is of the actor, which wrote into ``work``."""
+        """Return reduced losses of further networks by name; ``work`` contains the actor's outputs."""
         return {}
 
     def _next_value(
         self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList, alpha: float
     ) -> Tensor:
-        """Soft value of the next state, ``[*B]``: expected value of the actor's action, plus ``alpha * entropy``."""
+        """Return the next state's soft value ``[*B]``: the actor's expected value plus ``alpha * entropy``."""
         raise NotImplementedError(f"{type(self).__name__} must define _next_value")
 
-    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
-        """The value ``[*B]`` of the batch's action, of what a critic wrote; a critic that read it wrote that."""
+    def _action_value(self, inputs: LossInputs, value: Tensor) -> Tensor:
+        """Return the value ``[*B]`` of the batch's action from a critic's output."""
         return value
 
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        """Loss of the actor and (expected) log-probability of its actions, both ``[*B]``."""
+        """Return the actor's loss and the (expected) log-probability of its actions, both ``[*B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
 
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
-        """The entropy that ``target_entropy="auto"`` aims at."""
-        raise NotImplementedError(f"{type(self).__name__} must define _entropy_aim")
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
+        """Return the target of ``target_entropy="auto"``."""
+        raise NotImplementedError(f"{type(self).__name__} must define _auto_target_entropy")
 
 
 class SACLoss(SoftActorCritic):
@@ -271,22 +271,21 @@ class SACLoss(SoftActorCritic):
             is scored by its value before tanh, so that actions near -1 and 1 have the right log-probability. The
             parts of a ``CompositeDistribution`` count as independent.
         qvalue_network: tensordict module that reads the observation and ``"action"`` and writes
-            ``"state_action_value"`` ``[*B, 1]``; or a list of them. The smallest of their values counts.
+            ``"state_action_value"`` ``[*B, 1]``; or a list of them. The minimum of their values is used.
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
-            list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
+            list is used as it is. Critics may read the actor's outputs (a shared trunk). Default: 2.
         value_network: tensordict module that writes ``"state_value"`` ``[*B, 1]``. Default: None, no such network.
         loss_function, use_prioritized_weights, reduction, diagnostics: see
             :class:`~flatroll.estimators.OffPolicyLoss`. Default: ``"smooth_l1"``, ``"auto"``, ``"mean"``, True.
         alpha_init: first factor of the entropy. Default: 1.
-        min_alpha, max_alpha: bounds of it. Default: none.
-        fixed_alpha: leave the factor as it is. Default: False.
-        target_entropy: entropy that the factor aims at, a number or a tensor of one, which becomes a buffer. Default:
+        min_alpha, max_alpha: bounds of the factor. Default: none.
+        fixed_alpha: keep the factor constant. Default: False.
+        target_entropy: target of the entropy, a number or one-element tensor, which becomes a buffer. Default:
             ``"auto"``, minus the number of action dims.
         delay_actor, delay_qvalue, delay_value: whether targets come from target copies, ``target_actor_network``,
             ``target_qvalue_network`` and, of a ``value_network``, ``target_value_network``. Default: False, True, True.
-        separate_losses: the loss of the values leaves parameters that the actor has, too, alone. Default: False.
-        action_spec, skip_done_states, deactivate_vmap: change nothing. The number of action dims is that of the batch's
-            actions, the value behind a terminated row is never read, and there is no vmap.
+        separate_losses: the value losses do not train parameters shared with the actor. Default: False.
+        action_spec, skip_done_states, deactivate_vmap: accepted for compatibility, without effect.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -343,7 +342,7 @@ class SACLoss(SoftActorCritic):
         self.set_keys()
 
     def _state_value(self, network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor:
-        """What a value network writes for the rows of ``batch``, ``[*B]``."""
+        """Return a value network's output for the rows of ``batch``, ``[*B]``."""
         key = self.key("value")
         value = call_for(network, batch, key)
         if value is None:
@@ -366,7 +365,7 @@ class SACLoss(SoftActorCritic):
             dist = dist if delayed is None else distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
-        with self._apart(self.value_network):
+        with self._detach_shared(self.value_network):
             value = self._state_value(self.value_network, read)
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
 
@@ -381,12 +380,12 @@ class SACLoss(SoftActorCritic):
     def _soft_value(
         self, dist: Distribution, work: TensorDictBase, critics: nn.ModuleList, alpha: float
     ) -> Tensor:
-        """Smallest value of an action drawn from ``dist``, plus ``alpha`` times its surprise, ``[*B]``."""
-        with_action, log_prob = self._acted(dist, work)  # one sample for the expectation over actions
+        """Return the minimum value of a sampled action minus ``alpha`` times its log-probability, ``[*B]``."""
+        with_action, log_prob = self._sample_action(dist, work)  # one sample for the expectation over actions
         return self.minimum_value(critics, with_action) - alpha * log_prob
 
-    def _acted(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
-        """A shallow copy of the batch with an action drawn anew, and its log-probability ``[*B]``."""
+    def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+        """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
         copy, actions, log_probs = shallow_copy(work), self.keys_of("action"), []
         for key, part in components(dist).items():
             if not part.has_rsample:
@@ -405,8 +404,8 @@ class SACLoss(SoftActorCritic):
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        (with_action, log_prob), critics = self._acted(dist, work), self.qvalue_network
-        # gradients flow through the critics into the action, and stop there
+        (with_action, log_prob), critics = self._sample_action(dist, work), self.qvalue_network
+        # gradients flow through the critics into the action, not into their parameters
         if torch.compiler.is_compiling():
             value = self.minimum_value(
                 [cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action
@@ -417,8 +416,8 @@ class SACLoss(SoftActorCritic):
         return alpha * log_prob - value, log_prob
 
     @override
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
-        # minus the number of action dims: those behind the batch's multiplied, of all parts
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
+        # minus the number of action dims, summed over all parts
         rows, dims = inputs.batch.batch_size.numel(), 0
         for key in self.keys_of("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
@@ -438,10 +437,10 @@ class DiscreteSACLoss(SoftActorCritic):
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``logits``.
         qvalue_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a list of them.
         action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
-            such actions. Default: what the shape of the action says.
-        num_actions: changes nothing; the critics write as many values as there are actions.
-        target_entropy_weight: share of the largest entropy, ``log A``, that ``target_entropy="auto"`` aims at.
-            Default: 0.98.
+            such actions. Default: inferred from the action's shape.
+        num_actions: accepted for compatibility, without effect.
+        target_entropy_weight: ``target_entropy="auto"`` is this fraction of the maximum entropy ``log A``. Default:
+            0.98.
         options: see :class:`SACLoss`.
 
     Writes what :class:`SACLoss` writes.
@@ -493,7 +492,7 @@ class DiscreteSACLoss(SoftActorCritic):
         return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the expectation, exactly
 
     @override
-    def _of_action(self, inputs: LossInputs, value: Tensor) -> Tensor:
+    def _action_value(self, inputs: LossInputs, value: Tensor) -> Tensor:
         return value_of_action(value, self.entry(inputs, "action"), self.action_space)
 
     @override
@@ -502,13 +501,13 @@ class DiscreteSACLoss(SoftActorCritic):
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
-        value = reduce(torch.minimum, values).detach()  # the actor moves probabilities, not values
+        value = reduce(torch.minimum, values).detach()  # gradients for probabilities, not values
         loss = (probability * (alpha * log_prob - value)).sum(-1)
         return loss, (probability * log_prob).sum(-1)
 
     @override
-    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
-        return self.target_entropy_weight * math.log(value.shape[-1])  # log A: all actions alike
+    def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
+        return self.target_entropy_weight * math.log(value.shape[-1])  # log A: uniform actions
 
 
 def log_probabilities(dist: Distribution) -> Tensor:
@@ -518,6 +517,6 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
-    # logits may lack normalisation; never log(softmax), whose log(0) is -inf. That of an action that is masked out is
-    # -inf all the same: the bound, whose exp() is 0, keeps 0 * -inf = NaN out
+    # logits may not be normalised; log_softmax avoids log(0) = -inf. A masked action is -inf all the same: clamp it
+    # to a bound whose exp() is 0, since 0 * -inf = NaN
     return logits.log_softmax(-1).clamp(min=-(torch.finfo(logits.dtype).max ** 0.5))

@@ -17,7 +17,7 @@ from flatroll.estimators.masked import (
     mask_and,
     standardized,
     standardized_in_groups,
-    without_rubbish,
+    zero_padding,
 )
 from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.evaluate import (
@@ -415,7 +415,7 @@ class ValueEstimator(TensorDictModuleBase):
         grad, mask_key = self.differentiable and torch.is_grad_enabled(), self.places["mask"]
         if get_entry(series, mask_key) is not None:
             read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
-            series = without_rubbish(series, mask_key, read)
+            series = zero_padding(series, mask_key, read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             arguments = (series, factors, chunks, parameters, next_value, final)
             if is_tracing():
@@ -509,7 +509,7 @@ class ValueEstimator(TensorDictModuleBase):
             gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
             # one power for each row: a reward that spans k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
-        discounted = self._standardized(batch, reward, counted) if self.average_rewards else reward
+        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -524,7 +524,7 @@ class ValueEstimator(TensorDictModuleBase):
         )
         advantage, target = self.estimate(inputs)
         if self.standardize:
-            advantage = self._standardized(batch, advantage, counted)
+            advantage = self._standardize(batch, advantage, counted)
         if valid is not None:  # a row that does not count: no advantage, and its own value for a target
             rows = broadcast_like(valid, reward)
             advantage = advantage.masked_fill(~rows, 0.0)
@@ -554,7 +554,7 @@ class ValueEstimator(TensorDictModuleBase):
         if not counted and inputs is not None and get_entry(batch, keys["steps_to_next_obs"]) is None:
             check_observations(batch, at, inputs.observed)
 
-    def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
+    def _standardize(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
         """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""
         mask = expand_mask(counted, column)
         if self.group_key is None:

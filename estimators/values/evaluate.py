@@ -260,7 +260,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
-    observations = _flattened(inputs, network, root, following, from_final)
+    observations = _flatten(inputs, network, root, following, from_final)
     if next_value is not None:  # the rows alone: a stream behind which nothing is inserted
         stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
@@ -328,7 +328,7 @@ def _row_by_row(
     return Values(value, zeroed(next_value, at.terminated))
 
 
-def _flattened(
+def _flatten(
     inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
 ) -> Observations:
     """The observations with all batch dims as one, and what a memory reads besides."""

@@ -56,7 +56,7 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
     if len(gaps):
         row = int(gaps[0])
         raise ValueError(
-            f"{_named(batch, row)}: {step_key!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
+            f"{_name_row(batch, row)}: {step_key!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
         )
     return True
 
@@ -103,7 +103,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
         found = torch.stack([(root[:searched] == after[row]).all(1) for root, after in flat]).all(0)
         if bool(found.any()):
             raise ValueError(
-                f"{_named(batch, row)}: its next observation is that of row {int(found.nonzero()[0])}. {_WAY_OUT}"
+                f"{_name_row(batch, row)}: its next observation is that of row {int(found.nonzero()[0])}. {_WAY_OUT}"
             )
 
 
@@ -142,7 +142,7 @@ def _bits(column: Tensor) -> Array:
     return array
 
 
-def _named(batch: TensorDictBase, row: int) -> str:
+def _name_row(batch: TensorDictBase, row: int) -> str:
     """Say that a row, by its number among all, does not lead to the row behind."""
     *series, step = np.unravel_index(row, batch.batch_size)
     where = f" of series {tuple(map(int, series))}" if series else ""

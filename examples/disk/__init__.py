@@ -1,1 +1,1 @@
-"""Examples that keep what they collect."""
+"""Examples that save and resume."""

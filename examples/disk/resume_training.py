@@ -1,12 +1,12 @@
-"""Trains DQN on CartPole, is killed with kill -9 at random, goes on, and ends at the very same weights.
+"""Trains DQN on CartPole, is killed with kill -9 at random, resumes, and ends with exactly the same weights.
 
-``python -m flatroll.examples.disk.resume_training FOLDER`` trains, or goes on where the folder's newest version is;
-``--demo-kill`` kills itself a few times in between, and compares with a run that nobody stopped.
+``python -m flatroll.examples.disk.resume_training FOLDER`` trains, or resumes from the newest version in the folder.
+``--demo-kill`` kills the training a few times, and compares the result with an uninterrupted run.
 
-A run that goes on is equal to one that never stopped if all that it depends on is saved, or known: rows, weights, the
-optimizer's state and the random generators are in the checkpoint, and each episode's env has the episode's number as
-its seed. An env that carries on from episode to episode could not be saved: there, the episodes after a restart are
-others.
+A resumed run equals an uninterrupted one if everything that it depends on is saved or known. The checkpoint contains
+rows, weights, the optimizer's state and the random generators, and the env of each episode is seeded with the episode's
+number. The state of an env that continues from episode to episode is not saved, so its episodes would differ after a
+restart.
 """
 
 import argparse

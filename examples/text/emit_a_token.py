@@ -1,7 +1,7 @@
-"""PPO teaches a two-layer language model with random weights to emit a token, from flat batches without padding.
+"""Teaches a randomly initialised two-layer language model to emit a token, with PPO on flat batches without padding.
 
 ``python -m flatroll.examples.text.emit_a_token`` trains a tokenizer and a GPT-2 of two layers, downloads nothing, and
-saves the learning curve as ``out/emit_a_token.png``. Needs ``pip install "flatroll[text,plot]"``.
+saves the learning curve as ``out/emit_a_token.png``. It needs ``pip install "flatroll[text,plot]"``.
 """
 
 import argparse
@@ -141,7 +141,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--updates", type=int, default=40, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and tokens (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives

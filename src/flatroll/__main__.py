@@ -64,35 +64,37 @@ def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> Comma
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="flatroll", description="Flat marked batches for reinforcement learning."
+        prog="flatroll", description="Reinforcement learning batches without padding."
     )
     parser.add_argument("--version", action="version", version=f"flatroll {flatroll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     commands.add_parser("demo", help="train a recurrent policy with PPO (demo --help lists its options)")
 
-    run = commands.add_parser("run", help="train with one of the programs (run alone lists them)")
-    run.add_argument("name", nargs="?", metavar="NAME", help="of the program; run NAME --help: its options")
+    run = commands.add_parser("run", help="run a training program (run without a name lists them)")
+    run.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the program; run NAME --help lists its options"
+    )
     run.set_defaults(run=list_programs)
 
     look = commands.add_parser("inspect", help="describe a saved buffer or batch and check it")
     look.add_argument(
-        "path", type=Path, metavar="PATH", help="folder of rows and versions, or written by TensorDict.memmap"
+        "path", type=Path, metavar="PATH", help="folder of a save, or written by TensorDict.memmap"
     )
     look.add_argument(
-        "--plot", type=Path, metavar="FILE", help="save the picture of a batch's trajectories here"
+        "--plot", type=Path, metavar="FILE", help="save a picture of a batch's trajectories to FILE"
     )
-    look.add_argument("--verify", action="store_true", help="read all rows of a folder and check them")
-    look.add_argument("--picture", type=Path, metavar="FILE", help="save a folder's histograms here")
+    look.add_argument("--verify", action="store_true", help="read and check all rows of a folder")
+    look.add_argument("--picture", type=Path, metavar="FILE", help="save a folder's histograms to FILE")
     look.set_defaults(run=run_inspect)
 
-    bench = commands.add_parser("bench", help="run the benchmarks of a checkout and print their tables")
-    bench.add_argument("names", nargs="*", metavar="NAME", help="which ones (all by default)")
-    bench.add_argument("--list", action="store_true", help="print the names and stop")
+    bench = commands.add_parser("bench", help="run benchmarks (in a checkout) and print their tables")
+    bench.add_argument("names", nargs="*", metavar="NAME", help="names of benchmarks (default: all)")
+    bench.add_argument("--list", action="store_true", help="print the names and exit")
     bench.add_argument("--out", type=Path, metavar="DIR", help="also write each table to DIR/NAME.txt")
     bench.set_defaults(run=run_bench)
 
-    compiler = commands.add_parser("compile", help="compile the kernels now, not at the first sample (once)")
+    compiler = commands.add_parser("compile", help="compile the kernels ahead of time (once per machine)")
     compiler.set_defaults(run=run_compile)
     return parser
 

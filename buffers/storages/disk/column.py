@@ -1,4 +1,4 @@
-"""The column that reads an entry of a storage on disk."""
+"""The column of a disk storage's entry."""
 
 import weakref
 from collections.abc import Callable, Collection
@@ -16,12 +16,12 @@ Take: TypeAlias = Callable[[Tensor, Collection[NestedKey] | None], Columns]
 
 
 class DiskColumn(Column):
-    """An entry of the rows of a `DiskStorage`, read as other columns are.
+    """A read-only column of a `DiskStorage`.
 
     Args:
-        take: method of the storage that reads rows.
-        key: of the entry.
-        form: of the entry.
+        take: the storage's method that reads rows.
+        key: key of the entry.
+        form: form of the entry.
     """
 
     def __init__(self, take: "weakref.WeakMethod[Take]", key: NestedKey, form: Form) -> None:

@@ -1,4 +1,4 @@
-"""The forms that an entry of the rows has in files: as it is, as single frames, or compressed."""
+"""The file formats of an entry: plain, as single frames, or compressed."""
 
 from math import prod
 from typing import Any
@@ -15,11 +15,11 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Ragged
 from flatroll.layout.export import optional_package
 
-BLOCK_ROWS = 8  # rows that are compressed together: neighbours have most of their bytes in common
+BLOCK_ROWS = 8  # rows compressed together: neighbours share most of their bytes
 
 
 class Form:
-    """What files hold of an entry. This one holds its values as they are.
+    """The format of an entry in files; this class stores plain values.
 
     Args:
         dtype: of the values.
@@ -64,10 +64,10 @@ class Form:
 
 
 class FrameForm(Form):
-    """Frame stacks ``[stack, *frame]`` as single frames, those that a row adds to the stack before it.
+    """Stores frame stacks ``[stack, *frame]`` as the single frames that each row adds.
 
-    The stack of row r is the last ``stack`` frames up to and with its own: a row that does not go on from the one
-    before it, as the first of every part, adds a whole stack. So rows are right in whatever file they come to stand.
+    The stack of row r is the last ``stack`` frames up to its own: a row that does not continue the previous one, such
+    as the first of every part, adds a whole stack. Parts can therefore be concatenated in any file.
 
     >>> form = FrameForm(torch.float32, torch.Size([3]))
     >>> form.encode(torch.arange(5.0).unfold(0, 3, 1))
@@ -86,7 +86,7 @@ class FrameForm(Form):
     def encode(self, values: Tensor) -> Ragged:
         adds = torch.ones(values.shape[:2], dtype=torch.bool)  # [N, stack], the frames that a row adds
         if len(values) > 1:
-            # Row r rolls on from row r - 1 if its first frames are the last ones of that, bit by bit.
+            # Row r continues row r - 1 if its first frames equal the other's last ones, bit for bit.
             adds[1:, :-1] = differ(values[1:, :-1].contiguous(), values[:-1, 1:].contiguous()).unsqueeze(1)
         return Ragged(values[adds], adds.sum(1))
 
@@ -101,7 +101,7 @@ class FrameForm(Form):
 
 
 class ZstdForm(Form):
-    """Values compressed losslessly with zstd, a few neighbouring rows together; the first of them has the bytes.
+    """Compresses values losslessly with zstd, a few adjacent rows together; the first row holds the bytes.
 
     Raises:
         ImportError: zstandard is not installed.
@@ -131,7 +131,7 @@ class ZstdForm(Form):
             or column.values.ndim != 1
         ):
             raise damaged("a file has no compressed rows where it should")
-        # Rows of a block are decoded together: so many take bounded memory.
+        # Rows of a block are decoded together: this number bounds the memory.
         heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
         if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
             raise damaged(f"compressed rows of a file are not in blocks of up to {BLOCK_ROWS}")

@@ -1,4 +1,4 @@
-"""`Layout`: what the folder of a `DiskStorage` notes of its rows."""
+"""`Layout`: metadata of the rows in a `DiskStorage`'s folder."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ _KIND = "flatroll.DiskStorage"
 
 
 class Layout(NamedTuple):
-    """What a folder notes of its rows besides them.
+    """Metadata of a folder's rows.
 
     Args:
         forms: of the entries, by key.
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
 
 def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
-    """Say what is wrong if the names of the columns of rows are not those that ``layout`` tells of; else None."""
+    """Describe how column names differ from those of ``layout``; None if they match."""
     expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
     found = set(columns)
     return (

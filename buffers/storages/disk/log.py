@@ -1,4 +1,4 @@
-"""The log of a storage on disk: rows gather in blocks of memory, and a thread makes files of them."""
+"""The log of a disk storage: rows are buffered in memory blocks, and a thread writes them to files."""
 
 import threading
 import weakref
@@ -20,15 +20,15 @@ from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line
 _FACTS = {"kind": "rows of a DiskStorage"}
-_WAITING = 2  # full blocks that may wait for the disk before a writer waits, too
+_WAITING = 2  # full blocks that may wait for the disk before writers block
 
 
 class FlushRule(NamedTuple):
     """When rows are published, at the latest.
 
     Args:
-        rows: as soon as so many have gathered; None for a whole block.
-        seconds: so long after the first of them came; None for no limit.
+        rows: when this many have gathered; None for a full block.
+        seconds: this long after the first of them; None for no limit.
     """
 
     rows: int | None
@@ -40,8 +40,8 @@ class _Block:
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first, self.limit = first, first + rows
-        # One memory for all columns, each from a cache line on: only large memories get large pages, and small pages
-        # cost more time than the copy into them.
+        # One allocation for all columns, each cache-aligned: only large allocations get huge pages, and faults of
+        # small pages cost more than the copy.
         sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
         memories = torch.split(host_memory(sum(sizes), torch.uint8, ()), sizes)
         self.columns: Columns = {
@@ -54,12 +54,12 @@ class _Block:
 
 
 class RowLog:
-    """Rows of a folder, with those that are not in a file yet.
+    """The rows of a folder, including those not yet in a file.
 
-    One thread at a time appends; any number reads :attr:`pieces`. Files are written by a thread of its own. The next
-    :meth:`check` or :meth:`flush` raises its error; the rows stay in memory, to be written then.
+    One thread at a time appends; any number read :attr:`pieces`. A separate thread writes files. The next
+    :meth:`check` or :meth:`flush` raises its error; the rows stay in memory and are written then.
 
-    Whoever needs several locks takes ``_disk`` first, then that of the folder, then ``_turn``.
+    Lock order: ``_disk``, the folder's lock, ``_turn``.
 
     Args:
         folder: where the rows go; loaded, if there are any.
@@ -102,18 +102,18 @@ class RowLog:
 
     @property
     def unflushed(self) -> int:
-        """Number of rows that no file holds yet."""
+        """Number of rows not yet in a file."""
         return max(0, self.end - self.folder.end)
 
     def check(self) -> None:
-        """Raise the error of the thread, if it had one since the last call; ValueError if the log is closed."""
+        """Raise an error of the thread since the last call; ValueError if the log is closed."""
         if self.closed:
             raise self._is_closed()
         error, self._error = self._error, None
         if error is not None:
             raise error
         blocks = self._blocks  # read once: the thread takes full ones away
-        if len(blocks) > _WAITING:  # the disk is slower than the writers: they wait for it
+        if len(blocks) > _WAITING:  # the disk is slower than the writers, so they wait
             self._try(min(blocks[-1].first, self.end))
 
     def append(
@@ -166,7 +166,7 @@ class RowLog:
         self._unfinished = False
 
     def flush(self) -> None:
-        """Return when all rows are in files.
+        """Write all rows to files.
 
         Raises:
             OSError: the disk is full or failed; the rows stay in memory, and another call writes them.
@@ -174,7 +174,7 @@ class RowLog:
         self._try(self.end)
 
     def settle(self) -> None:
-        """Flush, and have no row in memory."""
+        """Flush, leaving no row in memory."""
         with self._disk:
             self.flush()
             with self._turn:
@@ -182,7 +182,7 @@ class RowLog:
             self._refresh()
 
     def close(self) -> None:
-        """Flush, and give the folder back; nothing happens the second time, if the first one raised no error."""
+        """Flush and release the folder; a second call does nothing if the first one succeeded."""
         with self._disk:
             while not self.closed:
                 self.flush()
@@ -193,25 +193,25 @@ class RowLog:
             self.folder.close()
 
     def close_later(self) -> None:
-        """Close from whatever thread the garbage collector runs on, which may have locks of this log."""
+        """Close from the garbage collector's thread, which may hold locks of this log."""
         if threading.current_thread() in (self.thread, self._timer):
             threading.Thread(target=self.close, name="flatroll close").start()
         else:
             self.close()
 
     def empty(self, first: int) -> None:
-        """Forget all rows; the next one has the number ``first``, which is not below :attr:`end`."""
+        """Drop all rows; the next one has the number ``first``, at least :attr:`end`."""
         with self._disk:
             self._error = None
             try:
                 if self.layout is not None and (self.end > 0 or first > 0):
                     try:
-                        self._note()  # it names all files, so that all stay until the next version has none of them
+                        self._note()  # it names all files: they stay until the next version
                     finally:
                         self._noted = False
                         self.folder.drop_before(first)
                     self._note()
-                    self._note()  # now no version names the files: they go
+                    self._note()  # no version names the files now, so they are removed
             finally:
                 with self._turn:
                     self._blocks, self.end, self._begun = (), first, first
@@ -224,7 +224,7 @@ class RowLog:
         self._noted = False
 
     def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
-        """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""
+        """Make ``path`` a folder with the same rows from number ``head`` on, sharing the files."""
         path = path.resolve()
         with self.held():
             segments = self.held_segments(head, write=True)
@@ -263,12 +263,12 @@ class RowLog:
         return [segment for segment in self.folder.segments if segment.end > first]
 
     def has(self, segments: Sequence[Segment], head: int, end: int) -> bool:
-        """Whether these files have the same rows as this log's, from number ``head`` to ``end - 1``, byte by byte."""
+        """Return whether these files have the same bytes as this log's rows ``head`` to ``end - 1``."""
         own = [segment for segment in self.folder.segments if segment.first < end and segment.end > head]
         return [segment.contents for segment in own] == [segment.contents for segment in segments]
 
     def load(self, segments: Sequence[Segment], layout: Layout, head: int, end: int) -> None:
-        """Put the rows of other files in the place of all rows: a crash leaves the former or these.
+        """Replace all rows by those of other files, atomically.
 
         Args:
             segments: of another folder, end to end.
@@ -364,7 +364,7 @@ class RowLog:
         return alive or self._error is not None
 
     def _time_is_up(self) -> None:
-        """Write all rows on the timer's thread, unless another one does."""
+        """Write all rows on the timer's thread, unless another thread does."""
         with self._turn:
             self._due = max(self._due, self.end)
             if not self._at_work:
@@ -399,7 +399,7 @@ class RowLog:
                     self._note()
                 block = next(block for block in self._blocks if block.first <= first < block.limit)
                 stop = min(end, block.limit)
-                self.folder.append(self._encoded(block, first, stop), first=first)
+                self.folder.append(self._encode_rows(block, first, stop), first=first)
                 self._appended = True
                 self._refresh()
             # Rows that the ring has given up go with the file that they are in, but not before this run adds to them.
@@ -421,7 +421,7 @@ class RowLog:
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 
-    def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
+    def _encode_rows(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""
         assert self.layout is not None
         low, high = first - block.first, stop - block.first

@@ -1,4 +1,4 @@
-"""The pieces of memory that the rows of a log are in, mapped files and blocks, and reading rows from them."""
+"""Reads rows from the pieces of a log: mapped files and memory blocks."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.disk import Ragged, Segment, column_name
 from flatroll.layout.keys import NestedKey
 
-_LOOKS = 8  # rows of a sample that are looked up to find out whether the rows are in memory
+_LOOKS = 8  # rows of a sample checked for being in memory
 
 
 class Piece:
@@ -65,7 +65,7 @@ class Piece:
 
 
 class Pieces:
-    """The rows of a log at one moment; it never changes, so any number of threads read it.
+    """An immutable snapshot of a log's rows, which any number of threads read.
 
     Args:
         pieces: end to end; where the last file and the first block have the same rows, those of the block are read.

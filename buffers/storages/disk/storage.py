@@ -1,4 +1,4 @@
-"""A storage whose rows are files: larger than memory, and there again after a crash."""
+"""A storage in files: larger than memory, and crash-safe."""
 
 import itertools
 import os
@@ -35,10 +35,10 @@ from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS
 from flatroll.disk.tensor_file import dtype_name
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, number, whole_number
 from flatroll.layout.keys import NestedKey
 
-_PARTS = 32  # files of a full storage, at least: the oldest one holds rows that are gone already
+_PARTS = 32  # minimum files of a full storage: the oldest also holds dropped rows
 
 
 class LinkedRows(NamedTuple):
@@ -60,41 +60,40 @@ class LinkedRows(NamedTuple):
 
 
 class DiskStorage(ColumnStorage):
-    """Rows in files that are written once: more rows than fit in memory, and they survive the process.
+    """Stores rows in immutable files: more rows than fit in memory, which survive the process.
 
-    New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once there are
-    enough for one, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the
-    system keeps in memory what is used; those of a sample that are not there are asked for all at once. The oldest file
-    goes when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
+    New rows are buffered in memory; a thread atomically publishes them as a file once there are enough, or according
+    to ``flush_rows`` and ``flush_seconds``. Rows are read from memory-mapped files through the system's page cache;
+    missing pages of a sample are requested all at once. The oldest file is removed once all its rows are overwritten.
+    ``stats()["rows_unflushed"]`` is the number of rows that a crash would lose.
 
-    A buffer with a folder that has rows begins with them, and goes on after them. Trajectories that were open when the
-    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and
-    `Checkpoint` keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
-    (``buffer[i] = …``), and only tensordicts can be stored.
+    If the folder has rows, the buffer starts with them and continues after them. Trajectories open at the end of the
+    last run are cut; priorities, sampler passes and generators are reset. ``buffer.dumps`` and `Checkpoint` also save
+    these, without rewriting rows: see `DiskStorageCheckpointer`. Rows cannot be changed (``buffer[i] = …``), and only
+    tensordicts can be stored.
 
     Args:
-        max_size: number of rows. Default: as many as the folder has. With fewer than it has, the storage has the newest
-            ones, and removes the others from the folder when it writes.
-        path: of the folder. Folders of `DiskStorage` or new ones only.
+        max_size: number of rows. Default: as many as the folder has. If smaller, only the newest rows are kept, and
+            the others are removed from the folder at the next write.
+        path: the folder; a new one or one of `DiskStorage`.
         compact_obs: as in `LazyTensorStorage`. The last next observation of each trajectory stays in memory, too.
         frame_stack: as in `LazyTensorStorage`; rows in memory have whole stacks.
         codec: compression by key, ``{"observation": "zstd"}``: 8 rows in a block. Needs the extra ``zstd``.
-        flush_rows: publish rows as soon as so many have gathered. Default: as many as make a file.
-        flush_seconds: publish rows so long after the first of them came. Default: no limit.
-        read_only: read the rows that the folder has now, and write none: other processes may write to it.
-        sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from
-            the end of the process. Default True.
-        segment_bytes: bytes of rows that make a file, and gather in memory. Default 64 MiB.
-        verify: read all rows once and compare them with their checksums. Default False: those of the files' headers are
-            compared, and a sample gives what the disk gives.
+        flush_rows: publish rows once this many are buffered. Default: a full file.
+        flush_seconds: publish rows this long after the first buffered one. Default: no limit.
+        read_only: read the folder's current rows without writing; other processes may write to it.
+        sync: :meth:`flush` syncs to disk, safe from a power loss. If False, files only survive the process. Default
+            True.
+        segment_bytes: bytes of rows per file, buffered in memory. Default 64 MiB.
+        verify: read all rows once and verify their checksums. Default False: only headers are verified.
 
     Raises:
-        DamagedFileError: with ``verify``, rows that are damaged or lost; the text names their files. Load a checkpoint
-            or another copy; without ``verify`` the folder opens as it is.
-        BlockingIOError: another process, or storage, writes to the folder.
-        FileNotFoundError: no folder to read.
-        ValueError: a folder of other files; options other than those of the rows that it has; a number below 1.
-        OSError: at an extend or :meth:`flush`, if the disk is full or failed. No row is lost: the next one tries again.
+        DamagedFileError: with ``verify``, rows are damaged or lost; the message names the files. Load a checkpoint or
+            another copy; without ``verify`` the folder opens anyway.
+        BlockingIOError: another process or storage writes to the folder.
+        FileNotFoundError: with ``read_only``, the folder does not exist.
+        ValueError: the folder has other files, options differ from those of its rows, or a number is below 1.
+        OSError: at an extend or :meth:`flush`, the disk is full or failed. No row is lost: the next call tries again.
 
     >>> import tempfile
     >>> from flatroll.buffers import ReplayBuffer
@@ -132,24 +131,24 @@ class DiskStorage(ColumnStorage):
             whole_number("max_size", max_size)
         if flush_rows is not None:
             whole_number("flush_rows", flush_rows)
-        if flush_seconds is not None and not 0 < flush_seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(
-                f"flush_seconds must be more than 0 and finite, or None for no limit; got {flush_seconds!r}"
-            )
+        if flush_seconds is not None:
+            hint = "None for no limit"
+            number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+        flags(read_only=read_only, sync=sync, verify=verify)
         self.read_only, self._process = read_only, os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
             rows = folder.recover(verify=verify)
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
-            # A storage of this size leaves less than twice its rows behind.
+            # A storage of this size uses less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
                     f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
                     "the first write removes the others from the folder. Pass a larger max_size to keep them",
                     stacklevel=2,
                 )
-            layout = self._noted(folder)
+            layout = self._read_layout(folder)
             self._choose_forms(layout, frame_stack, codec, compact_obs)
             if max_size is None and not len(rows) and not read_only:
                 raise ValueError(f"max_size must be given for a new folder, {path} has no rows")
@@ -161,7 +160,7 @@ class DiskStorage(ColumnStorage):
             raise
         self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
         self._ring: Ring | None = None
-        self._offset = 0  # number of a row in the folder, less its number in the ring of the buffer
+        self._offset = 0  # a row's number in the folder minus its number in the ring
         self._batch: tuple[Piece, int] | None = (
             None  # what is being counted by the buffer: rows from this one on
         )
@@ -213,7 +212,7 @@ class DiskStorage(ColumnStorage):
         self._log.notes = notes
 
     def may_replace(self, path: Path, version: Version) -> None:
-        """Let :meth:`save` replace this version of another folder, which was loaded from there."""
+        """Allow :meth:`save` to replace this loaded version of another folder."""
         self._log.saved[path.resolve()] = version
 
     def _writable(self) -> None:
@@ -222,12 +221,12 @@ class DiskStorage(ColumnStorage):
         self.enter_process()
 
     def flush(self) -> None:
-        """Return when all rows are in files; OSError if the disk is full or failed, and no row is lost then."""
+        """Write all rows to files; OSError if the disk is full or failed, without losing rows."""
         self._writable()
         self._log.flush()
 
     def close(self) -> None:
-        """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
+        """Flush and release the folder; rows can still be read. Called at normal exit."""
         _close(self._log, self.read_only, self._process)
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
@@ -256,7 +255,7 @@ class DiskStorage(ColumnStorage):
         stats = self._log.folder.stats()
         return stats["bytes"] // stats["rows"] if stats["rows"] else super().bytes_per_row
 
-    def _noted(self, folder: Folder) -> Layout | None:
+    def _read_layout(self, folder: Folder) -> Layout | None:
         """What the folder notes of its rows; None if it is new."""
         if folder.version is None:
             if len(folder.segments):
@@ -328,7 +327,7 @@ class DiskStorage(ColumnStorage):
 
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
-        """Let the buffer count the rows that the folder has, and cut the trajectories that were open at its end."""
+        """Register the folder's rows with the buffer, and cut the trajectories open at their end."""
         Storage.use_ring(self, Ring(self.capacity), None, first=True)  # refuses a second buffer
         if not self.read_only and self._log.unflushed:
             self._writable()
@@ -437,7 +436,7 @@ class DiskStorage(ColumnStorage):
             # Which fragments begin with what the row before them says comes next: their first rows are read.
             heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
             at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
-            agree = self.pool.agreeing(ring, at, before, heads, rows.tails, [])
+            agree = self.pool.compare_heads(ring, at, before, heads, rows.tails, [])
         return Links(before, slots, agree)
 
     @override
@@ -531,7 +530,7 @@ class DiskStorage(ColumnStorage):
         """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
-    def linkable(self, head: int) -> tuple[list[Segment], int]:
+    def find_linkable(self, head: int) -> tuple[list[Segment], int]:
         """Return the files of the rows from ``head`` of the ring on, to the last one when they were `held`, and the
         number of the first of them."""
         first = self._offset + head
@@ -543,7 +542,7 @@ class DiskStorage(ColumnStorage):
         log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
         return super().tables(pool_rows) | {"log": log}
 
-    def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
+    def link_rows(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
         """Return the state of :attr:`tables` with the rows of ``version``, which ``ring`` counts; they are read once
         and checked, a file at a time, and nothing changes.
 

@@ -1,4 +1,4 @@
-"""Offline data sets as replay buffers, and trajectories that are kept on disk."""
+"""Offline data sets as replay buffers, and trajectories on disk."""
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.fetch import fetch_url

@@ -107,9 +107,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     (6, torch.Size([4]))
     """
 
-    #: Name of the kind of set, and of its folder under the default root; empty: folders given by their path.
+    #: Name of the kind of data set, and of its folder under the default root; empty for folders given by path.
     kind = ""
-    #: Names of all sets of the kind; empty where any will do.
+    #: Names of all data sets of the kind; empty if any name is allowed.
     available_datasets: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -152,7 +152,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self._open()
 
     def _open(self) -> None:
-        """Become a buffer over the folder."""
+        """Initialise as a buffer over the folder."""
         options = dict(self._options)
         verify = bool(options.pop("verify", False))
         storage = DiskStorage(path=self.data_path, read_only=True, verify=verify)
@@ -182,10 +182,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return place
 
     def _check_id(self) -> None:
-        """Raise ValueError if no such set exists, as far as that is known without looking for it."""
+        """Raise ValueError if the data set is known not to exist."""
 
     def _fetch(self, folder: Path) -> Any:
-        """Get the files by the set's own library; return what `_convert` takes."""
+        """Fetch the files with the data set's library; return the input of `_convert`."""
         self._check_known()
         raise FileNotFoundError(
             f"{self.data_path} does not exist, and no host of its files is named here: "
@@ -210,7 +210,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
-        """What the folder says of itself; under ``"options"`` those arguments of which other rows come."""
+        """Return the folder's metadata; ``"options"`` are the arguments that affect its rows."""
         return {"kind": f"data set {self.kind}", "dataset_id": self.dataset_id}
 
     def _check_facts(self) -> None:
@@ -235,7 +235,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                 convert(
                     self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
                 )
-            except FileExistsError:  # another process has made it meanwhile
+            except FileExistsError:  # another process has created it meanwhile
                 if overwrite or not self.data_path.exists():
                     raise
             except BlockingIOError as error:
@@ -257,7 +257,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return int(np.diff(bounds).max())
 
     def delete(self) -> None:
-        """Remove the converted folder; the next object of the same arguments makes it again."""
+        """Remove the converted folder; the next object with the same arguments recreates it."""
         shutil.rmtree(self.data_path)
 
     # -- samples ---------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         mp_start_method: str = "spawn",
         progress: bool | None = None,
     ) -> "BaseDatasetExperienceReplay":
-        """Change all rows once and keep them on disk, piece by piece, in processes; return the set of them.
+        """Transform all rows once, in several processes, and store them on disk; return the new data set.
 
         A piece that is done stays: a call that was interrupted goes on where it was when it is made again with the
         same function, of the same code, defaults, closure and data. One that holds what cannot be compared (an open
@@ -329,7 +329,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return BaseDatasetExperienceReplay(place, self._rows_asked)
 
     def as_dataset(self, batch_size: int | None = None, *, shuffle: bool = False) -> RowsDataset:
-        """Return the rows for `torch.utils.data.DataLoader`, whose workers share out the files among themselves.
+        """Return the rows for `torch.utils.data.DataLoader`; its workers divide the files among themselves.
 
         Args:
             batch_size: rows of a batch; the last one of a file may have fewer. Default: that of the buffer.
@@ -353,7 +353,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
 
 def open_rows(path: Path) -> ReplayBuffer:
-    """Return a buffer that reads a folder's rows as they are."""
+    """Return a buffer that reads a folder's rows unchanged."""
     return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
 
 

@@ -1,4 +1,4 @@
-"""`convert`: rows of any source, gathered into pieces, become a folder of segments that appears when it is whole."""
+"""`convert`: writes rows of any source to a folder of segments, atomically."""
 
 import errno
 import shutil
@@ -163,7 +163,7 @@ class _PieceMemory:
         return stop
 
     def piece(self) -> RowPiece:
-        """Return what is there, and begin anew."""
+        """Return the gathered rows and start over."""
         rows, ends = self.used, torch.tensor(self.ends, dtype=torch.int64)
         self.used, self.ends = 0, []
         if not self.shifted:
@@ -215,7 +215,7 @@ def _put(target: Tensor, first: int, end: int, value: Tensor | Array) -> None:
 
 
 def _is_view(root: Tensor | Array, following: Tensor | Array) -> bool:
-    """Whether row i of ``following`` is, in memory, row i + 1 of ``root``."""
+    """Return whether row i of ``following`` is a view of row i + 1 of ``root``."""
     if isinstance(root, Tensor) and isinstance(following, Tensor):
         same = root.device == following.device and root.stride() == following.stride()
         same &= root.is_conj() == following.is_conj() and root.is_neg() == following.is_neg()
@@ -225,7 +225,7 @@ def _is_view(root: Tensor | Array, following: Tensor | Array) -> bool:
 
 
 class Written(NamedTuple):
-    """What `write_folder` wrote: the number of the row after the last one, and how rows are kept."""
+    """The result of `write_folder`: the end row number and the layout."""
 
     end: int
     layout: Layout
@@ -264,7 +264,7 @@ def write_folder(
 
 
 def _check_place(target: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if there is something that must not, or cannot, be replaced."""
+    """Raise FileExistsError if the target must not or cannot be replaced."""
     recover_place(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -295,7 +295,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
 
 
 def recover_place(target: Path) -> None:
-    """Finish what a process began that died while it gave a new folder the name of another one."""
+    """Finish a replacement of folders that a dead process has begun."""
     beside, old = place_beside(target)
     # Only where the system does not exchange names is there no folder of the name then.
     if not target.exists() and old.is_dir() and beside.is_dir():
@@ -319,7 +319,7 @@ def place_beside(target: Path) -> tuple[Path, Path]:
 
 
 def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
-    """How to keep rows such as these, the first ones of a set."""
+    """Choose the layout from the first rows of a data set."""
     rows, pairs = piece.columns, list(piece.tails)
     if not pairs:
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
@@ -387,7 +387,7 @@ def convert(
     segment_bytes: int = SEGMENT_BYTES,
     progress: bool | None = None,
 ) -> int:
-    """Write flat batches into a folder of segments that a `BaseDatasetExperienceReplay` opens; return how many rows.
+    """Write flat batches to a folder of segments for `BaseDatasetExperienceReplay`; return the number of rows.
 
     The folder has another name while it is written (``.<name>.part`` beside it), so under ``path`` stands all of it
     or nothing; what a killed call left behind is begun anew by the next one. Memory holds one segment at a time. Next

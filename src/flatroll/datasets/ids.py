@@ -1,4 +1,4 @@
-"""Names of published sets, and what to say of a name that is not among them."""
+"""Names of published data sets, and the error for unknown names."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

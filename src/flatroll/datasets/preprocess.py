@@ -1,4 +1,4 @@
-"""All rows of a converted folder: changed once and written anew, or handed to torch's DataLoader."""
+"""Transforms all rows of a converted folder once, or passes them to torch's DataLoader."""
 
 import hashlib
 import secrets
@@ -93,7 +93,7 @@ def preprocess(
 
 
 class _Work:
-    """Changes one piece of the rows after the other; each is a folder that appears when it is whole."""
+    """Transforms the rows piece by piece; each piece is a folder that is published atomically."""
 
     def __init__(
         self, rows: Any, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
@@ -166,7 +166,7 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
 
 
 def _stamp_of(fn: Any) -> str:
-    """What tells a function from another: its code, its constants, and the values that it holds."""
+    """Return an identity of a function: its code, constants and captured values."""
     return hashlib.sha256(repr(_describe(fn, ())).encode()).hexdigest()
 
 

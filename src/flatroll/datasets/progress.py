@@ -1,4 +1,4 @@
-"""The progress bar of what goes through many rows."""
+"""The progress bar of long operations on rows."""
 
 from typing import Any
 

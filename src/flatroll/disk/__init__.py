@@ -1,4 +1,4 @@
-"""The one form on disk: segments of rows, versions of everything, and how they survive a crash."""
+"""The on-disk format: segments of rows, versions of all state, and crash recovery."""
 
 from flatroll.disk.checkpoint import Checkpoint
 from flatroll.disk.folder import Folder, LoadedVersion

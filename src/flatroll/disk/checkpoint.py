@@ -16,16 +16,16 @@ from flatroll.disk.manifest import Version
 from flatroll.disk.state_tree import DamagedState, Packer, damaged, unpack
 from flatroll.layout.checks import file_path, flags, whole_number
 
-#: What is saved along with a buffer: plain values by name.
+#: Values saved together with a buffer: plain values by name.
 Others: TypeAlias = Mapping[str, Any]
-#: Loads what was read and checked.
+#: Applies a version that was read and checked.
 Apply: TypeAlias = Callable[[], None]
 
-_FACTOR, _LEAST = 2000, 2**28  # bytes per row, and at all, that compressed tables may have
+_FACTOR, _LEAST = 2000, 2**28  # limits of compressed tables: bytes per row, and total bytes
 
 
 class SaveOptions(NamedTuple):
-    """How a version is saved: synced to the disk, how many stay, whether to begin anew in a folder in use."""
+    """Options of a save: sync to disk, number of versions to keep, whether to overwrite a used folder."""
 
     sync: bool = True
     keep: int = 2
@@ -34,14 +34,14 @@ class SaveOptions(NamedTuple):
 
 @runtime_checkable
 class Saves(Protocol):
-    """A buffer, as `Checkpoint` and ensembles see it: it saves itself and what belongs to it to a folder."""
+    """The interface of a buffer for `Checkpoint` and ensembles: it saves itself and other values to a folder."""
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
-        """Publish a version of this and of ``others`` in the folder ``path``; return its number and line."""
+        """Publish a version of this buffer and ``others`` in the folder ``path``; return its number and line."""
         ...
 
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
-        """Read and check a version; return what was saved along with it, and what loads the rest."""
+        """Read and check a version; return the values saved with it, and a function that loads the rest."""
         ...
 
     def saved_versions(self, path: Path) -> list[int]:
@@ -51,7 +51,7 @@ class Saves(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A module, an optimizer, a scheduler, a collector: whatever has a state of plain values."""
+    """Anything with a state of plain values: a module, optimizer, scheduler or collector."""
 
     def state_dict(self) -> Any:
         """Return the state."""
@@ -63,7 +63,7 @@ class Stateful(Protocol):
 
 
 class Checkpoint:
-    """Saves a whole run to a folder, version by version, and loads the newest one.
+    """Saves the state of a whole run to a folder, in versions, and loads the newest.
 
     A save is there as a whole or not at all, whatever the process is killed by, and writes of the buffer only the rows
     that are new since the one before. Whatever has ``state_dict`` and ``load_state_dict`` can be part of it, as long as
@@ -111,7 +111,7 @@ class Checkpoint:
         overwrite: bool = False,
         **others: Stateful | None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # whatever the program's folder is later
+        self.path = file_path("path", path).absolute()  # absolute: the working directory may change
         flags(rng=rng, sync=sync, overwrite=overwrite)
         self._buffer, self._rng = buffer, rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
@@ -162,7 +162,7 @@ class Checkpoint:
             return folder.publish(packer.tree, packer.tensors, extra=facts).number
 
     def load(self, *, version: int | None = None, strict: bool = False) -> dict[str, Any]:
-        """Load a version into the parts; return what `save` was given.
+        """Load a version into the parts; return the values passed to `save`.
 
         All of it is read and checked first. A part that refuses its state leaves all as it was.
 
@@ -230,7 +230,7 @@ class Checkpoint:
 
 
 def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
-    """The tree of a version of a buffer of at most ``rows`` rows; ValueError if there is none."""
+    """Return the state tree of a buffer's version of at most ``rows`` rows; ValueError if there is none."""
     if isinstance(version.json, dict) and "kind" in version.json:
         raise ValueError(
             f"the folder holds no run or buffer, but a {str(version.json['kind'])[:40]}: open it as such"
@@ -246,7 +246,7 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the global random generators."""
+    """Return the states of the global random generators."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -256,7 +256,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _check_generators(states: Any) -> None:
-    """ValueError unless these are states of generators."""
+    """Raise ValueError unless these are states of generators."""
     try:
         torch.Generator().set_state(states["torch"])
         np.random.RandomState().set_state(states["numpy"])
@@ -270,7 +270,7 @@ def _check_generators(states: Any) -> None:
 
 
 def _set_generators(states: dict[str, Any]) -> None:
-    """Restore the global random generators; those of CUDA devices that are not here are left out."""
+    """Restore the global random generators; states of missing CUDA devices are skipped."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

@@ -1,4 +1,4 @@
-"""Every operation on the disk: what the rest of the room does to files, it does through these functions.
+"""All file operations: the other modules of this room access files only through these functions.
 
 A test replaces them one by one: it records what a save does, plays the record back up to any point, and lets any
 operation fail. So the others call them as ``files.write(...)``, never by a name of their own.
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Buffer, override
 
-#: Ending of a file that is being written. One that is found later was left by a process that died.
+#: Suffix of a file being written. A leftover file with it comes from a process that died.
 TEMPORARY = ".temporary"
-# One call of write or read moves at most this many bytes: Linux cuts longer ones at 2 GiB.
+# Maximum bytes per read or write call: Linux truncates longer ones at 2 GiB.
 _AT_ONCE = 1 << 30
 _SYSTEM = ctypes.CDLL(None)  # the C library
 _ADDRESS = ctypes.c_void_p
-# Of renameat2 on Linux and renameatx_np on macOS: AT_FDCWD, and the flag that exchanges two names.
+# AT_FDCWD and the exchange flag for renameat2 (Linux) and renameatx_np (macOS).
 _THIS_FOLDER, _EXCHANGE = -100 if sys.platform == "linux" else -2, 2
 
 
@@ -60,8 +60,8 @@ def write(descriptor: int, data: Buffer) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Return once the contents of a file are on the disk."""
-    if sys.platform == "darwin":  # there fsync alone leaves them in the disk's own memory
+    """Sync the contents of a file to disk."""
+    if sys.platform == "darwin":  # on macOS fsync leaves them in the disk's cache
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fsync(descriptor)
@@ -73,12 +73,12 @@ def close(descriptor: int) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file its name, at once for everybody who looks."""
+    """Rename a file atomically."""
     os.rename(source, target)
 
 
 def replace(source: Path, target: Path, old: Path) -> None:
-    """Give a folder the name of another one, whose name then is ``old``, which no folder has.
+    """Replace a folder by another one; the replaced folder is renamed to ``old``.
 
     At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
     """
@@ -92,17 +92,17 @@ def replace(source: Path, target: Path, old: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name, on the same disk."""
+    """Hard-link a file."""
     os.link(source, target)
 
 
 def remove(path: Path) -> None:
-    """Take a file out of its folder; who maps it keeps the bytes."""
+    """Remove a file; existing maps stay valid."""
     os.unlink(path)
 
 
 def sync_folder(path: Path) -> None:
-    """Return once the names in a folder are on the disk."""
+    """Sync the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -111,7 +111,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_all(path: Path) -> None:
-    """Return once a file, or a folder with all that is in it, is on the disk, whoever has written it."""
+    """Sync a file, or a folder with all its contents, to disk."""
     for one in [*path.rglob("*"), path]:
         descriptor = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -121,7 +121,7 @@ def sync_all(path: Path) -> None:
 
 
 def lock(path: Path) -> int:
-    """Make a file if needed, lock it for this descriptor and return that; BlockingIOError if somebody else has it.
+    """Create a file if needed, lock it and return the descriptor; BlockingIOError if it is locked.
 
     The system gives the lock back when the descriptor and its copies in forked processes are closed; see `unlock`.
     """
@@ -135,19 +135,19 @@ def lock(path: Path) -> int:
 
 
 def unlock(descriptor: int) -> None:
-    """Give a lock back, whoever has copies of the descriptor."""
+    """Release a lock, even if other processes have copies of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def names(path: Path) -> list[str]:
-    """The names in a folder, sorted; those of folders in it end in ``/``."""
+    """List the names in a folder, sorted; names of subfolders end in ``/``."""
     with os.scandir(path) as entries:
         return sorted(entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in entries)
 
 
 def open_to_read(path: Path) -> tuple[int, int]:
     """Open a file and return its descriptor and size; OSError if it is a link, a pipe or a device."""
-    # Without O_NONBLOCK, opening a pipe would wait for somebody who writes into it.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -167,13 +167,13 @@ def read_into(descriptor: int, position: int, target: Buffer) -> None:
 
 
 def map_file(descriptor: int, size: int) -> Tensor:
-    """Map the first ``size`` bytes of a file as uint8 ``[size]``; what is written there stays in this process.
+    """Map the first ``size`` bytes of a file as uint8 ``[size]``, copy-on-write.
 
     No descriptor stays open, as it does with Python's own `mmap` (before 3.13).
     """
-    # The file that is open, and not whatever has its name by now.
+    # Map the open file: the name may belong to another one by now.
     mapped = torch.from_file(f"/dev/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
-    # Rows are drawn here and there: reading ahead would read what nobody asked for.
+    # Access is random: readahead would read unused pages.
     _SYSTEM.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), mmap.MADV_RANDOM)
     return mapped
 
@@ -185,14 +185,14 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
 
 
 def in_memory(mapped: Tensor, begin: int) -> bool:
-    """Whether the page of a map that begins at ``begin`` can be read without waiting for the disk."""
-    resident = ctypes.c_ubyte(1)  # stays so where the system does not tell
+    """Return whether the page of a map at ``begin`` is in memory."""
+    resident = ctypes.c_ubyte(1)  # the default if the system does not report it
     _SYSTEM.mincore(_ADDRESS(mapped.data_ptr() + begin), 1, ctypes.byref(resident))
     return bool(resident.value & 1)
 
 
 def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, named: bool = True) -> None:
-    """Write a file so that it is there whole or not at all, by whatever the writing is interrupted.
+    """Write a file atomically: an interrupted write leaves no file.
 
     Args:
         folder: where it goes.
@@ -228,7 +228,7 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
 
 
 class SteadyFile(io.RawIOBase):
-    """A new file for a library that reads and writes at any place, and that must not be told of errors of the disk.
+    """A new file for a library with random access that cannot handle disk errors.
 
     HDF5 keeps objects of a file that it could not write, and touches freed memory later: the process ends. So the first
     error is kept for `check`. What is written from then on stays in memory and can be read back; call `check` often.
@@ -243,10 +243,10 @@ class SteadyFile(io.RawIOBase):
         self._descriptor = lock(path)
         self._position = self._end = 0
         self._failure: BaseException | None = None
-        self._unwritten: list[tuple[int, bytes]] = []  # places and bytes since the failure, in their order
+        self._unwritten: list[tuple[int, bytes]] = []  # offsets and bytes written since the failure, in order
 
     def check(self) -> None:
-        """Raise the first error there was."""
+        """Raise the first recorded error."""
         if self._failure is not None:
             raise self._failure
 
@@ -286,7 +286,7 @@ class SteadyFile(io.RawIOBase):
     def truncate(self, size: int | None = None, /) -> int:
         self._end = self._position if size is None else size
         if self._failure is None:
-            with self._noted():
+            with self._recording():
                 os.ftruncate(self._descriptor, self._end)
         return self._end
 
@@ -294,7 +294,7 @@ class SteadyFile(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         size = memoryview(data).nbytes
         if self._failure is None:
-            with self._noted():
+            with self._recording():
                 os.lseek(self._descriptor, self._position, os.SEEK_SET)
                 write(self._descriptor, data)
         if self._failure is not None:
@@ -309,7 +309,7 @@ class SteadyFile(io.RawIOBase):
         view = view[: max(0, self._end - first)]
         view[:] = bytes(len(view))
         done = 0
-        with self._noted():
+        with self._recording():
             while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
                 done += got
         for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view
@@ -320,9 +320,9 @@ class SteadyFile(io.RawIOBase):
         return len(view)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep an error instead of raising it."""
+    def _recording(self) -> Iterator[None]:
+        """Record an error instead of raising it."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C, too, would leave HDF5 half-way
+        except BaseException as error:  # Ctrl-C would also leave HDF5 in a partial state
             self._failure = self._failure or error

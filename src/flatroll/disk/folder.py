@@ -1,4 +1,4 @@
-"""`Folder`: rows and versions on disk, as they survive a crash."""
+"""`Folder`: crash-safe rows and versions on disk."""
 
 import errno
 import os
@@ -45,8 +45,8 @@ from flatroll.layout.checks import expect, file_path, flags, whole_number
 
 T = TypeVar("T")
 LOCK = "lock"
-#: Parts are merged into one that has so many times the rows of the largest of them. So a row is written once more each
-#: time its segment has grown by this factor: twice in all, if parts are larger than 1/32 of a whole segment.
+#: Parts are merged once the result has this many times the rows of the largest part. A row is rewritten each time its
+#: segment has grown by this factor: twice in total if parts are larger than 1/32 of a full segment.
 FAN_IN = 32
 
 
@@ -84,12 +84,12 @@ class Listing(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are neither rows nor versions."""
+        """Whether the folder has neither rows nor versions."""
         return not self.rows and not self.versions
 
 
 class LoadedVersion(NamedTuple):
-    """A version as it was published.
+    """A published version.
 
     Args:
         version: its number and line.
@@ -154,15 +154,15 @@ class Folder:
 
     #: Number of the first row.
     head: int
-    #: Number of the row to come.
+    #: Number of the next row.
     end: int
-    #: What was loaded or published last; None if nothing was.
+    #: The version loaded or published last, or None.
     version: Version | None
     _segments: list[Segment]
     _columns: Schema
-    _kept: list[Manifest]  # the versions whose files stay, the newest first
-    _named: list[Segment]  # the files of rows of the newest of them
-    _line: str  # the word in names of files by which runs that do not know each other never mix
+    _kept: list[Manifest]  # versions whose files are kept, newest first
+    _named: list[Segment]  # row files of the newest one
+    _line: str  # random word in file names that separates independent runs
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Folder:
         if max_bytes is not None:
             whole_number("max_bytes", max_bytes, 0)
         self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
-        self._unsettled = False  # whether names of published rows may not be on the disk yet
+        self._unsettled = False  # whether names of published rows may not be synced yet
         self._keep = whole_number("keep", keep)
         self._whole = Size(
             MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows),
@@ -194,8 +194,8 @@ class Folder:
         self._max_bytes = max_bytes
         self._turn = threading.RLock()
         self._lock: tuple[int, int] | None = None  # descriptor, and the process that locked it
-        self._damaged: set[int] = set()  # versions that could not be read
-        self._known: set[Version] = set()  # what this run has loaded or published, or was about to
+        self._damaged: set[int] = set()  # unreadable versions
+        self._known: set[Version] = set()  # versions that this run knows
         self._kept, self._named, self.version = [], [], None
         self._loaded = False
         self.forget_rows()
@@ -232,11 +232,11 @@ class Folder:
         raise TypeError("a Folder stays in its process: open the path again in the other one")
 
     def close(self) -> None:
-        """Release the lock; what was published stays."""
+        """Release the lock; published versions stay."""
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
             try:
-                # Also if processes that were forked meanwhile have the descriptor, too.
+                # Even if processes forked meanwhile have the descriptor, too.
                 if process == os.getpid():
                     files.unlock(descriptor)
             finally:
@@ -244,12 +244,12 @@ class Folder:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The files of rows, end to end, as this process knows them; each has ``first``, ``end`` and ``columns``."""
+        """The contiguous files of rows known to this process; each has ``first``, ``end`` and ``columns``."""
         return tuple(self._segments)
 
     @property
     def columns(self) -> Schema:
-        """What the columns hold, by name; empty without rows."""
+        """The schema of the columns, by name; empty without rows."""
         return dict(self._columns)
 
     def stats(self) -> dict[str, int]:
@@ -258,11 +258,11 @@ class Folder:
         return {"rows": self.end - self.head, "segments": len(sizes), "bytes": sum(sizes)}
 
     def rows_per_segment(self, row_bytes: int) -> int:
-        """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
+        """Return the rows per full segment, given the bytes per row: save many rows in pieces of this size."""
         return max(1, min(self._whole.rows, -(-self._whole.bytes // max(row_bytes, 1))))
 
     def versions(self) -> list[int]:
-        """Numbers of the versions in the folder, the newest first, damaged ones included."""
+        """The numbers of all versions in the folder, including damaged ones, newest first."""
         return Listing.of(self.path).versions
 
     def load(self, number: int | None = None, *, strict: bool = False) -> LoadedVersion:
@@ -296,7 +296,7 @@ class Folder:
                     listed = f"versions {', '.join(map(str, there))}" if there else "none"
                     raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
             damage: dict[int, str] = {}
-            # Listed anew each time: a writer may publish and remove.
+            # List again each time: a writer may publish and remove versions.
             while untried := [
                 version for version in ([number] if number else self.versions()) if version not in damage
             ]:
@@ -309,7 +309,7 @@ class Folder:
                 except DamagedFileError as error:
                     damage[found] = f"version {found}: {error}"
                     self._damaged.add(found)
-                    # Else a writer has published a newer one, and removed this.
+                    # Otherwise a writer has published a newer version and removed this one.
                     if strict and max(self.versions(), default=0) <= found:
                         raise DamagedFileError(f"{self.path}, {damage[found]}") from None
                     continue
@@ -333,7 +333,7 @@ class Folder:
             raise FileNotFoundError(f"{self.path} holds no version")
 
     def recover(self, *, verify: bool = False) -> range:
-        """Take all rows that were published, whether a version names them or not, and return their numbers.
+        """Load all published rows, whether or not a version names them, and return their numbers.
 
         Rows after the newest version are found by the names of their files, up to the first hole.
 
@@ -356,7 +356,7 @@ class Folder:
                 except MissingFileError:
                     if listing == before:
                         raise
-                before = listing  # a writer may have merged or dropped files meanwhile: look again
+                before = listing  # a writer may have merged or dropped files meanwhile: list again
             if verify and (damage := damaged_rows(segments)):
                 raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
             if manifest is None:
@@ -388,7 +388,7 @@ class Folder:
         return read_range(self._segments, self._columns, first, end)
 
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
-        """Publish rows ``[first, first + N)`` as one segment: all of them or none, also if the process is killed.
+        """Publish rows ``[first, first + N)`` as one segment, atomically.
 
         Short segments before them are merged into it once enough have gathered, so that the number of files stays
         small. The tensors must not change before the call returns.
@@ -423,7 +423,7 @@ class Folder:
             merged = first_to_merge([*sizes, size], self._whole)
             try:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
-            except DamagedFileError as error:  # merging would give wrong rows a right checksum
+            except DamagedFileError as error:  # merging would give damaged rows a valid checksum
                 warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
                 merged, parts = len(self._segments), []
             begin = self._segments[merged].first if parts else first
@@ -437,7 +437,7 @@ class Folder:
         head: int | None = None,
         extra: Json = None,
     ) -> Version:
-        """Publish a version: the rows appended so far, and a state. Older versions than ``keep`` go.
+        """Publish a version with the rows appended so far and a state, and remove all but ``keep`` versions.
 
         Args:
             state: what JSON can say; floats come back exactly.
@@ -513,7 +513,7 @@ class Folder:
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Take the rows of another folder's segments for this one's, without writing those that are on the same disk.
+        """Use another folder's segments as this folder's rows; files on the same disk are linked, not copied.
 
         Segments of the same rows and checksums stay, the others go, once a version is published: until then the one
         before stands, and `recover` finds its rows.
@@ -537,7 +537,7 @@ class Folder:
             self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)
 
     def drop_before(self, row: int) -> None:
-        """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
+        """Drop the rows before this one. Segments entirely before it are removed once no kept version names them.
 
         Args:
             row: from 0 on. After `end`, the folder has no rows, and the next ones begin there.
@@ -553,7 +553,7 @@ class Folder:
                 self._remove_unused()
 
     def forget_rows(self) -> None:
-        """Start again: the next version has the rows that are appended from now on. Older versions stay as usual."""
+        """Start over: the next version has only rows appended from now on. Older versions are kept as usual."""
         self._segments, self._columns = [], {}
         self.head = self.end = 0
         self._line = secrets.token_hex(4)
@@ -598,7 +598,7 @@ class Folder:
             self._begun = True
 
     def _publish_rows(self, parts: list[Mapping[str, Column]], old: slice, first: int, end: int) -> None:
-        """Write a segment that takes the place of some old ones."""
+        """Write a segment that replaces some old ones."""
         name = RowsName(first, end, self._line, self._number)
         self._number += 1
         header, chunks = encode_segment(name, parts)
@@ -617,14 +617,14 @@ class Folder:
             try:
                 files.sync_folder(self.path)
             except OSError:
-                # The system may forget what a failed sync did not write: another writer must write these rows anew.
+                # The system may drop data after a failed sync: these rows must be written again.
                 if self._unsettled:
                     self.close()
                 raise
         self._unsettled = False
 
     def _remove_unused(self) -> None:
-        """Remove what no kept version names and this run does not need, once what takes its place is on the disk.
+        """Remove files that no kept version names and this run does not need, once their replacement is synced.
 
         What cannot be removed now stays. Rows are found by listing, up to the first hole. So that no crash leaves a
         hole before rows that are needed, files inside larger ones go first, and the others from the lowest on, each for
@@ -637,7 +637,7 @@ class Folder:
         needed = needed.union(*(manifest.names for manifest in self._kept))
         listing = Listing.of(self.path)
         unused = {name for name in listing.rows if str(name) not in needed}
-        inside = covered(unused, listing.rows) if unused else set()
+        inside = find_covered(unused, listing.rows) if unused else set()
         # Manifests before their files: a kill leaves no version that misses some. A power loss may, of those that are
         # not kept: they need no sync of their own.
         loose = [
@@ -664,12 +664,12 @@ class Folder:
             present = {*map(str, listing.rows), *listing.others}
             if newest is not None and newest.version.number == next(iter(listing.versions), None):
                 records = newest.names - {manifest_name(newest.version.number)}
-                # Nobody else gives these names, since a random word is in them. So nothing needs to be read.
+                # These names are unique because of the random word, so nothing needs to be read.
                 if records and records <= present and self._keep <= before._keep:
                     kept = [
                         one for one in before._kept[: self._keep] if one.version.number in listing.versions
                     ]
-                    # Without the maps of a reader, which hold files that a writer has removed.
+                    # Drop the reader's maps, which keep removed files alive.
                     named = [Segment(self.path, segment.name, segment.header) for segment in before._named]
                     self._take(newest, named, kept)
                     return
@@ -686,7 +686,7 @@ class Folder:
             self.forget_rows()
 
     def _whole_manifests(self, numbers: Iterable[int], most: int | None = None) -> list[Manifest]:
-        """The manifests of the first versions that are not damaged, of ``most`` at most."""
+        """Return the manifests of the newest undamaged versions, at most ``most``."""
         found: list[Manifest] = []
         for number in numbers:
             if most is None or len(found) < most:
@@ -770,7 +770,7 @@ class Folder:
         if manifest is None:
 
             def reach(line: str) -> tuple[int, str]:
-                """How many rows of a line can be reached, and its name, which decides between equal ones."""
+                """Return the number of reachable rows of a line, and its name to break ties."""
                 chain = chain_of_names(name for name in listing.rows if name.line == line)
                 return sum(name.end - name.first for name in chain), line
 
@@ -826,11 +826,11 @@ def _lock(path: Path) -> int:
         raise PermissionError(error.errno, text) from None
 
 
-def covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
-    """Those of ``names`` whose rows another file of ``present`` has, too, which is larger or not in ``names``.
+def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
+    """Return the ``names`` whose rows are also in another file of ``present`` that is larger or not in ``names``.
 
     >>> a, b, c = (RowsName(*rows, "0badcafe", 1) for rows in [(0, 9), (0, 4), (9, 12)])
-    >>> covered({b, c}, {a, b, c}) == {b}
+    >>> find_covered({b, c}, {a, b, c}) == {b}
     True
     """
     found = set()

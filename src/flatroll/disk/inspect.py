@@ -1,4 +1,4 @@
-"""What a folder of rows and versions holds, in words and as a picture: the command ``flatroll inspect``."""
+"""Describes a folder of rows and versions as text and as a picture, for ``flatroll inspect``."""
 
 import re
 import warnings
@@ -21,11 +21,11 @@ _PART = re.compile(r"(member-\d+|rank-\d+-of-\d+)/")
 _INIT, _DONE, _IDS, _MASK, _REWARD = (as_tuple(key) for key in (IS_INIT, DONE, TRAJ_IDS, MASK, REWARD))
 _FLAGS = {_INIT, _DONE, _MASK}  # bool
 _PLAIN = {key: key for key in (*_FLAGS, _IDS, _REWARD)}
-# In the folder of a `TrajectoryReplayBuffer`, whose rows may have other names: what stands for the keys above.
+# The corresponding keys in folders of `TrajectoryReplayBuffer`.
 _LANE = ("_trajectory", "lane")
 _STORED = {_LANE: _IDS, ("_trajectory", "done"): _DONE, ("rewards",): _REWARD, _REWARD: _REWARD}
 _BINS, _BAR = 10, 40  # lines of a histogram, and characters of its longest bar
-_BLUE, _GREEN, _RED = "#0072b2", "#009e73", "#d55e00"  # told apart by the colour-blind, too
+_BLUE, _GREEN, _RED = "#0072b2", "#009e73", "#d55e00"  # colour-blind safe
 
 
 class Trajectories(NamedTuple):
@@ -57,7 +57,7 @@ class Stretch(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was found in a folder.
+    """The contents of a folder.
 
     Args:
         text: a description.
@@ -157,7 +157,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
 
 
 def save_picture(report: Report, file: Path) -> None:
-    """Draw the files and versions as stretches of rows, and the trajectories' lengths and returns as histograms.
+    """Draw files and versions as ranges of rows, and histograms of the trajectories' lengths and returns.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -181,7 +181,7 @@ def save_picture(report: Report, file: Path) -> None:
 
 
 def _draw_log(axes: Any, report: Report) -> None:
-    """A bar for each version, and one of all files: blue and pale in turn, red where something is damaged."""
+    """Draw a bar per version and one of all files, in alternating blues, red where damaged."""
     bars = [*reversed(report.versions)]
     for place, version in enumerate(bars, 1):
         axes.barh(place, version.end - version.first, left=version.first, height=0.6, color=_GREEN)
@@ -303,7 +303,7 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     first_rows, last_rows = starts.nonzero().squeeze(-1), ends.nonzero().squeeze(-1)
     run_of_row = starts.cumsum(0) - 1
     done = columns.get(_DONE)
-    joins = _joins(columns, first_rows, last_rows)
+    joins = _number_trajectories(columns, first_rows, last_rows)
     trajectory = joins[run_of_row]
     count = int(joins.max()) + 1
     # the last row of the last run of each trajectory
@@ -314,13 +314,15 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     return Trajectories(trajectory.bincount(), returns, None if done is None else done[lasts])
 
 
-def _joins(columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor) -> Tensor:
-    """Number of the trajectory of each run, int64 ``[runs]``, in order of the trajectories' first runs."""
+def _number_trajectories(
+    columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor
+) -> Tensor:
+    """Return the trajectory number of each run, int64 ``[runs]``, in order of the trajectories' first runs."""
     ids, done, is_init = columns.get(_IDS), columns.get(_DONE), columns.get(_INIT)
     runs = torch.arange(len(first_rows))
-    if ids is None or is_init is None:  # nothing says that a run goes on with an earlier one
+    if ids is None or is_init is None:  # no marker links a run to an earlier one
         return runs
-    order = ids[first_rows].argsort(stable=True)  # runs of one id side by side, in order
+    order = ids[first_rows].argsort(stable=True)  # group the runs of each id, in order
     before, after = order[:-1], order[1:]
     goes_on = (ids[first_rows[before]] == ids[first_rows[after]]) & ~is_init[first_rows[after]]
     if done is not None:

@@ -1,4 +1,4 @@
-"""A version of everything, as one small JSON file: which files it has, what their columns are, and its state."""
+"""The manifest of a version, a small JSON file: its files, their columns, and its state."""
 
 import json
 import re
@@ -14,10 +14,10 @@ from flatroll.disk import files
 from flatroll.disk.segments import FORMAT, LINE, MOST_ROWS, ColumnSchema, FileRecord, RowsName, Schema
 from flatroll.disk.tensor_file import DTYPES, MOST_DIMENSIONS, DamagedFileError, opened
 
-#: What JSON can say.
+#: A JSON value.
 Json: TypeAlias = Any
-#: What a folder may need of its reader. A later version of the package that stores something in a new way adds a word
-#: here, and older ones refuse such folders.
+#: Features that a folder may require of its reader. A later version of the package with a new storage format adds a
+#: word here, and older versions refuse such folders.
 KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """The number of a folder's version, and the line of runs that wrote it."""
+    """The number of a version, and the line of runs that wrote it."""
 
     number: int
     line: str
@@ -45,7 +45,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The contents of a manifest.
 
     Args:
         version: number and line.
@@ -145,7 +145,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
 
 
 def _from_fields(fields: Mapping[str, Json]) -> Manifest:
-    """The manifest with these fields; ValueError, KeyError or TypeError if they make no sense.
+    """Parse a manifest from its fields; ValueError, KeyError or TypeError if they are invalid.
 
     Names and the line become paths, now or with the next save: they are those that this package gives.
     """
@@ -194,7 +194,7 @@ def _count(value: Json, below: int = MOST_ROWS) -> int:
 
 
 def depth(value: Json) -> int:
-    """How deeply lists and dicts are nested, without recursion.
+    """Return the nesting depth of lists and dicts, without recursion.
 
     >>> depth(3), depth([]), depth({"a": [1, [2]]})
     (0, 1, 3)

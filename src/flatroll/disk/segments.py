@@ -1,4 +1,4 @@
-"""Rows on disk: their columns, and the immutable files of rows ``[first, end)`` that hold them, read or mapped."""
+"""Rows on disk: columns, and immutable files of rows ``[first, end)``, which are read or mapped."""
 
 import errno
 import json
@@ -23,20 +23,21 @@ from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
 #: Of files and folders; a reader refuses others.
 FORMAT = 1
-#: What ends the name of the tensor that says how many values each row of a ragged column has.
+#: Suffix of the tensor with the number of values per row of a ragged column.
 LENGTHS = "#lengths"
-#: Rows are counted below this, since their numbers have 15 digits in names.
+#: Row numbers are below this, since they have 15 digits in names.
 MOST_ROWS = 10**15
-#: The word in names of files by which runs that do not know each other never mix.
+#: The random word in file names that separates independent runs.
 LINE = r"[0-9a-f]{8}"
 _ROWS = re.compile(rf"([0-9]{{15}})-([0-9]{{15}})\.({LINE})-([0-9a-f]{{1,8}})\.rows")
 Ints = npt.NDArray[np.int64]
-#: Why a file gets no second name, but a copy: another disk, one without such names, too many of them, a removed file.
+#: Errors after which a file is copied instead of linked: another disk, no link support, too many links, a removed
+#: file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.ENOENT)
 
 
 class RowsName(NamedTuple):
-    """The name of a file of rows ``[first, end)``: who wrote it, and which of the writer's files it is.
+    """The name of a file of rows ``[first, end)``, with its writer and file number.
 
     >>> str(RowsName(0, 20, "0badcafe", 1))
     '000000000000000-000000000000020.0badcafe-1.rows'
@@ -54,7 +55,7 @@ class RowsName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "RowsName | None":
-        """Read a name; None if it is no name of a file of rows."""
+        """Parse a name; None if it is not that of a file of rows."""
         match = _ROWS.fullmatch(name)
         if match is None or int(match[1]) >= int(match[2]):
             return None
@@ -62,7 +63,7 @@ class RowsName(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """A file that a version names: name, size in bytes, checksum of its header (which has those of its tensors)."""
+    """A file of a version: name, size in bytes, checksum of its header (which contains those of its tensors)."""
 
     name: str
     size: int
@@ -84,7 +85,7 @@ def column_name(key: NestedKey) -> str:
 
 
 def column_key(name: str) -> NestedKey:
-    """Read what `column_name` wrote.
+    """Invert `column_name`.
 
     >>> column_key("reward"), column_key("next/obs%2Fleft")
     ('reward', ('next', 'obs/left'))
@@ -93,7 +94,7 @@ def column_key(name: str) -> NestedKey:
 
 
 class Ragged(NamedTuple):
-    """A column whose rows have any number of values: text, compressed frames, the frames that a row adds.
+    """A column whose rows have variable numbers of values: text, compressed frames, frames added by a row.
 
     Args:
         values: ``[M, ...]``, the values of all rows end to end.
@@ -110,7 +111,7 @@ Column: TypeAlias = Tensor | Ragged
 
 
 class ColumnSchema(NamedTuple):
-    """What a column holds.
+    """The dtype and shape of a column.
 
     Args:
         dtype: its name, such as ``"float32"``.
@@ -130,7 +131,7 @@ Schema: TypeAlias = dict[str, ColumnSchema]
 
 
 def schema_of(columns: Mapping[str, Column]) -> Schema:
-    """What columns hold; TypeError if a file cannot hold one of their dtypes."""
+    """Return the schema of columns; TypeError if a file cannot store one of their dtypes."""
     schema: Schema = {}
     for name, column in columns.items():
         ragged = isinstance(column, Ragged)
@@ -140,14 +141,14 @@ def schema_of(columns: Mapping[str, Column]) -> Schema:
 
 
 class Size(NamedTuple):
-    """How many rows there are, and the bytes of their columns."""
+    """The number of rows and the bytes of their columns."""
 
     rows: int
     bytes: int
 
 
 def check_columns(columns: Mapping[str, Column]) -> Size:
-    """Return the size of columns that fit each other.
+    """Return the size of columns of equal length.
 
     Raises:
         ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
@@ -182,7 +183,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
 
 
 def difference(expected: Schema, got: Schema) -> str:
-    """In words, how columns differ from those that are expected.
+    """Describe how columns differ from the expected ones.
 
     >>> print(difference({"x": ColumnSchema("float32", (3,))}, {"x": ColumnSchema("float64", (3,))}))
     'x' is float64 [3], expected float32 [3]
@@ -284,7 +285,7 @@ class Segment:
         They stay as long as somebody holds one of the tensors, also after the file is removed. What is written into
         them stays in this process, and never goes to the file.
         """
-        return _assembled(self.schema, self._maps[1])
+        return _assemble(self.schema, self._maps[1])
 
     def read(self, targets: Mapping[str, Tensor] | None = None) -> dict[str, Column]:
         """Read all rows, with checksums, into new memory.
@@ -317,11 +318,10 @@ class Segment:
                 tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
-        return _assembled(self.schema, tensors)
+        return _assemble(self.schema, tensors)
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
-        """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk, or if
-        the file has been removed since it was mapped.
+        """Link the file into another folder; copy it to another disk, or if it was removed since it was mapped.
 
         The folder is not synced: one sync does for several files.
         """
@@ -332,7 +332,7 @@ class Segment:
                 raise
             files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced, named=False)
         else:
-            if synced:  # it may have been written by somebody who does not sync
+            if synced:  # its writer may not have synced it
                 files.sync_all(folder / str(name))
         return Segment(folder, name, self.header)
 
@@ -368,7 +368,7 @@ class Segment:
 
 
 def damaged_rows(segments: Iterable[Segment]) -> list[str]:
-    """Read all rows of files, one after the other; return what is wrong, a line for each file with damage."""
+    """Read all rows of the files; return one line per damaged file."""
     damage = []
     for segment in segments:
         try:
@@ -457,7 +457,7 @@ def encode_segment(name: RowsName, parts: Sequence[Mapping[str, Column]]) -> tup
 
 
 def chain_of_names(names: Iterable[RowsName], first: int | None = None) -> list[RowsName]:
-    """Choose files that have rows end to end: from row ``first`` (default: the lowest) to the first hole.
+    """Choose contiguous files from row ``first`` (default: the lowest) to the first gap.
 
     Of files that begin at the same row the longest counts, so files inside larger ones do not.
 
@@ -476,8 +476,8 @@ def chain_of_names(names: Iterable[RowsName], first: int | None = None) -> list[
     return chain
 
 
-def _assembled(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column]:
-    """The columns that the tensors of a file make."""
+def _assemble(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Assemble a file's tensors into columns."""
     columns: dict[str, Column] = {}
     for name, column in schema.items():
         values = tensors[name]

@@ -1,4 +1,4 @@
-"""Splits a tree of Python values into JSON and plain tensors, and puts it together again, without pickle."""
+"""Splits a tree of Python values into JSON and plain tensors, and back, without pickle."""
 
 import base64
 import json
@@ -30,16 +30,16 @@ Array = NDArray[Any]
 
 
 class DamagedState(ValueError):
-    """Saved data that cannot be what was saved."""
+    """Saved data are damaged."""
 
 
 def damaged(what: str) -> DamagedState:
-    """Return the error for saved data that say ``what`` cannot be."""
+    """Return the error for damaged data with the impossible content ``what``."""
     return DamagedState(f"the state is damaged: {what[:400]}. Nothing was loaded; use another copy of it")
 
 
 def pack(tree: Any, *, compress: bool = True, host: bool = True) -> tuple[Any, dict[str, Tensor]]:
-    """Split ``tree`` into a value for `json` and plain tensors; `unpack` puts an equal tree together.
+    """Split ``tree`` into a value for `json` and plain tensors; `unpack` is the inverse.
 
     A tree holds dicts (of any scalar keys, and tuples of them), lists, tuples, None, bools, integers, floats (kept bit
     by bit, NaN and infinities included), strings, bytes, NumPy arrays and scalars (structured ones, too; no objects),
@@ -73,7 +73,7 @@ dicts, lists and tuples of them
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34) -> Any:
-    """Return the tree of which `pack` made the JSON ``value`` and ``tensors``; nothing in them is trusted.
+    """Invert `pack`, given untrusted JSON ``value`` and ``tensors``.
 
     Args:
         value: what `json.loads` gave.
@@ -88,7 +88,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34)
 
 
 def to_plain(tree: Any) -> Any:
-    """Return a tree as plain Python values and tensors, which torch loads without unpickling; `from_plain` undoes it.
+    """Return a tree as plain values and tensors, which torch loads without unpickling; `from_plain` is the inverse.
 
     What no `pack` takes, such as an object of the caller's own, stays as it is.
 
@@ -104,7 +104,7 @@ def to_plain(tree: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the tree of which `to_plain` made ``value``; ValueError if it is damaged."""
+    """Invert `to_plain`; ValueError if ``value`` is damaged."""
     if type(value) is not tuple or len(value) != 2:
         return value
     if not isinstance(value[1], dict) or not all(isinstance(part, Tensor) for part in value[1].values()):
@@ -113,12 +113,12 @@ def from_plain(value: Any) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """Return the JSON text of what `pack` gave."""
+    """Return the JSON text of the result of `pack`."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def from_text(text: str | bytes) -> Any:
-    """Return the JSON value of a text from elsewhere; ValueError if it is none, nests too deep, or holds floats."""
+    """Parse an untrusted JSON text; ValueError if it is invalid, nested too deep, or contains floats."""
 
     def refuse(number: str) -> Any:
         raise ValueError(f"a number {number[:20]!r} that is not an integer")
@@ -130,7 +130,7 @@ def from_text(text: str | bytes) -> Any:
 
 
 class Packer:
-    """Packs one value after the other, as the values of one dict: what is no data is refused when it is added.
+    """Packs values one by one into a dict; unsupported values raise when they are added.
 
     >>> packer = Packer()
     >>> packer.add("step", 3), packer.add("weight", torch.ones(1))
@@ -148,7 +148,7 @@ class Packer:
 
     def __init__(self, *, compress: bool = True, host: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
-        # The tensors given, and their names: one that stands at two places is stored once.
+        # Tensors and their names: shared tensors are stored once.
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self._pairs: list[Any] = []
         self.tree: Any = ["dict", self._pairs]
@@ -244,11 +244,11 @@ class Packer:
         flat = flat.as_strided((plain.numel(),), (1,))
         words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
         name = self._store(words, flat.data_ptr() == plain.data_ptr())
-        self._names[given] = name, plain  # holds it, so that no other one gets its address
+        self._names[given] = name, plain  # keeps it alive, so that its address is not reused
         return ["tensor", name, *form]
 
     def _store(self, words: Tensor, shared: bool) -> str:
-        """Keep a one-dimensional tensor under a new name that says how it is compressed."""
+        """Store a one-dimensional tensor under a new name that includes the compression."""
         number = len(self.tensors)
         if self._compress and words.nbytes >= _WORTH:
             memory = words.view(torch.uint8).numpy()
@@ -265,13 +265,13 @@ class Packer:
 
 
 class _Unpacker:
-    """Puts values together again, and checks all that is said about them first."""
+    """Rebuilds values, checking their descriptions first."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         self._tensors, self._left, self._items = tensors, max_bytes, 0
 
     def value(self, value: Any, depth: int) -> Any:
-        """The value of which ``value`` is the JSON form; ValueError if it is damaged."""
+        """Return the value of a JSON form; ValueError if it is damaged."""
         self._items += 1
         if self._items > _MOST_ITEMS:
             raise damaged(f"its tree has more than {_MOST_ITEMS} values")
@@ -424,7 +424,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
     """The dtype that `numpy.lib.format` describes so, of plain numbers and text only."""
 
     def fields(part: Any, depth: int = 0) -> Any:
-        """JSON has lists where descriptions have tuples."""
+        """Convert JSON's lists to tuples."""
         if isinstance(part, str) and depth <= _DEEPEST:
             return part
         if not isinstance(part, list) or depth > _DEEPEST:
@@ -444,7 +444,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
 
 
 def _decompress(codec: str, packed: bytes, size: int) -> Array:
-    """The ``size`` bytes that ``packed`` holds; no more than these are ever in memory."""
+    """Decompress ``packed`` to exactly ``size`` bytes; never allocates more."""
     data = b""
     if codec == "zlib":
         try:
@@ -455,7 +455,7 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
         zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
         reader, pieces, total = zstandard.ZstdDecompressor().stream_reader(packed), list[bytes](), 0
         try:
-            # Piece by piece: what a damaged file claims is not taken before it is there.
+            # In pieces: do not allocate what a damaged file only claims.
             while total <= size and (piece := reader.read(2**20)):
                 pieces.append(piece)
                 total += len(piece)

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file, with checksums: what stands in its header, how it is written, read and mapped.
+"""Safetensors files with checksums: header, writing, reading and mapping.
 
 A file has 8 bytes with the length of its header, the header (JSON), and the tensors' bytes end to end. Any tool that
 reads safetensors reads it. In the header's metadata stand the checksum of each tensor and, at a fixed place, the crc32
@@ -24,7 +24,7 @@ from typing_extensions import Buffer
 
 from flatroll.disk import files
 
-#: What the format calls a dtype. What is missing here is stored as one of these, and declared in the metadata.
+#: The format's names of dtypes. Other dtypes are stored as one of these and declared in the metadata.
 STORED = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -53,13 +53,13 @@ DECLARED = {
 BY_STORED = {name: dtype for dtype, name in STORED.items()}
 #: All of them by torch's name, such as ``"float32"``.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*STORED, *DECLARED)}
-#: Bytes from which on a tensor has XXH64 as its checksum, which is several times as fast and needs compiled code.
+#: From this size on the checksum is XXH64, which is several times as fast and needs compiled code.
 LARGE = 1 << 18
 CHECKSUMS = ("crc32", "xxh64")
 MOST_HEADER = 16 << 20  # bytes of a header
 MOST_DIMENSIONS = 32
 _LENGTH = 8  # bytes before the header: its length
-# Bytes that are read before their checksum is taken: they are still in the processor's cache.
+# Bytes read before updating the checksum, so that they are still in the cache.
 _AT_ONCE = 1 << 20
 _ALIGNED = 64  # the tensors' bytes begin at a multiple of this
 # The header begins with these bytes, and then come the 8 hexadecimal digits of its own crc32 (taken with zeros there).
@@ -72,7 +72,7 @@ class DamagedFileError(ValueError):
 
 
 class MissingFileError(DamagedFileError):
-    """A file that must be there is gone: somebody removed it, or the writer did since its name was read."""
+    """A required file is missing: somebody removed it, or a writer did after its name was read."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -92,7 +92,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor stands in a file, and what it is.
+    """Position, dtype and shape of a tensor in a file.
 
     Args:
         dtype: of the tensor.
@@ -111,7 +111,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the tensors of a file.
+    """The header of a file.
 
     Args:
         entries: name to where the tensor stands.
@@ -127,7 +127,7 @@ class Header:
 
     @property
     def needs(self) -> set[str]:
-        """What a reader must know of checksums, besides crc32."""
+        """Checksums besides crc32 that a reader must support."""
         return {entry.checksum.kind for entry in self.entries.values()} - {"crc32"}
 
 
@@ -188,7 +188,7 @@ def encode(
 
 
 def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
-    """The checksum of bytes that come piece by piece.
+    """An incremental checksum.
 
     >>> checksum_of("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
     True
@@ -209,7 +209,7 @@ def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
 
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
-    """Open a file of a folder for the block: descriptor and size. Errors about what it holds name it.
+    """Context manager: open a file of a folder; yield descriptor and size. Errors about its contents name it.
 
     Raises:
         DamagedFileError: it is missing, no plain file, cannot be read by the disk, or the block says so.
@@ -322,7 +322,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def parse_header(text: bytes, size: int) -> Header:
-    """The header of a file of ``size`` bytes, after all that it says was checked."""
+    """Return the checked header of a file of ``size`` bytes."""
     at = len(_BEFORE_CHECKSUM)
     end = at + len(_NO_CHECKSUM)
     if not text.startswith(_BEFORE_CHECKSUM):
@@ -357,7 +357,7 @@ def parse_header(text: bytes, size: int) -> Header:
 
 
 def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> Entry:
-    """One line of a header's table; ValueError if it says nothing sensible."""
+    """Parse an entry of a header's table; ValueError if it is invalid."""
     begin, end = values["data_offsets"]
     shape, stored = values["shape"], BY_STORED[values["dtype"]]
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):

@@ -1,4 +1,4 @@
-"""`agents_of`: which rows of a batch are of one game at one time, for losses and critics that see all agents."""
+"""`agents_of`: groups a batch's rows by game step, for losses and critics that see all agents."""
 
 import torch
 from tensordict import TensorDictBase
@@ -16,21 +16,20 @@ def agents_of(
 ) -> Tensor:
     """Find the rows of the agents that acted in one game at one time.
 
-    They share the number ``("collector", "game_step")``; ``("collector", "agent")`` says which agent a row is of. An
-    agent that is absent has no row: its place in the index is -1, which reads *some* row and has to be masked. With
-    ``there = rows >= 0`` a value ``v`` ``[N]`` is summed over the agents (VDN) by ``(v[rows] * there).sum(-1)``,
-    and what a central critic says of each agent, ``u`` ``[J, A]``, goes back to the rows by
-    ``v[rows[there]] = u[there]``.
+    They share ``("collector", "game_step")``; ``("collector", "agent")`` is a row's agent. An absent agent has no
+    row: its index is -1, which selects *some* row and must be masked. With ``there = rows >= 0`` a value ``v``
+    ``[N]`` is summed over the agents (VDN) by ``(v[rows] * there).sum(-1)``, and a central critic's output per agent,
+    ``u`` ``[J, A]``, is written back by ``v[rows[there]] = u[there]``.
 
     A batch of exactly ``frames_per_batch`` rows may end between the agents of one game: the rows of the others are in
-    the next batch. Such a game step is *partial*: ``("collector", "num_agents")`` is more than the rows that are here.
+    the next batch. Such a game step is *partial*: ``("collector", "num_agents")`` exceeds its number of rows.
 
     Args:
         batch: a flat batch ``[N]`` of agents' rows, in any order.
         t: a game step, or several, int64 ``[J]``, in any order. Default None: all in the batch, ascending.
         max_num_agents: A. Default: one more than the highest agent's number in the batch.
-        partial: also give game steps of which the batch lacks rows. Default False: those are left out, or an error if
-            ``t`` asks for them.
+        partial: include game steps with missing rows. Default False: they are left out, or an error if ``t`` names
+            them.
 
     Returns:
         With one ``t`` the row numbers of its agents, int64 ``[k]``, ascending by agent; else the index int64
@@ -38,8 +37,8 @@ def agents_of(
 
     Raises:
         KeyError: a column is missing: the rows are not those of agents.
-        ValueError: an agent has two rows at one game step (samples may have a row twice), a game step of ``t`` is not
-            or not wholly in the batch, or an agent's number is not below ``max_num_agents``.
+        ValueError: an agent has two rows at one game step (samples may repeat rows), a game step of ``t`` is missing
+            or incomplete, or an agent's number is not below ``max_num_agents``.
 
     >>> from tensordict import TensorDict
     >>> at = {"agent": [0, 0, 1, 2, 0], "game_step": [7, 8, 7, 8, 9], "num_agents": [2, 2, 2, 2, 2]}

@@ -30,8 +30,8 @@ def run_ends(
 
     Row ``i`` ends a run if it is done, if row ``i + 1`` is an ``is_init`` row or has another trajectory id,
     or if it is the last row. A run that ends without done was *cut*: its value is bootstrapped, its trace
-    stops. Markers that are not in the batch take no part; one at least must be there. In a padded batch a run
-    also ends where the mask changes, so padding never continues a run. No host sync.
+    stops. Markers missing from the batch are ignored; at least one must be present. In a padded batch a run also ends
+    where the mask changes, so padding never continues a run. No host sync.
 
     Args:
         batch: tensordict of batch size ``[N]`` or ``[*B, T]``; time is the last batch dim, and no run goes
@@ -55,18 +55,23 @@ def run_ends(
     >>> run_ends(TensorDict({"next": {"done": done}}, [4]))
     tensor([False,  True, False,  True])
     """
-    need_rows(batch)
-    need_keys(is_init_key=is_init_key, mask_key=mask_key)
-    need_keys(optional=True, done_key=done_key, traj_key=traj_key)
-    if batch.batch_dims < 1:
-        raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    keys = (done_key, is_init_key, mask_key)
-    done, is_init, mask = (
-        None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
-    )
-    ids = None if traj_key is None else get_entry(batch, traj_key)
-    if ids is not None and traj_key is not None:
-        ids = flat_column(ids, batch, traj_key)
+    try:
+        if batch.batch_dims < 1:
+            raise ValueError(
+                "batch must have at least one batch dimension (time is the last), got batch size []"
+            )
+        keys = (done_key, is_init_key, mask_key)
+        done, is_init, mask = (
+            None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
+        )
+        ids = None if traj_key is None else get_entry(batch, traj_key)
+        if ids is not None and traj_key is not None:
+            ids = flat_column(ids, batch, traj_key)
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        need_rows(batch)
+        need_keys(is_init_key=is_init_key, mask_key=mask_key)
+        need_keys(optional=True, done_key=done_key, traj_key=traj_key)
+        raise
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
         error = missing_marker(is_init_key, batch.keys(True, True))
@@ -75,8 +80,8 @@ def run_ends(
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:
         ends = done.to(any_marker.device, copy=True)  # a copy: the lines below write into it
-    inner = ends[..., :-1]  # a view: the rows that have a row after them
-    if is_init is not None:  # row i ends a run where row i + 1 begins one
+    inner = ends[..., :-1]  # a view of all rows but the last
+    if is_init is not None:  # row i ends a run if row i + 1 begins one
         inner |= is_init[..., 1:].to(any_marker.device)
     for column in (ids, mask):
         if column is not None:
@@ -108,7 +113,7 @@ def run_starts(
 
 
 def starts_from(ends: Tensor) -> Tensor:
-    """First rows of runs, given their last rows; time is the last dim.
+    """Return the first rows of runs, given their last rows; time is the last dim.
 
     >>> import torch
     >>> starts_from(torch.tensor([False, True, False, True]))

@@ -1,4 +1,4 @@
-"""The vocabulary of argument checks: each names the argument, says what it must be and what came.
+"""Argument checks: each error names the argument, what it must be and what was passed.
 
 | check | wants |
 |---|---|
@@ -12,6 +12,7 @@
 | `need_keys` | each argument the name of an entry: a string or a tuple of strings |
 | `key_names` | a list of keys |
 | `need_tensors` | each argument a tensor |
+| `as_numbers` | a number, an array or a tensor with values, as a tensor |
 | `dense_tensor` | a dense tensor of real numbers, on a given device |
 | `floating_tensor` | likewise, of a floating dtype |
 | `blame_entries` | (says which entry made a call fail) |
@@ -26,8 +27,8 @@
 | `legal_options` | a mask that leaves each choice an option |
 | `warn_of_scales` | rows of one scale |
 
-Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
-``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
+Each returns the checked value, for assignments such as ``self.slots = whole_number("slots", slots)``. ``hint`` is a
+suggested fix, added after a colon. Arguments that Python or torch already check well need no check.
 """
 
 import os
@@ -42,7 +43,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-#: The attribute of a batch whose observations were scaled by statistics that went on learning: collectors set it.
+#: Attribute that collectors set on a batch whose observations were scaled by changing statistics.
 SCALED = "scaled_by_running_statistics"
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    # float first: a look whether a value has the methods of a protocol takes as long as the rest of the check.
+    # float first: a protocol check takes as long as the rest of the function.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", shown(value), hint))
     try:
@@ -326,6 +327,23 @@ def need_tensors(**named: object) -> None:
             raise TypeError(_text(name, "be a tensor", shown(value)))
 
 
+def as_numbers(
+    name: str, value: object, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+
+    >>> as_numbers("low", [1, 2])
+    tensor([1, 2])
+    """
+    try:
+        numbers = torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
+    if numbers.is_meta or numbers.layout is not torch.strided:
+        raise TypeError(_text(name, "be a dense tensor with values", shown(numbers)))
+    return numbers
+
+
 def dense_tensor(
     name: str, value: object, device: torch.device | None = None, owner: str = "the others"
 ) -> torch.Tensor:
@@ -408,7 +426,7 @@ def file_path(name: str, value: object) -> Path:
     ...
     TypeError: path must be a path (a string or a pathlib.Path), got 3
     """
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
         return Path(value)
     raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", shown(value)))
 
@@ -463,7 +481,7 @@ def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a random generator (None: torch's global one) after checking that it is one of the CPU.
+    """Return a random generator (None: torch's global one) after checking that it is a CPU generator.
 
     Raises:
         TypeError: it is no generator.
@@ -548,20 +566,20 @@ def legal_options(
     strict: bool = True,
     real: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Split a mask of legal actions into those of its choices; a choice without an option is an error.
+    """Split a mask of legal actions by choice; a choice without a legal option is an error.
 
-    Errors are looked for on the CPU only, where this waits for nothing; elsewhere such a choice allows all its options.
+    This is checked on the CPU only, without a sync; on other devices such a choice allows all its options.
 
     Args:
         name: of the mask, for the error.
         mask: True (or 1) where an option is legal, ``[*B, sum(counts)]``.
         counts: number of options of each choice. Default None: there is one choice.
         each: what an element of the batch is, for the error.
-        strict: False: as elsewhere on the CPU, too.
+        strict: if False, allow all options of such a choice on the CPU, too.
         real: bool ``[*B]``, the elements that count. Default None: all.
 
     Returns:
-        Of each choice a bool ``[*B, count]``.
+        A bool ``[*B, count]`` per choice.
 
     Raises:
         ValueError: a choice of a real element has no option.
@@ -587,7 +605,7 @@ def legal_options(
 
 
 def warn_of_scales(stacklevel: int) -> None:
-    """Warn that a buffer keeps rows which a running normalisation has put on different scales."""
+    """Warn that a buffer stores rows scaled differently by a running normalisation."""
     warnings.warn(
         "NormalizeObservation scales each row by the statistics of its step, so the rows of a buffer differ in scale: "
         "store raw observations and normalise in the network or in samples, or freeze it (update_running_mean=False)",
@@ -596,7 +614,7 @@ def warn_of_scales(stacklevel: int) -> None:
 
 
 def writer_number(writer: object) -> int:
-    """Return the number of something that writes to a buffer, the high bits of its trajectories' ids.
+    """Return a writer number, the high bits of trajectory ids, after checking it.
 
     Raises:
         ValueError: it is no integer from 0 to 2**23 - 1.

@@ -10,7 +10,7 @@ from torch import Tensor
 from flatroll.layout.checks import flags, floating_dtype, key_names, need_tensors, shown
 from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
-#: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
+#: Unsigned dtypes without arithmetic in torch, and the signed dtypes of the same width.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -31,15 +31,15 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     """Return the difference to store, ``next_obs - obs``, cast to ``dtype``; integers stay exact.
 
     Floating observations: ``(next_obs - obs)``, subtracted in their own dtype and cast once to ``dtype``.
-    The result may overflow; nothing here looks (that would wait for the device), so call `check_delta` once
-    per batch. Integer and bool observations: the exact difference modulo 2**bits, in their own dtype;
-    ``dtype`` is not used.
+    The result may overflow; this is not checked here (it would sync with the device), so call `check_delta` once per
+    batch. Integer and bool observations: the exact difference modulo 2**bits, in their own dtype; ``dtype`` is not
+    used.
 
     Args:
         obs: observation at t, any shape.
         next_obs: observation at t + 1, same shape and dtype.
         dtype: floating dtype of the stored difference. float16 keeps 11 bits of the difference (a relative
-            error of 2**-11 in it) and counts differences below 3e-8 as none.
+            error of 2**-11 in it) and rounds differences below 3e-8 to 0.
 
     Raises:
         TypeError: the two dtypes differ, or are complex.
@@ -58,19 +58,19 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
         return next_obs ^ obs
-    # wraps around modulo 2**bits, and so does the sum that undoes it
+    # wraps around modulo 2**bits, as does the inverse sum
     return (signed(next_obs) - signed(obs)).view(obs.dtype)
 
 
 def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
-    """The next observation, in the dtype of ``obs``: the inverse of `encode_delta`.
+    """Return the next observation in the dtype of ``obs``: the inverse of `encode_delta`.
 
     Exact for integers and bool. For floats the sum is taken in the wider of the two dtypes and rounded once.
     A NaN or infinite ``obs`` gives NaN or infinity.
 
     Args:
         obs: observation at t.
-        delta: what `encode_delta` gave, same shape.
+        delta: result of `encode_delta`, same shape.
 
     Raises:
         TypeError: an integer or bool observation with a delta of another dtype, or a complex one.
@@ -112,9 +112,8 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
 
     Raises:
         OverflowError: a difference of finite observations is infinite in the dtype of ``delta``.
-        ValueError: a next observation that is no NaN would come back as NaN, because it follows a NaN or
-            infinite observation. (A NaN next observation stays NaN, an infinite one after a finite one is
-            exact.)
+        ValueError: a next observation would become NaN, because it follows a NaN or infinite observation. (A NaN next
+            observation stays NaN, an infinite one after a finite one is exact.)
     """
     if not delta.is_floating_point() or bool(delta.isfinite().all()):
         return
@@ -127,7 +126,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
             f"dtype ends at {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or float32, "
             "scale the observation, or leave the key out with in_keys"
         )
-    # inf - inf and anything with NaN: NaN comes back where there was a number
+    # inf - inf and NaN: a number would become NaN
     lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
         raise ValueError(
@@ -139,18 +138,18 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
 class RestoreNextObservation:
     """Buffer-side transform: restores ``("next", <obs>)`` in samples from ``("next", "delta", <obs>)``.
 
-    The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get
-    their own next observation like all others. Floats come back within the rounding of the delta's dtype,
-    integers exactly. Beside a `MultiStepTransform`, which restores them itself, it changes nothing.
-    `flatroll.wrappers.NextObservationDelta` is the other side.
+    The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get their own next
+    observation like all others. Floats are restored up to the rounding of the delta's dtype, integers exactly. With a
+    `MultiStepTransform`, which restores them itself, it does nothing. `flatroll.wrappers.NextObservationDelta` writes
+    the deltas.
 
     Args:
         in_keys: observation keys to restore. Default: every one that has a delta.
-        delta_dtype: floating dtype of the deltas, default ``torch.float16``: an argument of both sides. The env's
-            side writes them so; here they are read in whatever dtype they have.
+        delta_dtype: floating dtype of the deltas, default ``torch.float16``. Used by the wrapper of the same name;
+            here deltas of any dtype are read.
         restore_dtype: floating dtype of restored floating observations. Default (``"root"`` or None): that
             of the root observation.
-        drop_delta: whether the deltas just used leave the sample. Default True.
+        drop_delta: whether to remove the used deltas from the sample. Default True.
 
     Raises:
         ValueError: ``restore_dtype`` or ``delta_dtype`` is not floating.
@@ -172,9 +171,12 @@ class RestoreNextObservation:
         restore_dtype: torch.dtype | Literal["root"] | None = "root",
         drop_delta: bool = True,
     ) -> None:
-        dtype = None if restore_dtype == "root" else restore_dtype
+        is_root = isinstance(restore_dtype, str) and restore_dtype == "root"
+        dtype = None if is_root else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
+            raise ValueError(
+                f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
+            )
         flags(drop_delta=drop_delta)
         self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
         self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
@@ -213,5 +215,5 @@ class RestoreNextObservation:
     __call__ = forward
 
 
-#: The transform's public name: that of the wrapper whose work it undoes, `flatroll.wrappers.NextObservationDelta`.
+#: The transform's public name, the same as its wrapper's, `flatroll.wrappers.NextObservationDelta`.
 NextObservationDelta = RestoreNextObservation

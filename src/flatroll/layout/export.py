@@ -1,7 +1,7 @@
-"""Flat batches as NumPy arrays, pandas data frames and Arrow tables, and back, bit by bit.
+"""Converts flat batches to NumPy arrays, pandas data frames and Arrow tables, and back, bit for bit.
 
-Every format has a column for each entry, by its dotted name (``("next", "reward")`` is ``next.reward``), and a row for
-each row of the batch, in its order. What the batch says about trajectories, its markers, are columns like all others.
+Every format has one column per entry, with a dotted name (``("next", "reward")`` is ``next.reward``), and one row per
+row of the batch, in order. Markers are columns like all others.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import expect, need_rows
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -30,9 +30,9 @@ from flatroll.layout.keys import (
 
 Array = npt.NDArray[Any]
 
-# Names of the columns that are [N, 1] in a flat batch; a column of one number per row that says no more is [N].
+# Names of columns that are [N, 1] in a flat batch; other columns of one number per row are [N].
 _ONE_WIDE = {IS_INIT, STEP_COUNT, EPISODE_REWARD} | {key[-1] for key in (REWARD, DONE, TERMINATED, TRUNCATED)}
-_RECORD = "flatroll"  # where data frames and Arrow fields keep shapes
+_RECORD = "flatroll"  # metadata key for shapes in data frames and Arrow fields
 _Recorded: TypeAlias = tuple[str, Sequence[int]]  # dtype and shape of a row of an entry
 _PART = re.compile(r"(?P<name>.+)\[(?P<place>\d+(,\d+)*)\]")  # of an entry in a data frame: "observation[2]"
 
@@ -40,7 +40,7 @@ _PART = re.compile(r"(?P<name>.+)\[(?P<place>\d+(,\d+)*)\]")  # of an entry in a
 def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]:
     """Return the columns of a batch as NumPy arrays by their dotted names.
 
-    The arrays share memory with the batch where it is on the host. ``numpy.savez(path, **to_numpy(batch))`` saves them.
+    The arrays share memory with a batch on the host. ``numpy.savez(path, **to_numpy(batch))`` saves them.
 
     Args:
         batch: flat batch ``[N]`` of tensors.
@@ -50,8 +50,8 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
         A dict of arrays ``[N, ...]``, of the shapes and dtypes of the entries.
 
     Raises:
-        ValueError: the batch is not ``[N]``, or the name of an entry has the separator in it.
-        TypeError: an entry is no tensor, or of a dtype that NumPy does not have (bfloat16).
+        ValueError: the batch is not ``[N]``, or an entry's name contains the separator.
+        TypeError: an entry is not a tensor, or NumPy lacks its dtype (bfloat16).
 
     >>> batch = TensorDict({"action": torch.tensor([2, 0]), "next": {"reward": torch.ones(2, 1)}}, [2])
     >>> to_numpy(batch)
@@ -60,12 +60,19 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     >>> from_numpy(to_numpy(batch))["next", "reward"].shape
     torch.Size([2, 1])
     """
-    need_rows(batch)
+    need_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    return dict(_columns(batch, separator))
+    return dict(_columns(batch, _checked(separator)))
+
+
+def _checked(separator: str) -> str:
+    """The separator, which has at least one character."""
+    if not expect("separator", separator, str, "a string"):
+        raise ValueError("separator must have at least one character, got ''")
+    return separator
 
 
 def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
@@ -88,9 +95,9 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
 
 
 def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDict:
-    """Return the flat batch ``[N]`` of these arrays, as `to_numpy` gave them.
+    """Return the flat batch ``[N]`` of arrays made by `to_numpy`.
 
-    The batch shares memory with arrays that can be written to.
+    The batch shares memory with writable arrays.
 
     Args:
         columns: arrays ``[N, ...]`` by dotted name; a dict, or what `numpy.load` returns.
@@ -100,7 +107,12 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         ValueError: the arrays differ in their number of rows, or one name is an entry and a part of another name.
         TypeError: an array is not of numbers or bools.
     """
-    return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
+    expect("columns", columns, Mapping, "a dict of arrays by name")
+    if isinstance(columns, TensorDictBase):
+        raise TypeError(
+            "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
+        )
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), _checked(separator))
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
@@ -122,16 +134,16 @@ def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDic
 
 
 def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -> Any:
-    """Return a batch as a `pandas.DataFrame` with a row for each row.
+    """Return a batch as a `pandas.DataFrame`.
 
-    An entry of one number per row is a column. One of up to ``split`` numbers is a column for each,
-    ``observation[0]``, ``observation[1]``, ...; larger ones (images) are a column of arrays. The shapes stand in
-    ``frame.attrs["flatroll"]``, by which `from_pandas` makes an equal batch of the frame or of some of its rows.
+    An entry of one number per row is a column. An entry of up to ``split`` numbers becomes the columns
+    ``observation[0]``, ``observation[1]``, ...; larger ones (images) are a column of arrays.
+    ``frame.attrs["flatroll"]`` records the shapes, so that `from_pandas` can restore the frame or some of its rows.
 
     Args:
         batch: flat batch ``[N]`` of tensors.
         separator: what joins the names of a nested key. Default ``"."``.
-        split: the most numbers of an entry that get a column each. Default 16; 1 splits nothing.
+        split: split entries of up to this many numbers into columns. Default 16; 1 splits nothing.
 
     Raises:
         ImportError: pandas is missing; the text names the extra.
@@ -162,11 +174,10 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
 
 
 def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
-    """Return the flat batch ``[N]`` of a data frame, as `to_pandas` makes them.
+    """Return the flat batch ``[N]`` of a data frame made by `to_pandas`.
 
-    Rows are taken in the order of the frame: those of a trajectory have to stand together, in time order. A frame
-    without the record of `to_pandas` will do; then rewards, flags and counts of steps are ``[N, 1]``, other single
-    columns ``[N]``.
+    Rows keep the order of the frame: those of a trajectory must be contiguous and in time order. In frames without
+    the record of `to_pandas`, rewards, flags and step counts become ``[N, 1]``, other single columns ``[N]``.
 
     Args:
         frame: a `pandas.DataFrame`.
@@ -189,7 +200,7 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
             place = tuple(map(int, found["place"].split(",")))
             parts.setdefault(found["name"], {})[place] = column
         else:
-            wholes[name] = _stacked(name, column, record.get(name)) if column.dtype == object else column
+            wholes[name] = _stack(name, column, record.get(name)) if column.dtype == object else column
     for name, (dtype, shape) in record.items():
         if not prod(shape):
             wholes[name] = np.empty((len(frame), *shape), dtype)
@@ -197,12 +208,12 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
         shape = _shape_of_parts(name, places, record.get(name))
         wholes[name] = np.stack([places[place] for place in np.ndindex(*shape)], 1).reshape(-1, *shape)
     shapes = {name: entry[1] for name, entry in record.items()}
-    shaped = {name: _shaped(name, column, shapes.get(name), separator) for name, column in wholes.items()}
+    shaped = {name: _reshape(name, column, shapes.get(name), separator) for name, column in wholes.items()}
     return _assemble(shaped.items(), separator)
 
 
-def _stacked(name: str, column: Array, recorded: _Recorded | None) -> Array:
-    """A column of arrays as one array ``[N, ...]``."""
+def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
+    """Stack a column of arrays to one array ``[N, ...]``."""
     if not len(column) and recorded is not None:
         return np.empty((0, *recorded[1]), recorded[0])
     if not all(isinstance(item, np.ndarray) for item in column):
@@ -218,7 +229,7 @@ def _stacked(name: str, column: Array, recorded: _Recorded | None) -> Array:
 def _shape_of_parts(
     name: str, places: Iterable[tuple[int, ...]], recorded: _Recorded | None
 ) -> tuple[int, ...]:
-    """The shape of an entry of which the frame has a column for each number; ValueError unless all are there."""
+    """Return the shape of an entry split into columns; ValueError unless all columns exist."""
     present = set(places)
     axes = zip(*present, strict=False)
     shape = tuple(max(axis) + 1 for axis in axes) if recorded is None else tuple(recorded[1])
@@ -232,18 +243,18 @@ def _shape_of_parts(
     return shape
 
 
-def _shaped(name: str, column: Array, shape: Sequence[int] | None, separator: str) -> Array:
-    """A column with the recorded shape of its rows, or with that which flat batches have for its name."""
+def _reshape(name: str, column: Array, shape: Sequence[int] | None, separator: str) -> Array:
+    """Reshape a column to the recorded row shape, or to the shape that its name has in flat batches."""
     if shape is not None:
         return column.reshape(len(column), *shape)
     return column[:, None] if column.ndim == 1 and name.split(separator)[-1] in _ONE_WIDE else column
 
 
 def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
-    """Return a batch as a `pyarrow.Table`, which Parquet files, polars, DuckDB and data set libraries read.
+    """Return a batch as a `pyarrow.Table`, for Parquet files, polars, DuckDB and data set libraries.
 
-    An entry of one number per row is a column of that type; others are fixed-size lists, row-major. The shape of each
-    stands in the metadata of its field, by which `from_arrow` makes an equal batch.
+    An entry of one number per row is a column of that type; others are fixed-size lists, row-major. The field's
+    metadata records the shape, so that `from_arrow` can restore the batch.
 
     Args:
         batch: flat batch ``[N]`` of tensors.
@@ -276,10 +287,10 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
 
 
 def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
-    """Return the flat batch ``[N]`` of an Arrow table, as `to_arrow` makes them.
+    """Return the flat batch ``[N]`` of an Arrow table made by `to_arrow`.
 
-    Rows are taken in the order of the table. A table without the record of `to_arrow` will do; then lists are
-    ``[N, size]``, rewards, flags and counts of steps ``[N, 1]``, other columns ``[N]``.
+    Rows keep the order of the table. In tables without the record of `to_arrow`, lists become ``[N, size]``, rewards,
+    flags and step counts ``[N, 1]``, other columns ``[N]``.
 
     Args:
         table: a `pyarrow.Table`.
@@ -314,7 +325,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
         if size != 1 or pyarrow.types.is_fixed_size_list(field.type):
             column = column.reshape(len(table), size)
         shape = None if record is None else _noted_shape(field.name, record)
-        entries[field.name] = _shaped(field.name, column, shape, separator)
+        entries[field.name] = _reshape(field.name, column, shape, separator)
     return _assemble(entries.items(), separator)
 
 
@@ -330,7 +341,7 @@ def _noted_shape(name: str, record: bytes) -> list[int]:
 
 
 def optional_package(name: str, extra: str, needed_by: str) -> Any:
-    """The package ``name``; ImportError that names the extra."""
+    """Import the package ``name``; the ImportError names the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,8 +1,9 @@
 """Reads and checks ``final=``: the next observations that no row of a compact batch holds.
 
-A compact batch holds each observation once: the next observation of a row is the observation of the row behind it.
-At the last row of a run there is none, so the collector reports those K apart (``collector.final``): ``"row"``, int64
-``[K]`` ascending, the rows of the batch that they follow, and ``("next", <observation>)`` ``[K, *F]``.
+A compact batch holds each observation once: the next observation of a row is the observation of the next row. The
+last rows of runs have no next row, so the collector reports their K next observations separately
+(``collector.final``): ``"row"``, int64 ``[K]`` ascending, the rows of the batch that they follow, and ``("next",
+<observation>)`` ``[K, *F]``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,16 +31,16 @@ class Final(NamedTuple):
 def read_final(
     final: object, keys: Iterable[NestedKey] | None = None, *, wanted: str = "collector.final"
 ) -> Final:
-    """Read ``final``: the next observations of ``keys`` as far as it has them; by default all entries.
+    """Read ``final``: the next observations of ``keys`` that it has; by default all entries.
 
     Args:
         final: what the caller passed as ``final=``.
         keys: keys of observations at the root of the batch. Default: all entries but ``"row"``.
-        wanted: what ``final`` should have been, for the error.
+        wanted: expected form of ``final``, for the error.
 
     Raises:
-        TypeError: ``final`` is no tensordict.
-        ValueError: all entries are read and one does not stand under ``"next"``.
+        TypeError: ``final`` is not a tensordict.
+        ValueError: all entries are read and one is not under ``"next"``.
 
     >>> from tensordict import TensorDict
     >>> final = TensorDict({"row": torch.tensor([1]), "next": {"pos": torch.ones(1)}}, [1])
@@ -83,7 +84,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
         raise ValueError(
             f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
         )
-    # Ascending, so the first and the last bound all others, and none comes twice.
+    # Strictly ascending, so the first and last bound all others and none repeats.
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
             f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
@@ -102,7 +103,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
 
 
 def next_values(column: Tensor, row: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """Return the next values of a compact batch's column: those of the rows behind, and ``last`` after some rows.
+    """Return the next values of a compact batch's column: those of the next rows, and ``last`` after some rows.
 
     Args:
         column: observations ``[N, *F]``.
@@ -110,7 +111,7 @@ def next_values(column: Tensor, row: Tensor | None = None, last: Tensor | None =
         last: ``[K, *F]``.
 
     Returns:
-        ``[N, *F]``, a copy. Where a run ends without an entry of ``last``, the value is that of another run.
+        ``[N, *F]``, a copy. At run ends without an entry of ``last`` the value belongs to another run.
 
     >>> next_values(torch.tensor([1, 2, 7]), torch.tensor([1, 2]), torch.tensor([3, 8]))
     tensor([2, 3, 8])

@@ -1,4 +1,4 @@
-"""What an HDF5 file from elsewhere holds, checked before anything of it is read."""
+"""Checks the structure of untrusted HDF5 files before reading them."""
 
 import os
 from collections.abc import Collection
@@ -6,19 +6,19 @@ from typing import Any
 
 from flatroll.layout.export import optional_package
 
-_DEEPEST = 64  # folders inside folders
-# A chunk's bytes may stand for so many times as many, or for so many: DEFLATE packs at most 1032 into one.
+_DEEPEST = 64  # maximum depth of groups
+# Maximum decompression ratio, or decompressed bytes: DEFLATE's ratio is at most 1032.
 _SMALLEST_SHARE, _LEAST = 1100, 2**20
 
 
 def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = False) -> dict[str, Any]:
-    """Return the datasets of an open HDF5 file by their path, after checking that they are what they claim to be.
+    """Return the datasets of an open HDF5 file by path, after checking them.
 
-    A file from elsewhere may name other files, or claim more rows than it holds; nothing is read or allocated here.
+    An untrusted file may refer to other files, or claim more rows than it holds; nothing is read or allocated here.
 
     Args:
         file: `h5py.File`, opened for reading.
-        leave_out: names at the root that are not looked at. Default: none.
+        leave_out: names at the root to ignore. Default: none.
         single: whether datasets may be single values, without rows. Default False.
 
     Raises:
@@ -58,7 +58,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
 
     try:
         walk(file, "", 0)
-    except (KeyError, RuntimeError) as error:  # what h5py raises for objects that cannot be read
+    except (KeyError, RuntimeError) as error:  # errors of h5py for unreadable objects
         raise ValueError(f"{file.filename} is damaged ({error})") from None
     if stored > (size := os.path.getsize(file.filename)):
         raise ValueError(f"the datasets claim {stored} stored bytes, the file has {size}: it is damaged")
@@ -66,7 +66,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
 
 
 def _checked(place: str, dataset: Any, single: bool) -> int:
-    """Check a dataset by its header alone; return how many bytes of the file it takes."""
+    """Check a dataset by its header; return its size in the file in bytes."""
     if dataset.external is not None or dataset.is_virtual:
         raise ValueError(f"{place} lies in other files: copy the data into this one")
     if dataset.shape is None or not (dataset.shape or single):
@@ -74,7 +74,7 @@ def _checked(place: str, dataset: Any, single: bool) -> int:
     if dataset.dtype.kind not in "biufc":
         raise TypeError(f"{place} must be of numbers or bools, got {dataset.dtype}")
     stored = int(dataset.id.get_storage_size())
-    # Filters of other libraries pack small chunks tighter; what was never written is not there at all.
+    # Other libraries' filters compress small chunks more; unwritten chunks take no space.
     most = max(stored * _SMALLEST_SHARE, _LEAST) if dataset.chunks and stored else stored
     if dataset.nbytes > most:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The names of a flat batch's columns, and the functions that read a column by its name.
 
-A key is a string, or a tuple of strings for an entry of a nested tensordict. What the environment gives back after a
-row's action (reward, terminated, truncated, done, the next observation) stands under ``"next"``.
+A key is a string, or a tuple of strings for an entry of a nested tensordict. The results of a row's action (reward,
+terminated, truncated, done, the next observation) are under ``"next"``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ from flatroll.layout.checks import did_you_mean, key_names, need_keys, need_rows
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
 
-NEXT = "next"  #: What came back after the action: reward, flags and next observation stand under it.
-OBSERVATION = "observation"  #: What the policy saw; under ``"next"`` what it saw after the action.
-ACTION = "action"  #: What the policy did.
+NEXT = "next"  #: The parent of the action's results: reward, flags and next observation.
+OBSERVATION = "observation"  #: The policy's input; under ``"next"`` the observation after the action.
+ACTION = "action"  #: The policy's action.
 IS_INIT = "is_init"  #: Bool: the row is the first of its episode.
 STEP_COUNT = "step_count"  #: Rows of the episode before this one.
 EPISODE_REWARD = "episode_reward"  #: Under ``"next"``: the sum of rewards of the episode so far.
@@ -30,17 +30,17 @@ DONE = ("next", "done")  #: Bool: terminated or truncated.
 TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
 AGENT = ("collector", "agent")  #: The number of the row's agent among those of its game.
 GAME = ("collector", "game")  #: The number of the row's game among those that the collector plays.
-GAME_STEP = ("collector", "game_step")  #: The number that the rows of one game at one time share.
-NUM_AGENTS = ("collector", "num_agents")  #: How many agents acted in the row's game at that time.
+GAME_STEP = ("collector", "game_step")  #: A number shared by the rows of one game step.
+NUM_AGENTS = ("collector", "num_agents")  #: Number of agents that acted in the row's game step.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
-POLICY_VERSION = ("collector", "policy_version")  #: How often the policy had been updated.
+POLICY_VERSION = ("collector", "policy_version")  #: Number of policy updates before the row.
 STEPS_TO_NEXT_OBS = "steps_to_next_obs"  #: Of n-step transitions: steps from the observation to the next one.
-#: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
+#: Bool: a loss may use the row; written by estimators that exclude rows (torchrl's name).
 VALID = "shifted_valid"
 
-#: The entry of an observation or of info that says which actions are legal.
+#: The entry of an observation or of info with the legal actions.
 ACTION_MASK = "action_mask"
 #: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
 #: these columns, so collectors refuse it.
@@ -48,7 +48,7 @@ RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
 
-#: Column -> who writes it, or how to get it: the hint in the error for a missing column.
+#: Column -> what writes it: the hint in the error for a missing column.
 _WRITTEN_BY: dict[NestedKey, str] = {
     OBSERVATION: "the collector writes it",
     ACTION: "the policy writes it",
@@ -79,7 +79,7 @@ _WRITTEN_BY: dict[NestedKey, str] = {
 
 
 class KeyNames(dict[str, NestedKey]):
-    """What an estimator or a loss calls its entries: name to key, by index or as an attribute.
+    """The entries of an estimator or loss: name to key, by index or as an attribute.
 
     >>> KeyNames(reward="score").reward
     'score'
@@ -97,7 +97,7 @@ def is_entry(kind: type) -> bool:
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """The key as a tuple of names.
+    """Return the key as a tuple of names.
 
     >>> as_tuple("reward"), as_tuple(("next", "reward"))
     (('reward',), ('next', 'reward'))
@@ -158,7 +158,7 @@ def without_next(key: NestedKey) -> NestedKey:
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
     """Return a copy of ``keys`` (name to key) updated with ``changes``; a change to None is ignored.
 
-    A list of one key counts as that key, as scripts for actions of one or several parts write it.
+    A list of one key is replaced by that key.
 
     Raises:
         ValueError: ``changes`` has a name that ``keys`` does not have.
@@ -187,15 +187,15 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
 def missing_marker(
     key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
 ) -> KeyError:
-    """Return the error for a missing column: its key, who writes it, and which columns exist.
+    """Return the error for a missing column, with what writes it and which columns exist.
 
     The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is a
-    column that says where trajectories begin and end, such as ``is_init``; the error serves any column.
+    column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
 
     Args:
         key: the missing column.
         available: the columns that are there.
-        default: the name of the column where nobody renamed it, by which its writer is known. Default: ``key``.
+        default: the column's default name, which determines its writer. Default: ``key``.
 
     >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
@@ -209,15 +209,15 @@ def missing_marker(
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
-    """Return the column ``key`` of ``batch``; KeyError that says who writes it if it is missing.
+    """Return the column ``key`` of ``batch``; if missing, raise a KeyError that names what writes it.
 
     Args:
         batch: any tensordict.
         key: the column.
-        default: its name where nobody renamed it, for the error. Default: ``key``.
+        default: its default name, for the error. Default: ``key``.
 
     Raises:
-        KeyError: the column is missing; the text is that of :func:`missing_marker`.
+        KeyError: the column is missing, see :func:`missing_marker`.
         TypeError: ``batch`` is no tensordict, or ``key`` is no key.
     """
     try:
@@ -255,7 +255,7 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """:func:`marker`, or None where the batch has no column ``key``."""
+    """Return :func:`marker`, or None if the batch has no column ``key``."""
     return None if batch.get(key, None) is None else marker(batch, key)
 
 
@@ -271,13 +271,18 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         TypeError: the column is no tensor.
         ValueError: it has another shape.
     """
-    need_rows(batch)
     if not isinstance(column, Tensor):
         raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
-    if column.shape == batch.batch_size:
-        return column
-    if column.shape == (*batch.batch_size, 1):
-        return column.select(-1, 0)
+    try:
+        if column.shape == batch.batch_size:
+            return column
+        if column.shape == (*batch.batch_size, 1):
+            return column.squeeze(-1)
+    except AttributeError:
+        need_rows(batch)
+        raise
+    except NotImplementedError as error:
+        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
     raise ValueError(
         f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
         f"got {tuple(column.shape)}"
@@ -285,10 +290,10 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
 
 
 def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
-    """List the keys of the observations: root entries that ``"next"`` has too.
+    """List the keys of the observations: root entries that are also under ``"next"``.
 
-    Of a compact batch (no ``("next", <obs>)``), ``"observation"`` if it is there. Recurrent states, by the
-    names ``"recurrent_state..."``, are not counted.
+    For a compact batch (no ``("next", <obs>)``), ``"observation"`` if present. Recurrent states
+    (``"recurrent_state..."``) are excluded.
 
     >>> from tensordict import TensorDict
     >>> column = torch.zeros(2)

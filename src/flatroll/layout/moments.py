@@ -1,11 +1,11 @@
-"""`Moments`: count, mean and variance of everything seen so far, merged batch by batch without losing digits.
+"""`Moments`: running count, mean and variance, merged batch by batch without cancellation.
 
 The sums of two parts give those of the whole (Chan): with ``share = n_b / (n_a + n_b)`` and ``d = mean_b - mean_a``,
 
 * ``mean = mean_a + share * d``
 * ``var = (1 - share) * var_a + share * var_b + share * (1 - share) * d ** 2``
 
-so no difference of large sums is taken, and a part with nothing in it changes nothing.
+so no difference of large sums is computed, and empty parts change nothing.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Moments(nn.Module):
     count: Tensor
     mean: Tensor
     var: Tensor
-    #: Calls that may still read them before anything was counted; 0 once something was, or a state was loaded.
+    #: Remaining reads before a warning that nothing was counted; 0 after an update or a load.
     unlearned = 10_000
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
@@ -76,13 +76,13 @@ class Moments(nn.Module):
         self.unlearned = 0
 
     def add(self, *columns: tuple[str, Tensor, Tensor | None]) -> None:
-        """Count rows of one or more columns: a name for errors, rows ``[N, *F]``, and which of them count.
+        """Update with rows of one or more columns: (name for errors, rows ``[N, *F]``, mask of rows that count).
 
         The last is bool ``[N]``; None: all rows.
 
         Raises:
-            ValueError: a row that counts is NaN or infinite; nothing is counted then. Only rows on the host are looked
-                at, elsewhere there is no wait: NaN goes on into mean and variance.
+            ValueError: a row that counts is NaN or infinite; nothing is changed. Only rows on the host are checked;
+                on other devices NaN propagates to mean and variance.
         """
         rows = columns[0][1]  # the moments are taken where the rows are, and only they are moved
         fresh = tuple(rows.new_zeros(n, dtype=torch.float64) for n in (1, self.mean.shape, self.mean.shape))
@@ -90,13 +90,13 @@ class Moments(nn.Module):
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
                     chosen = None if counted is None else counted[start : start + _PART]
-                    fresh = _merged(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
+                    fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
             raise _not_finite(columns)
         self._count(fresh)
 
     def merge(self, other: "Moments") -> None:
-        """Count what ``other`` has counted."""
+        """Merge the statistics of ``other``."""
         self._count((other.count, other.mean, other.var))
 
     def _count(self, fresh: tuple[Tensor, ...]) -> None:
@@ -106,7 +106,7 @@ class Moments(nn.Module):
         with torch.no_grad():  # a copy to a device need not be waited for, one from it must be
             moved = tuple(x.to(to, non_blocking=to.type != "cpu") for x in fresh)
             own = (self.count, self.mean, self.var)
-            for buffer, value in zip(own, _merged(own, moved), strict=True):
+            for buffer, value in zip(own, _merge(own, moved), strict=True):
                 buffer.copy_(value)
 
     def _rate(self, epsilon: float) -> Tensor:
@@ -115,7 +115,7 @@ class Moments(nn.Module):
 
     def normalized(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
         """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``, its dtype stays."""
-        # In float64, and cast once: what differs by one part in a million is told apart.
+        # In float64 and cast once, to preserve differences of one part in a million.
         out = (x.double() - self.mean.view(self.shape)) * self._rate(epsilon)
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
@@ -125,7 +125,7 @@ class Moments(nn.Module):
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
 
-def _merged(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of two parts together."""
     (count, mean, var), (more, mean_of_more, var_of_more) = one, other
     total = count + more

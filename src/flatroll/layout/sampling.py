@@ -1,8 +1,8 @@
-"""Draws from distributions together with log-probabilities, and scores actions by the value before tanh.
+"""Samples from distributions with log-probabilities, and scores actions by their values before tanh.
 
-``log_prob(rsample())`` inverts the transform of a tanh-Normal: close to -1 and 1 an action in float32 no longer tells
-which normal number it was made of, and the log-probability is off by tens, or NaN. So the number itself, the *base
-sample*, is scored; a collector keeps it in the batch beside the action.
+``log_prob(rsample())`` inverts the transform of a tanh-Normal: close to -1 and 1 a float32 action no longer
+determines the normal sample, and the log-probability is off by tens, or NaN. Therefore the normal sample itself, the
+*base sample*, is scored; a collector stores it in the batch beside the action.
 """
 
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ class FromBase(Protocol):
 
 
 def base_sample_key(action: NestedKey) -> NestedKey:
-    """Return where a collector keeps what the action was made of.
+    """Return the key under which a collector stores an action's base sample.
 
     >>> base_sample_key("action")
     ('base_sample', 'action')
@@ -56,7 +56,7 @@ def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
 def draw(
     dist: Distribution, shape: tuple[int, ...] = (), *, reparametrize: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw from a distribution that is no composite; return the sample, its log-probability and its base sample.
+    """Sample from a non-composite distribution; return the sample, its log-probability and its base sample.
 
     Args:
         dist: the distribution.
@@ -80,7 +80,7 @@ def draw(
     root = _root(dist)
     if root is not None:
         base = root.rsample(shape) if reparametrize else root.sample(shape)
-        return *_through(dist, base), base
+        return *_apply_transforms(dist, base), base
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
         choice = torch.multinomial(dist.probs, 1, True)  # as sample() does; both methods take twice as long
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
@@ -94,26 +94,26 @@ def draw(
 
 
 def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
-    """Return the log-probability ``[*B]`` of the base sample that an action was made of.
+    """Return the log-probability ``[*B]`` of an action's base sample.
 
-    An action that has changed since then (random exploration, clipping) is scored as it is.
+    An action changed since then (random exploration, clipping) is scored itself.
     """
     if _root(dist) is None:
         log_prob: Tensor = dist.log_prob(action)
         return log_prob
-    made, log_prob = _through(dist, base)
+    made, log_prob = _apply_transforms(dist, base)
     close = torch.isclose(made, action.to(made.dtype), rtol=1e-4, atol=1e-6)
     if action.is_cpu and not torch.compiler.is_compiling() and bool(close.all()):
         return log_prob
     inverted = _inverse(dist, action)
     same = close if close.shape == base.shape else close.all(-1, keepdim=True)
-    return _through(dist, torch.where(same, base, inverted))[1]
+    return _apply_transforms(dist, torch.where(same, base, inverted))[1]
 
 
 def saturated(dist: Distribution, action: Tensor) -> Tensor | None:
-    """Return which numbers of an action lie so close to the ends of a tanh that what it was made of is lost.
+    """Return which numbers of an action are so close to the ends of a tanh that the base sample is lost.
 
-    None where the distribution has no tanh.
+    None if the distribution has no tanh.
     """
     for transform in reversed(_transforms(dist)):
         if isinstance(transform, TanhTransform):
@@ -146,16 +146,16 @@ def _root(dist: Distribution) -> Distribution | None:
     return within if transformed else None
 
 
-def _through(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The sample that a base sample makes, and its log-probability."""
+def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Transform a base sample; return the sample and its log-probability."""
     if _knows_base(dist):
         return dist.from_base(base)
     if _is_independent(dist):
-        sample, log_prob = _through(dist.base_dist, base)
+        sample, log_prob = _apply_transforms(dist.base_dist, base)
         return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
     if not _is_transformed(dist):
         return base, dist.log_prob(base)
-    sample, log_prob = _through(dist.base_dist, base)
+    sample, log_prob = _apply_transforms(dist.base_dist, base)
     parts = _parts(dist)
     # the dims of an event before each part, from that of the first one's input
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)

@@ -1,4 +1,4 @@
-"""`step_mdp`: turns a step into the row that comes after it."""
+"""`step_mdp`: turns the result of a step into the next row."""
 
 from collections.abc import Sequence
 from typing import TypeVar, cast
@@ -23,14 +23,14 @@ def step_mdp(
     done_keys: NestedKey | Sequence[NestedKey] = "done",
     action_keys: NestedKey | Sequence[NestedKey] = "action",
 ) -> TD:
-    """Move one step ahead in time: the entries under ``"next"`` become those of the root.
+    """Move one step ahead in time: the entries under ``"next"`` become root entries.
 
-    ``is_init``, which the collector writes at the root only, becomes False: the row after a step, in the same
-    trajectory, is no first row. The tensors are shared with the input, which stays as it is.
+    ``is_init``, which collectors write at the root only, becomes False: the next row of a trajectory is not a first
+    row. Tensors are shared with the input, which is not modified.
 
     Args:
         tensordict: rows ``[*B]`` with ``"next"``.
-        next_tensordict: where the result is put. Default: a new tensordict.
+        next_tensordict: receives the result. Default: a new tensordict.
         keep_other: keep the root entries that ``"next"`` does not replace. Default True.
         exclude_reward: leave the reward out. Default True.
         exclude_done: leave done out. Default False.

@@ -1,10 +1,10 @@
 """Builds batches, reads entries and calls networks without tensordict's overhead.
 
-All private parts of tensordict that flatroll reads are in this file, each with the public way as a fall-back: any
-other module than a plain one (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) is
-called as ever. Measured with tensordict 0.14.3, one core: :func:`nest` takes 3 µs of the 15 that the public constructor
-takes for six columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a plain module's call 60 to 90 µs less than its own.
-An update of a small network takes a millisecond.
+All uses of tensordict's private attributes are in this file, each with the public API as a fallback: modules that are
+not plain (subclasses, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called normally.
+Measured with tensordict 0.14.3, one core: :func:`nest` takes 3 µs of the 15 that the public constructor takes for six
+columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a plain module's call 60 to 90 µs less than its own. An update of
+a small network takes a millisecond.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ from torch.nn.modules import module as torch_module
 from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.layout.sampling import base_sample_key, components, draw
 
-#: Whether the private ways are taken: both are there. The tests also run with False.
+#: Whether the private attributes exist and are used. Tests also run with False.
 USES_PRIVATES = all(hasattr(TensorDict, name) for name in ("_new_unsafe", "_maybe_names")) and isinstance(
     getattr(TensorDict({}), "_tensordict", None), dict
 )
@@ -141,7 +141,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     None if it is another one, or if its attributes are not all like those in ``plain``.
     """
     own_kind: Any = type(network)
-    if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _acts_alike(own_kind)):
+    if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _has_same_call(own_kind)):
         return None
     # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
     if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
@@ -163,7 +163,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
 
 
 @cache
-def _acts_alike(actor: type) -> bool:
+def _has_same_call(actor: type) -> bool:
     """Whether a class of actors inherits all that sampling takes from ``ProbabilisticTensorDictSequential``."""
     names = ("__call__", "forward", "get_dist", "get_dist_params", "dist_sample_keys", "log_prob_keys")
     base = ProbabilisticTensorDictSequential
@@ -239,7 +239,7 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
 
 
 def base_keys_of(policy: Any) -> list[NestedKey]:
-    """Return where :func:`call_policy` may keep what the policy's actions are made of."""
+    """Return the keys under which :func:`call_policy` may store base samples."""
     if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
         return []
     sampler = _parts(policy.__dict__)[-1]
@@ -250,7 +250,7 @@ def base_keys_of(policy: Any) -> list[NestedKey]:
 
 
 def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
-    """Return whether a sampler of tensordict or TorchRL writes log-probabilities of what may be transformed samples."""
+    """Return whether a tensordict or TorchRL sampler writes log-probabilities of possibly transformed samples."""
     if not sampler.return_log_prob or not _samples_once(sampler):
         return False
     dist: Any = sampler.distribution_class  # a class, or a function that makes anything

@@ -1,4 +1,4 @@
-"""From a flat batch to one entry per trajectory (padded or nested tensors), and back."""
+"""Converts a flat batch to one entry per trajectory (padded or nested tensors), and back."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -36,8 +36,8 @@ def split_trajectories(
 
     Runs are those of `run_starts`: an id that comes back later, or two slices of one trajectory side by
     side, are two runs. Padded form: ``[n, T_max]``, zeros after the end, and always a bool mask, True on
-    real rows. Nested form: nested tensors, no padding, no mask. Prefer the flat batch itself, which every
-    other room takes.
+    real rows. Nested form: nested tensors, no padding, no mask. Prefer the flat batch itself, which every other room
+    accepts.
 
     Args:
         batch: ``[N]`` or ``[*B, T]`` (a run never goes from one row of the leading dims to the next). Rows
@@ -109,8 +109,8 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     """Concatenate trajectories into a flat batch: the inverse of `split_trajectories`, bit for bit.
 
     Args:
-        parts: what `split_trajectories` gave (padded with its mask, or nested), or a sequence of
-            tensordicts ``[T_i]``, one per trajectory.
+        parts: the result of `split_trajectories` (padded with its mask, or nested), or a sequence of tensordicts
+            ``[T_i]``, one per trajectory.
         mask_key: where the padded form has its mask.
 
     Returns:
@@ -157,10 +157,9 @@ def mark_cuts(
 ) -> TensorDictBase:
     """Mark the last row of every run that the batch cuts as truncated and done, in a copy.
 
-    For readers that know the ends of runs by ``done`` alone, as other libraries' buffers do: without the marks they
-    take the first row of the next run for the step after a cut one. With them the cut row is bootstrapped from its own
-    next observation, as here. Hand the copy on and keep the batch: in
-    the copy nobody can tell cut rows from truncated ones.
+    For code that finds run ends by ``done`` alone, such as other libraries' buffers: without the marks it takes the
+    first row of the next run for the step after a cut one. With the marks the cut row is bootstrapped from its own
+    next observation. Keep the original batch: the copy does not distinguish cut rows from truncated ones.
 
     Args:
         batch: ``[N]`` or ``[*B, T]``, with ``("next", "done")`` and ``("next", "truncated")``; runs are those of
@@ -179,7 +178,7 @@ def mark_cuts(
     (tensor([False,  True,  True]), tensor([False,  True, False]))
     """
     need_rows(batch)
-    need_keys(done_key=done_key, truncated_key=truncated_key)
+    need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
     done, truncated = marker(batch, done_key), marker(batch, truncated_key)
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done

@@ -1,4 +1,4 @@
-"""Recurrent modules over flat marked batches, single steps in rollouts and unpadded runs in training; normalisation."""
+"""Recurrent modules for flat batches: single steps in rollouts, unpadded runs in training; normalisation."""
 
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network

@@ -28,26 +28,26 @@ from flatroll.modules.primer import TensorDictPrimer
 class BurnIn:
     """Buffer transform: recomputes recurrent states with the first rows of each slice, then drops those rows.
 
-    It belongs to a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
-    last row of a shorter one, go through the modules in recurrent mode without gradients, and leave the sample. The
-    first row that stays gets the state after them, in place of the stored one, and ``is_init``: a module that then
-    runs over the sample goes on as if it had run over the whole slice, with gradients that end there. Where an
-    episode begins at that row, its stored state stays.
+    Use it with a sampler that draws slices. The first ``burn_in`` rows of each slice (all but the last row of a
+    shorter one) are passed through the modules in recurrent mode without gradients and removed from the sample. The
+    first remaining row gets the resulting state, instead of the stored one, and ``is_init``: modules then continue as
+    if they had run over the whole slice, with truncated gradients. If an episode begins at that row, its stored state
+    is kept.
 
-    The rows burnt in start from their stored states; from the states every episode starts from, zeros, if the sample
-    has none. It stands in this room, not with the buffers, because it sets the recurrent mode.
+    Burn-in rows start from their stored states, or from the initial states of episodes (zeros) if the sample has
+    none.
 
     Args:
         modules: a tensordict module or several, run in this order; what they read besides states must be in the
-            sample. Give the modules that train, so that the states are up to date.
-        burn_in: rows to burn in, at least 0; 0 leaves samples as they are.
+            sample. Pass the modules being trained, so that the states are up to date.
+        burn_in: rows to burn in, at least 0; 0 leaves samples unchanged.
         out_keys: root keys of the states, default those that the modules' ``make_tensordict_primer()`` name.
         init_key: the marker set, default ``"is_init"``.
         done_key: bool entry that ends an episode, default ``("next", "done")``, used if it is there; of samples of
             ``MultiStepTransform`` it is ``("next", "original_done")``, for the modules too.
 
     Raises:
-        TypeError: a module is no tensordict module.
+        TypeError: a module is not a tensordict module.
         ValueError: ``burn_in`` below 0, or the modules have no state.
 
     Reference: Kapturowski et al. 2019, Recurrent experience replay in distributed reinforcement learning.
@@ -78,7 +78,7 @@ class BurnIn:
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
         self.burn_in = whole_number("burn_in", burn_in, 0)
         need_keys(init_key=init_key, done_key=done_key)
-        written = list(self._primed()) if out_keys is None else key_names("out_keys", out_keys)
+        written = list(self._initial_states()) if out_keys is None else key_names("out_keys", out_keys)
         self.out_keys = [without_next(key) for key in written]
         if not self.out_keys:
             raise ValueError(
@@ -93,10 +93,10 @@ class BurnIn:
 
         Args:
             td: flat batch ``[N]`` of slices.
-            ends: bool ``[N]``, True at the last row of each slice; a buffer gives it. Default: the run ends.
+            ends: bool ``[N]``, True at the last row of each slice; passed by a buffer. Default: the run ends.
 
         Raises:
-            KeyError: what a module reads is missing.
+            KeyError: an input of a module is missing.
             ValueError: ``td`` is not flat, or has padding.
         """
         if td.batch_dims != 1:
@@ -107,7 +107,7 @@ class BurnIn:
             return td
         marked = td.clone(recurse=False)
         absent = [key for key in self.out_keys if td.get(key, None) is None]
-        for key, first in (self._primed() if absent else {}).items():
+        for key, first in (self._initial_states() if absent else {}).items():
             if key in absent:
                 marked.set(key, first.to(td.device).expand(len(td), *first.shape))
         parts = self._divide(marked, ends)
@@ -156,7 +156,7 @@ class BurnIn:
         final = burnt[burnt > 0].cumsum(0) - 1
         return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 
-    def _primed(self) -> dict[NestedKey, Tensor]:
+    def _initial_states(self) -> dict[NestedKey, Tensor]:
         """The states that the modules' parts declare, with the value that episodes start from."""
         states: dict[NestedKey, Tensor] = {}
         for part in (part for module in self.modules for part in module.modules()):

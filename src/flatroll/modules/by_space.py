@@ -1,4 +1,4 @@
-"""`actor`, `critic`, `q_network`: networks for an env's spaces, as plain tensordict modules."""
+"""`actor`, `critic`, `q_network`: build networks for an env's spaces, as plain tensordict modules."""
 
 import math
 from collections.abc import Sequence
@@ -52,13 +52,13 @@ from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCatego
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 from flatroll.modules.running_norm import RunningNorm
 
-#: An env, of which only the spaces are read.
+#: An env; only its spaces are read.
 SpacedEnv: TypeAlias = Any
 N = TypeVar("N", bound=nn.Module)
 Recurrent: TypeAlias = Literal["gru", "lstm"]
 Cnn: TypeAlias = Literal["small", "impala"]
 
-#: Shortest side of an image that the three strided layers of the small CNN need.
+#: Minimum side of an image for the three strided layers of the small CNN.
 _LEAST_SIDE = 36
 _WAY_OUT = "build the network of tensordict modules, or change the space with a wrapper of gymnasium"
 
@@ -76,7 +76,7 @@ def actor(
     action_mask: bool | None = None,
     device: torch.device | str | None = None,
 ) -> ProbabilisticTensorDictSequential:
-    """Build an actor for an env's spaces: its body reads the observation, its head is a distribution of actions.
+    """Build an actor for an env's spaces: a body for the observation and a distribution of actions.
 
     =================================  ===========================================================================
     action space                       distribution
@@ -89,9 +89,9 @@ def actor(
     Dict, Tuple of these               a ``CompositeDistribution`` of them, one log-probability for each part
     =================================  ===========================================================================
 
-    The body concatenates what it makes of each entry: the features of a CNN of an image (a Box of three dims, or of
-    unsigned bytes in two or four; channels first or last), one-hot numbers of a Discrete or MultiDiscrete, the
-    flattened numbers of any other. An MLP follows. Weights are orthogonal, those of the head scaled by 0.01.
+    The body concatenates features of each entry: a CNN for images (a Box of three dims, or of unsigned bytes with two
+    or four; channels first or last), one-hot vectors for Discrete and MultiDiscrete, flattened numbers for others. An
+    MLP follows. Weights are orthogonal, those of the head scaled by 0.01.
 
     The result is a plain ``ProbabilisticTensorDictSequential``: print it, index it (``actor[0]``), replace its
     parts. It writes ``"action"`` and its log-probability, and samples unless `set_interaction_type` says otherwise.
@@ -102,24 +102,24 @@ def actor(
         hidden: sizes of the layers between the entries' features and the head; with ``recurrent`` the last one is
             the size of the memory. Default ``(64, 64)``. ``(512,)`` with images is the network of Mnih et al.
         activation: between the layers. Default ``nn.Tanh``.
-        cnn: for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36), or
-            ``"impala"``, fifteen layers in residual blocks.
+        cnn: the network for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36),
+            or ``"impala"``, fifteen layers in residual blocks.
         recurrent: ``"gru"`` or ``"lstm"``: the last layer is a `GRUModule` or `LSTMModule`, whose state collectors
             carry. Default None: no memory.
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
-        norm: begin with a `RunningNorm` for each floating Box that is no image. Its statistics stay as they are
-            until ``actor[0].update(batch)`` is called. Default True.
-        action_mask: read ``"action_mask"``, and give illegal actions of a Discrete or MultiDiscrete the probability
-            0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``, from
-            where a `Collector` then stores it.
+        norm: begin with a `RunningNorm` for each floating Box that is not an image. Its statistics change only when
+            ``actor[0].update(batch)`` is called. Default True.
+        action_mask: read ``"action_mask"``, and set the probability of illegal Discrete or MultiDiscrete actions to
+            0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``; a
+            `Collector` then stores it.
         device: of the weights. Default: torch's.
 
     Raises:
-        TypeError: ``env`` has no spaces of Gymnasium.
-        ValueError: a space without a head or body; ``squash=True`` without finite bounds; called: a row has no legal
-            action (looked at on the CPU only).
+        TypeError: ``env`` has no Gymnasium spaces.
+        ValueError: a space is not supported; ``squash=True`` without finite bounds; when called: a row has no legal
+            action (checked on the CPU only).
 
     References:
         V. Mnih et al., Human-level control through deep reinforcement learning, 2015; L. Espeholt et al., IMPALA, 2018,
@@ -193,12 +193,12 @@ def critic(
 
     Args:
         env, hidden, activation, cnn, norm, device: see `flatroll.modules.actor`.
-        recurrent: likewise. The critic's own memory starts from zeros at each run of a batch, since nobody stores
-            its state; with ``shared=True`` it is the actor's, which is stored.
-        actor: an actor of `flatroll.modules.actor` for the same env: its `RunningNorm` modules are taken instead of
-            own ones, so that one update serves both. Default None.
-        shared: take the actor's whole body, weights and memory included; only the head is new. Then ``hidden``,
-            ``activation``, ``cnn`` and ``recurrent`` have no effect. Default False.
+        recurrent: likewise. The critic's state is not stored and starts from zeros at each run of a batch; with
+            ``shared=True`` it is the actor's, which is stored.
+        actor: an actor of `flatroll.modules.actor` for the same env: its `RunningNorm` modules are shared, so that
+            one update serves both. Default None.
+        shared: use the actor's whole body, including weights and recurrent state; only the head is new. Then
+            ``hidden``, ``activation``, ``cnn`` and ``recurrent`` have no effect. Default False.
 
     Raises:
         ValueError: ``shared`` without an ``actor``, or see `flatroll.modules.actor`.
@@ -250,8 +250,8 @@ def q_network(
 
     For a Discrete space it writes ``"action_value"`` ``[*B, n]`` and the best ``"action"``, so that it is the network
     of `flatroll.estimators.DQNLoss` and the policy; illegal actions get the lowest number, so that neither the policy
-    nor the maximum over the next state's actions takes one. For a Box it reads ``"action"``, too, and writes
-    ``"state_action_value"`` ``[*B, 1]``, as `flatroll.estimators.SACLoss` wants it.
+    nor the maximum over the next state's actions selects one. For a Box it also reads ``"action"`` and writes
+    ``"state_action_value"`` ``[*B, 1]``, as `flatroll.estimators.SACLoss` expects.
 
     Args:
         env, hidden, cnn, recurrent, norm, action_mask, device: see `flatroll.modules.actor`.
@@ -259,7 +259,7 @@ def q_network(
         epsilon: probability of a random legal action while a collector explores; see `EpsilonGreedy`. Default 0.
 
     Raises:
-        ValueError: a space without values, or see `flatroll.modules.actor`.
+        ValueError: the space is not supported, or see `flatroll.modules.actor`.
 
     >>> import gymnasium as gym
     >>> from tensordict import TensorDict
@@ -304,8 +304,8 @@ class ActionMask(TensorDictModuleBase):
         key: logits or values, ``[*B, sum(counts)]``, which are replaced.
         mask_key: True (or 1) where an action is legal, of the same shape. Default ``"action_mask"``.
         counts: number of options of each choice. Default None: all are those of one choice.
-        strict: refuse rows in which a choice has no legal option. They are looked for on the CPU only; elsewhere, and
-            if not strict, all options of such a choice stay. Default True.
+        strict: refuse rows in which a choice has no legal option. Checked on the CPU only; on other devices, and if
+            not strict, all options of such a choice remain. Default True.
 
     Raises:
         ValueError: the mask has another shape; ``strict``, and a row has no legal action.
@@ -355,8 +355,8 @@ class ActionMask(TensorDictModuleBase):
 class EpsilonGreedy(nn.Module):
     """Chooses the best action or, while a collector explores, with probability ``epsilon`` a random legal one.
 
-    It explores where `set_interaction_type` says ``"random"``, as collectors do unless told otherwise; in losses, in
-    `evaluate` and in a plain call the best action is chosen.
+    It explores under the interaction type ``"random"``, the default of collectors; in losses, in `evaluate` and in a
+    plain call it chooses the best action.
 
     Args:
         epsilon: in [0, 1]; a buffer, which goes to workers with the weights. Change it with
@@ -382,14 +382,14 @@ class EpsilonGreedy(nn.Module):
         best = value.argmax(-1)
         if interaction_type() is not InteractionType.RANDOM:
             return best
-        # A random number for each legal action, of which the greatest wins; illegal ones have -1.
+        # A random number for each legal action, -1 for illegal ones; the largest wins.
         lots = torch.rand_like(value).masked_fill(value == torch.finfo(value.dtype).min, -1.0)
         explores = torch.rand(best.shape, device=value.device) < self.epsilon
         return torch.where(explores, lots.argmax(-1), best)
 
 
 def counts_of(space: "spaces.Discrete | spaces.MultiDiscrete") -> tuple[int, ...]:
-    """The number of options of each choice.
+    """Return the number of options of each choice.
 
     >>> counts_of(spaces.MultiDiscrete([2, 3]))
     (2, 3)
@@ -402,7 +402,7 @@ def _on_device(network: N, device: torch.device | str | None) -> N:
 
 
 def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
-    """The spaces of one env's observation and action."""
+    """Return the spaces of one env's observation and action."""
     found = []
     for name in ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}", None)
@@ -460,7 +460,7 @@ def _head_of(
         if not (bounded if squash is None else squash):
             return Gaussian, kwargs, spread, ("loc", "scale")
         for end, bound in (("low", space.low), ("high", space.high)):
-            # One number where all are the same: a tensor would go to the device at each call.
+            # A number if all are equal: a tensor would be copied to the device at each call.
             same = bool((bound == bound.flat[0]).all())
             kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
         return SquashedGaussian, kwargs, spread, ("loc", "scale")
@@ -504,7 +504,7 @@ class LocScale(nn.Module):
         return loc, log_scale.clamp(-20.0, 2.0).exp()
 
 
-#: Where the bodies of actors leave their features; collectors do not store what begins with "_".
+#: Key of the features of actors' bodies; collectors do not store names that begin with "_".
 FEATURES = "_features"
 
 
@@ -543,7 +543,7 @@ def _trunk_of(
     prefix: str = "",
     state: str | None = None,
 ) -> _Trunk:
-    """The parts that make features of an observation.
+    """Return the modules that compute features of an observation.
 
     Args:
         observation: the space.
@@ -612,7 +612,7 @@ def _is_image(space: Any) -> bool:
 
 
 class Encoder(nn.Module):
-    """Makes one vector of an observation's entries, in the dtype of its weights.
+    """Encodes an observation's entries as one vector, in the dtype of its weights.
 
     Args:
         leaves: the spaces of the entries.
@@ -662,7 +662,7 @@ class Encoder(nn.Module):
 
 
 def _entry_of(space: Any, cnn: Cnn) -> Any:
-    """The module that makes a vector of an observation's entry."""
+    """Return the module that encodes an observation's entry."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return OneHotEntry(space)
     if _is_image(space):

@@ -1,4 +1,4 @@
-"""Distributions of actions: one log-probability ``[*B]`` for all numbers of an action, whatever its shape."""
+"""Distributions of actions, with one log-probability ``[*B]`` per action of any shape."""
 
 import math
 from functools import cached_property
@@ -255,7 +255,7 @@ class _BoundedTanh(TanhTransform):
 
 
 class _IntoBounds(AffineTransform):
-    """From [-1, 1] into bounds; a rounded sum does not lie beyond them."""
+    """Maps [-1, 1] to bounds, never beyond them by rounding."""
 
     def __init__(self, low: Tensor, high: Tensor, event_dims: int) -> None:
         # Half of each bound first: their difference may be larger than the largest number.
@@ -270,9 +270,9 @@ class _IntoBounds(AffineTransform):
 class SquashedGaussian(TransformedDistribution):
     """Independent normal distributions, squashed by tanh to the bounds of an action.
 
-    In float32 an action close to a bound does not tell which normal number it was made of. A collector keeps that
-    number in the batch (``("base_sample", "action")``), from which flatroll's losses take the log-probability; without
-    it the log-probability of such an action is finite, and wrong.
+    In float32 an action close to a bound does not determine its normal sample. A collector stores that sample in the
+    batch (``("base_sample", "action")``), and flatroll's losses compute the log-probability from it; without it the
+    log-probability of such an action is finite but wrong.
 
     Args:
         loc: means before tanh, ``[*B, *shape]``.
@@ -372,12 +372,12 @@ class SquashedGaussian(TransformedDistribution):
 
     @property
     def deterministic_sample(self) -> Tensor:
-        """The median: what the mean becomes."""
+        """The median: the transformed mean."""
         return self._into_bounds(self.loc)
 
     @property
     def mode(self) -> Tensor:
-        """The median, for readers that ask for one number; the mode of the density lies elsewhere."""
+        """The median, which stands in for the mode; the mode of the density differs."""
         return self.deterministic_sample
 
     def _into_bounds(self, base: Tensor) -> Tensor:

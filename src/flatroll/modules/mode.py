@@ -1,4 +1,4 @@
-"""The mode of recurrent modules: one step at a time, or whole runs, set by a context manager."""
+"""The mode of recurrent modules, single steps or whole runs, set by a context manager."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 class _Mode(threading.local):
-    """The mode of this thread. torch.compile guards on it, which it does not on a context variable."""
+    """The mode of this thread. torch.compile guards on it, unlike on a context variable."""
 
     def __init__(self) -> None:
         self.value: bool | None = None
@@ -27,7 +27,7 @@ _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
 #: Tests for functions whose call returns before their body runs.
 _BODY_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
-#: The ways to write a mode.
+#: Accepted values of a mode.
 Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
 
 
@@ -35,7 +35,7 @@ def named_mode(name: str, mode: Mode) -> bool | None:
     """Convert a mode (bool, None, ``"recurrent"``, ``"sequential"``) to True, False or None.
 
     Raises:
-        ValueError: it is none; the text calls it ``name``.
+        ValueError: it is not a mode; ``name`` is the name in the message.
     """
     named = _NAMES.get(mode) if isinstance(mode, str) else mode
     if not (named is None or isinstance(named, bool)) or (named is None and mode is not None):
@@ -66,22 +66,22 @@ class set_recurrent_mode:
     * recurrent (``True``, ``"recurrent"``): the rows are runs of consecutive steps; used in training;
     * ``None``: each module's ``default_recurrent_mode``.
 
-    The mode belongs to the current thread: another one does not see it, and leaving the block restores what was
-    there before, after an exception too. It may stand around a function of ``torch.compile`` or inside it. Do not hold
-    it over an ``await`` or a ``yield``, behind which other code of the thread runs.
+    The mode is local to the current thread, and leaving the block restores the previous one, also after an exception.
+    It may be used around or inside a ``torch.compile`` function. Do not hold it over an ``await`` or a ``yield``,
+    where other code of the thread runs.
 
     Args:
         mode: True, False, ``"recurrent"``, ``"sequential"`` or None; default True.
         burn_in: rows at the beginning of each run that only bring the state up to date: this package's modules compute
-            them without gradient, and the rest of the run goes on from the state they leave. Leave them out of the
+            them without gradient, and the rest of the run continues from the resulting state. Exclude them from the
             loss, too. Default: 0.
 
     Raises:
         ValueError: any other mode; ``burn_in`` below 0, or in another mode than the recurrent one.
         TypeError: used as a decorator of a class, or of a generator or coroutine function, whose body would run after
             the block is left.
-        RuntimeError: blocks are left in another order than they were entered, as when tasks of one thread hold them
-            over an ``await``: either ran in a mode of the other.
+        RuntimeError: blocks are not left in the reverse order of entry, for example because tasks of one thread hold
+            them over an ``await``.
 
     >>> with set_recurrent_mode("recurrent"):
     ...     recurrent_mode()
@@ -129,8 +129,8 @@ class set_recurrent_mode:
             )
 
         @functools.wraps(function)
-        def in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def run_in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with set_recurrent_mode(self._mode, burn_in=self._burn_in):
                 return function(*args, **kwargs)
 
-        return in_mode
+        return run_in_mode

@@ -14,15 +14,14 @@ from flatroll.layout.keys import NestedKey
 class TensorDictPrimer:
     """Holds the initial recurrent states of episodes, by state key.
 
-    It is no transform of a TorchRL env, whose own class of this name has to know the env's specs: there write
+    It is not a TorchRL env transform; TorchRL's class of this name needs the env's specs. There write
     ``torchrl.envs.TensorDictPrimer({key: Unbounded(x.shape) for key, x in primer.defaults.items()},
     expand_specs=True)``, and the modules of this package run in that env.
 
     Args:
-        primers: for each state key the value of one row, such as ``[num_layers, hidden_size]``; or what has the
-            ``shape`` and ``dtype`` of one, such as a Gymnasium space or a spec.
-        default_value: number that fills those which come as a shape; or a dict with one for each of their keys.
-            Default: 0.
+        primers: for each state key the value of one row, such as ``[num_layers, hidden_size]``; or an object with its
+            ``shape`` and ``dtype``, such as a Gymnasium space or a spec.
+        default_value: fill value of entries given by shape; or a dict with one per key. Default: 0.
 
     Attributes:
         defaults: for each state key the value of one row.
@@ -61,7 +60,7 @@ class TensorDictPrimer:
                 f"got {list(numbers)}"
             )
         self.defaults: dict[NestedKey, Tensor] = {
-            key: _filled(key, value, numbers[key]) if key in numbers else value
+            key: _fill(key, value, numbers[key]) if key in numbers else value
             for key, value in primers.items()
         }
 
@@ -73,7 +72,7 @@ class TensorDictPrimer:
 
         Args:
             batch_size: number of rows, or a batch shape ``[*B]``.
-            device: where to put them; default: where they are.
+            device: target device; default: their own.
         """
         shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         primed = TensorDict({}, batch_size=shape, device=device)
@@ -82,7 +81,7 @@ class TensorDictPrimer:
         return primed
 
 
-def _filled(key: NestedKey, like: Any, number: float) -> Tensor:
+def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     """A tensor of the shape and dtype of a space or spec, filled with a number."""
     shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
     if shape is None:

@@ -1,4 +1,4 @@
-"""GRUModule and LSTMModule: a network, stepped in rollouts and run over the runs of a flat batch in training."""
+"""GRUModule and LSTMModule: single steps in rollouts, whole runs of a flat batch in training."""
 
 from typing import ClassVar, NamedTuple, Self, Unpack, cast
 
@@ -14,7 +14,7 @@ from flatroll.modules.backends.packing import States, call, run_index
 from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, with_weights_of
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
-#: From so many rows on, a step of the stock LSTM is faster on the CPU than that of a cell.
+#: From this many rows on, a step of the stock LSTM is faster on the CPU than a cell's.
 STOCK_ROWS = 256
 
 
@@ -32,7 +32,7 @@ class NetworkSizes(NamedTuple):
 
 
 class RecurrentOptions(StatefulOptions, total=False):
-    """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` says what each means."""
+    """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` documents them."""
 
     recurrent_backend: str
     recurrent_recompute: str
@@ -75,8 +75,8 @@ def _wrapped_network(
 class RecurrentModule(StatefulModule):
     """Base of :class:`GRUModule` and :class:`LSTMModule`: runs a recurrent network on a tensordict's rows.
 
-    A subclass names its kind of network and its default state keys. Each state stands in the tensordict as
-    ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
+    A subclass defines its kind of network and default state keys. Each state is in the tensordict as ``[*B,
+    num_layers, hidden_size]`` (twice the layers if bidirectional).
 
     Args:
         network: an existing network of that kind, or None.
@@ -121,13 +121,13 @@ class RecurrentModule(StatefulModule):
         Raises:
             ValueError: the network is bidirectional, or ``recurrent_backend`` is one of the stock network.
         """
-        return self._based(NETWORKS[self.net.mode][1])
+        return self._switch_network(NETWORKS[self.net.mode][1])
 
     def make_cudnn_based(self) -> Self:
         """Switch to ``nn.GRU`` or ``nn.LSTM`` (cuDNN on CUDA); keeps the weights."""
-        return self._based(NETWORKS[self.net.mode][0])
+        return self._switch_network(NETWORKS[self.net.mode][0])
 
-    def _based(self, kind: type[nn.RNNBase]) -> Self:
+    def _switch_network(self, kind: type[nn.RNNBase]) -> Self:
         net = with_weights_of(kind, self.net)
         check_backend(self.recurrent_backend, net)
         setattr(self, net.mode.lower(), net)
@@ -157,7 +157,7 @@ class RecurrentModule(StatefulModule):
                 after.append(torch.lstm_cell(rows, before, *weights))
             rows = after[-1][0]
         hidden, *cells = zip(*after, strict=True)
-        # stacked, hence in memory of its own: an in-place activation on the output leaves the state alone
+        # stacking copies: an in-place activation on the output must not change the state
         stacked = torch.stack(hidden, 1)
         return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
 
@@ -165,7 +165,7 @@ class RecurrentModule(StatefulModule):
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         if self.recurrent_recompute == "none" or not torch.is_grad_enabled():
             return self._over_runs(rows, stored, starts)
-        # keeps the inputs alone, and runs the recurrence once more for the backward pass, with the same dropout
+        # saves only the inputs, and reruns the recurrence for the backward pass, with the same dropout
         result: tuple[Tensor, States] = checkpoint(self._over_runs, rows, stored, starts, use_reentrant=False)
         return result
 
@@ -197,14 +197,14 @@ class RecurrentModule(StatefulModule):
 class GRUModule(RecurrentModule):
     """A GRU on tensordict rows: single steps in rollouts, whole runs in training, with equal results.
 
-    :class:`set_recurrent_mode` chooses between the two modes; where it is not used, ``default_recurrent_mode`` does.
+    :class:`set_recurrent_mode`, or else ``default_recurrent_mode``, selects one of two modes.
 
-    * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True, and
-      the state so used is written back to its in_key, so that a stored batch holds what the step started
-      from. A missing state is zeros if all rows are is_init rows.
-    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, cut where
-      :func:`flatroll.layout.run_starts` says. Each run starts from the state stored at its first row, which
-      is the state the rollout used there: the recorded outputs are computed again, without padding.
+    * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True and written
+      back to its in_key, so that a stored batch has the state before each step. A missing state is zeros if all rows
+      are is_init rows.
+    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, separated by
+    :func:`flatroll.layout.run_starts`. Each run starts from the state stored at its first row, which the rollout used
+    there: the recorded outputs are recomputed without padding.
       With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
 
     The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row

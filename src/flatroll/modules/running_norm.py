@@ -1,4 +1,4 @@
-"""`RunningNorm`: a layer that normalises an observation by the mean and variance of all observations so far."""
+"""`RunningNorm`: a layer that normalises observations by their running mean and variance."""
 
 import math
 import warnings
@@ -31,35 +31,34 @@ from flatroll.layout.tensordict_seam import get_entry, set_entry
 
 
 class RunningNorm(TensorDictModuleBase):
-    """Normalises an entry by its running mean and deviation; rows stay raw, and the network normalises.
+    """Normalises an entry by its running mean and deviation inside the network; stored rows stay raw.
 
-    ``out = clip((x - mean) / sqrt(var + epsilon))``. It stands in front of an actor, a critic or a recurrent module,
-    as one module in all of them. The statistics are buffers: they are saved with the policy's ``state_dict``, go to
-    workers along with its weights, and a row of a replay buffer is always seen through today's. Collectors do not
-    store what it writes.
+    ``out = clip((x - mean) / sqrt(var + epsilon))``. Put the same module in front of the actor, the critic and
+    recurrent modules. The statistics are buffers: they are saved with the policy's ``state_dict``, are sent to
+    workers with its weights, and the rows of a replay buffer are always normalised by the current ones. Collectors do
+    not store its output.
 
     Only :meth:`update` changes the statistics. Call it in the process that learns, once for each collected batch, and
-    update the collector's weights afterwards, as after a step of the optimizer: with ``track_policy_version=True`` the
-    version in a row says which statistics acted, too. Before the first update only ``clip`` has an effect; after 10,000
+    update the collector's weights afterwards, as after a step of the optimizer: with ``track_policy_version=True`` a
+    row's version also identifies the statistics. Before the first update only ``clip`` has an effect; after 10,000
     calls of losses without one, it warns.
 
-    Integer and bool entries, such as images in uint8, are passed on as they are. A stack of frames is one observation
-    like any other: each place in the stack has statistics of its own. A Dict observation needs one module for each
-    entry.
+    Integer and bool entries, such as uint8 images, are passed through. A frame stack is treated like any observation:
+    each position in the stack has its own statistics. A Dict observation needs one module per entry.
 
     Args:
         in_key: the entry, such as ``"observation"``, ``[*B, *shape]``.
-        shape: of one observation, such as ``env.single_observation_space.shape``.
-        out_key: where to write, in the dtype of the entry. Default: ``in_key`` with ``"_norm"`` at its end.
-        clip: largest absolute value that is written. Default: 10. None: no limit.
+        shape: shape of one observation, such as ``env.single_observation_space.shape``.
+        out_key: output key; the dtype is that of the entry. Default: ``in_key`` with the suffix ``"_norm"``.
+        clip: limit of the absolute output. Default: 10. None: no limit.
         epsilon: added to the variance. Default: 1e-8.
-        device: of the statistics. Default: torch's.
+        device: device of the statistics. Default: torch's.
 
     Attributes:
         statistics: ``count`` (float64 ``[1]``), ``mean`` and ``var`` (float64 ``[*shape]``, ``[1]`` for numbers).
 
     Raises:
-        ValueError: ``clip`` or ``epsilon`` is not above 0; called: the entry has another shape.
+        ValueError: ``clip`` or ``epsilon`` is not above 0; when called: the entry has another shape.
 
     >>> from tensordict import TensorDict
     >>> norm = RunningNorm("observation", shape=(1,))
@@ -96,7 +95,7 @@ class RunningNorm(TensorDictModuleBase):
 
     @property
     def recomputed_keys(self) -> list[NestedKey]:
-        """What collectors do not store, since it is computed from the rows whenever it is needed."""
+        """Outputs that collectors do not store, because they are recomputed from the rows."""
         return [self.out_key]
 
     # a tensordict, or the entry by keyword
@@ -117,12 +116,12 @@ class RunningNorm(TensorDictModuleBase):
         return tensordict
 
     def update(self, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
-        """Count each observation of a collected batch once; after ``eval()`` nothing.
+        """Update the statistics with a collected batch, each observation once; does nothing after ``eval()``.
 
-        An observation that is the next one of a row and stands in the row behind it, too, is counted once. So are the
-        last observations of episodes, and those at the cut between two batches: if all batches of a collector are
-        counted, then so is each observation that its env has shown, in any autoreset mode. Left out are padding and
-        observations that the env hid. A sample of a replay buffer counts its rows again: count batches as they come.
+        An observation that is both a row's next observation and the next row's observation is counted once, and so
+        are the last observations of episodes and of batches: if all batches of a collector are counted, so is each
+        observation of its env exactly once, in any autoreset mode. Padding and hidden observations are left out.
+        Samples of a replay buffer would count rows again: update with each collected batch.
 
         Args:
             batch: rows ``[*B]``, time last, as a collector yields them, with ``("next", key)``, the differences of
@@ -151,7 +150,7 @@ class RunningNorm(TensorDictModuleBase):
         # All next observations, and first ones of episodes. Written as rows, those are the rows, without the first of
         # a run that a window before this one has shown as its last next observation, and what follows the run ends.
         counted = None if is_init is None else is_init | ~starts_from(ends).reshape(-1)
-        following, follows = self._following(batch, rows, ends.reshape(-1), final)
+        following, follows = self._next_observations(batch, rows, ends.reshape(-1), final)
         if real is not None:
             counted = real if counted is None else counted & real
             follows = None if follows is None else follows & real
@@ -165,10 +164,10 @@ class RunningNorm(TensorDictModuleBase):
         )
 
     def merge(self, other: "RunningNorm") -> None:
-        """Count what another module has counted, as ranks or parts of a data set that were counted apart.
+        """Merge the statistics of another module, for example from another rank or part of a data set.
 
         Raises:
-            ValueError: it is for another shape.
+            ValueError: its shape differs.
 
         >>> norms = [RunningNorm("observation", shape=()) for _ in range(2)]
         >>> _ = [norm.statistics.add(("x", torch.tensor([x]), None)) for norm, x in zip(norms, (1.0, 3.0))]
@@ -181,7 +180,7 @@ class RunningNorm(TensorDictModuleBase):
         self.statistics.merge(other.statistics)
 
     def _warn_of_none(self, moments: Moments) -> None:
-        """Warn once where networks learn and nothing is ever counted; a first batch or two is usual."""
+        """Warn once if networks are trained but the statistics are never updated, except for the first batches."""
         if not (self.training and torch.is_grad_enabled()):
             return
         moments.unlearned -= 1
@@ -194,7 +193,7 @@ class RunningNorm(TensorDictModuleBase):
                 stacklevel=2,
             )
 
-    def _following(
+    def _next_observations(
         self, batch: TensorDictBase, rows: Tensor, ends: Tensor, final: TensorDictBase | None
     ) -> tuple[Tensor, Tensor | None]:
         """Next observations ``[K, *shape]``, and which of them follow a run's end, bool ``[K]``; None: all do."""

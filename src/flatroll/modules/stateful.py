@@ -1,4 +1,4 @@
-"""Base class of the recurrent modules: keys, states and checks; steps in rollouts, runs in training."""
+"""Base class of the recurrent modules: keys, states and checks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ from flatroll.modules.primer import TensorDictPrimer
 
 
 class StatefulOptions(TypedDict, total=False):
-    """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` says what each means."""
+    """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` documents them."""
 
     in_key: NestedKey | None
     in_keys: Sequence[NestedKey] | None
@@ -60,9 +60,8 @@ def _key_list(
 class StatefulModule(TensorDictModuleBase):
     """A tensordict module with a recurrent state, carried from each row of a run to the next.
 
-    A subclass names its default state keys, sets ``input_size`` and says how it makes one step
-    (:meth:`step`) and goes over runs (:meth:`over_runs`). Each state stands in the tensordict as
-    ``[*B, *state_shape]``.
+    A subclass defines its default state keys, sets ``input_size`` and implements one step (:meth:`step`) and whole
+    runs (:meth:`over_runs`). Each state is in the tensordict as ``[*B, *state_shape]``.
 
     Args:
         state_shape: layers and features of one row's state.
@@ -91,7 +90,7 @@ class StatefulModule(TensorDictModuleBase):
         **unknown: object,
     ) -> None:
         super().__init__()
-        for name in unknown:  # named by the class that the caller has written, not by this one
+        for name in unknown:  # names the caller's class, not this one
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         one_of("state", state, ("stored", "zero"))
         need_keys(done_key=done_key, traj_key=traj_key)
@@ -116,7 +115,7 @@ class StatefulModule(TensorDictModuleBase):
 
     @property
     def weight(self) -> Tensor:
-        """One of the module's weights, to read the dtype and device from."""
+        """A weight of the module, which determines dtype and device."""
         raise NotImplementedError
 
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
@@ -170,7 +169,7 @@ class StatefulModule(TensorDictModuleBase):
         """Return the initial states of episodes: zeros ``[num_layers, hidden_size]`` for each state key.
 
         Raises:
-            RuntimeError: an out key is not ``("next", in_key)``, so that no one could carry the state.
+            RuntimeError: an out key is not ``("next", in_key)``, so the state cannot be carried.
         """
         for key, out in zip(self._state_in, self._state_out, strict=True):
             if as_tuple(out) != next_key(key):
@@ -208,7 +207,7 @@ class StatefulModule(TensorDictModuleBase):
         return state
 
     def _refuse_thinned_states(self, batch: TensorDictBase, starts: Tensor) -> None:
-        """Where only some rows keep their state, runs must begin there; looked at only where that is no host sync."""
+        """Check that runs begin at rows with stored states; skipped where it would sync with the host."""
         has_state = batch.get(HAS_STATE, None)
         if has_state is None or self.state == "zero":
             return
@@ -304,7 +303,7 @@ def run_with_burn_in(
     step = steps_into_run(starts)
     head, entry = step < burn_in, step == burn_in
     if torch.compiler.is_compiling():
-        return _of_fixed_shape(over_runs, rows, stored, starts | entry, head, entry)
+        return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
     # numbers of the rows of both parts, each of which is a flat batch of shorter runs
     first, rest = (flag.nonzero().squeeze(1) for flag in (head, ~head))
     with torch.no_grad():
@@ -330,7 +329,7 @@ def run_with_burn_in(
     return merged(head_out, out), tuple(map(merged, head_after, after))
 
 
-def _of_fixed_shape(
+def _run_fixed_shapes(
     over_runs: OverRuns, rows: Tensor, stored: States, starts: Tensor, head: Tensor, entry: Tensor
 ) -> tuple[Tensor, States]:
     """The same by two passes over all rows: no shape depends on where runs begin."""

@@ -50,7 +50,7 @@ class ActionRange:
         """Check the actions of a batch."""
         for key, limits in list(self._limits):
             actions: Tensor = batch.get(key)
-            problem = limits.problem(self._copied(key, actions) if self._later else actions.numpy())
+            problem = limits.problem(self._copy_extrema(key, actions) if self._later else actions.numpy())
             if problem is None:
                 continue
             if not isinstance(limits.space, spaces.Box):
@@ -62,7 +62,7 @@ class ActionRange:
                 stacklevel=2,
             )
 
-    def _copied(self, key: NestedKey, actions: Tensor) -> "np.ndarray[Any, Any]":
+    def _copy_extrema(self, key: NestedKey, actions: Tensor) -> "np.ndarray[Any, Any]":
         """Return minimum and maximum ``[2, *S]`` of batches already copied, and start the copy of this batch's."""
         ends = torch.stack([actions.amin(0), actions.amax(0)])
         if key not in self._ends:

@@ -436,12 +436,12 @@ class _Rows:
         """Return a column's values, ``after`` steps later, as a tensor ``[N, ...]`` that the batch may own."""
         window = self._window
         column = window.columns[key]
-        rows = self._transposed(key, column[after : after + window.steps]) if self.whole else None
+        rows = self._transpose(key, column[after : after + window.steps]) if self.whole else None
         if rows is None:
-            rows = self._gathered(column, after)
+            rows = self._gather(column, after)
         return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
 
-    def _transposed(self, key: NestedKey, column: Array) -> Tensor | None:
+    def _transpose(self, key: NestedKey, column: Array) -> Tensor | None:
         """Transpose a whole column ``[steps, E, *S]``; None if gathering is faster."""
         rows: Tensor
         if isinstance(column, Tensor):
@@ -467,7 +467,7 @@ class _Rows:
             rows = rows.clone()
         return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
 
-    def _gathered(self, column: Array, after: int) -> Tensor:
+    def _gather(self, column: Array, after: int) -> Tensor:
         """Gather the rows of a column ``[room, E, ...]``."""
         window, trailing = self._window, column.shape[2:]
         further = after * window.num_envs

@@ -1,4 +1,4 @@
-"""Memory, messages and processes for workers: nothing has a name, nothing listens, nothing is polled."""
+"""Shared memory, messages and processes for workers: without named objects, listening sockets or polling."""
 
 from flatroll.sharing.block import Block, BlockColumn, Memory, Table
 from flatroll.sharing.channel import Channel, Closed, Door

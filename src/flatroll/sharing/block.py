@@ -1,4 +1,4 @@
-"""`Memory` that processes share, and `Block`: columns in it, in equal slots; `Table` says which columns."""
+"""`Memory` shared by processes, and `Block`: columns in it, in equal slots, as described by a `Table`."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """Bytes that several processes read and write, named by nothing but a file descriptor.
+    """Anonymous memory shared by processes through a file descriptor.
 
     It cannot leak or clash: the system frees it when the last process that has it open or mapped is gone, killed or
     not. On Linux it is a ``memfd``, elsewhere a temporary file that is unlinked at once.
@@ -37,7 +37,7 @@ class Memory:
     b'ab'
     """
 
-    #: The mapped bytes. They stay as long as an array or tensor looks at them.
+    #: The mapped bytes, valid as long as an array or tensor refers to them.
     map: mmap.mmap
 
     def __init__(self, size: int) -> None:
@@ -53,13 +53,13 @@ class Memory:
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> "Memory":
-        """Map what another process made; the descriptor belongs to the result from here on."""
+        """Map another process's memory; the result takes ownership of the descriptor."""
         memory = cls.__new__(cls)
         memory._open(descriptor)
         return memory
 
     def _open(self, descriptor: int) -> None:
-        # The size is the file's own: no message from another process can make it larger than what is there.
+        # The size is that of the file: another process's message cannot exceed it.
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._descriptor = descriptor
 
@@ -81,16 +81,16 @@ class Memory:
 
 
 def _anonymous_file(size: int) -> int:
-    """Descriptor of an empty file that no folder lists; an error if ``size`` bytes will not fit there."""
+    """Return the descriptor of an empty anonymous file; raise if ``size`` bytes do not fit."""
     if sys.platform == "linux":
         free = int(psutil.virtual_memory().available)
         if size > free:
             raise MemoryError(f"{size:,} bytes of shared memory were asked for, {free:,} are free")
-        return os.memfd_create("flatroll")  # a label for /proc: nothing can be opened by it
+        return os.memfd_create("flatroll")  # only a label in /proc
     with tempfile.TemporaryFile(prefix="flatroll") as file:
         disk = os.fstatvfs(file.fileno())
         free = disk.f_bavail * disk.f_frsize
-        if size > free:  # a file with holes would end the process with SIGBUS when it is written to
+        if size > free:  # writing to a sparse file could raise SIGBUS
             folder = tempfile.gettempdir()
             raise OSError(f"{size:,} bytes of shared memory were asked for, {free:,} are free in {folder}")
         return os.dup(file.fileno())
@@ -153,7 +153,7 @@ def dtype_name(values: Any) -> str:
 
 
 def row_count(columns: Mapping[Key, Any]) -> int:
-    """The number of rows N that all columns ``[N, *S]`` have; ValueError if they differ, or if there are none."""
+    """Return the common number of rows N of columns ``[N, *S]``; ValueError if they differ or there are none."""
     counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
     if len(set(counts.values())) != 1 or None in counts.values():
         raise ValueError(f"columns must have one number of rows, got {counts}")
@@ -164,7 +164,7 @@ def row_count(columns: Mapping[Key, Any]) -> int:
 
 @cache
 def _numpy_dtype(name: str) -> "np.dtype[Any]":
-    """NumPy's data type of that name. It has no bfloat16: arrays then show the 16 bits."""
+    """Return NumPy's dtype of this name; bfloat16 is viewed as 16-bit integers."""
     dtype = np.dtype("uint16" if name == "bfloat16" else name)
     if dtype.kind not in "biufc":  # bool, integers, floats, complex numbers
         raise TypeError
@@ -172,7 +172,7 @@ def _numpy_dtype(name: str) -> "np.dtype[Any]":
 
 
 class Block:
-    """Shared memory that is laid out as ``slots`` equal parts, each of which holds the same tables.
+    """Shared memory of ``slots`` equal parts with the same tables.
 
     It goes to other processes as an argument of `Nursery.start` or in any message of a `Channel`.
 
@@ -213,7 +213,7 @@ class Block:
             )
 
     def arrays(self, slot: int = 0, table: int = 0) -> "dict[Key, np.ndarray[Any, Any]]":
-        """The columns of a table as NumPy arrays ``[rows, *S]`` that look at the memory."""
+        """Return a table's columns as NumPy views ``[rows, *S]``."""
         return {
             key: np.frombuffer(
                 self.memory.map, _numpy_dtype(column.dtype), self._size(table, column), start
@@ -222,14 +222,14 @@ class Block:
         }
 
     def tensors(self, slot: int = 0, table: int = 0) -> "dict[Key, torch.Tensor]":
-        """The columns of a table as tensors ``[rows, *S]`` that look at the memory."""
+        """Return a table's columns as tensor views ``[rows, *S]``."""
         import torch  # here: a process that only starts others does without
 
         made = {}
         for key, column, start in self._places(slot, table):
             shape = (self.tables[table].rows, *column.shape)
             dtype, count = getattr(torch, column.dtype), self._size(table, column)
-            # frombuffer refuses to look at nothing
+            # frombuffer refuses empty memory
             made[key] = (
                 torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start).view(shape)
                 if count

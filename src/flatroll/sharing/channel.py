@@ -1,4 +1,4 @@
-"""`Channel`: messages, and the descriptors in them, between two processes; `Door`: the way of others to a channel."""
+"""`Channel`: messages with descriptors between two processes; `Door`: opens channels for other processes."""
 
 import io
 import os
@@ -28,11 +28,11 @@ _MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
 
 
 class Closed(EOFError):
-    """The other end of a channel is closed: its process ended, or let go of it."""
+    """The other end of a channel is closed or its process has exited."""
 
 
 class Channel:
-    """One end of an unnamed pair of sockets. Messages have a kind and a content; each arrives once, in order.
+    """One end of an unnamed socket pair. Messages have a kind and a content, and arrive once, in order.
 
     Contents are pickled by cloudpickle, so that functions and classes of ``__main__`` and lambdas may be among them;
     `Memory` (and what holds it, as `Block`), doors and channels go along as descriptors. Nothing can connect to
@@ -64,7 +64,7 @@ class Channel:
 
     @staticmethod
     def pair() -> "tuple[Channel, Channel]":
-        """Two ends that are connected with each other."""
+        """Return two connected ends."""
         one, other = socket.socketpair()
         return Channel(one.detach()), Channel(other.detach())
 
@@ -93,7 +93,7 @@ class Channel:
             try:
                 sent = (
                     socket.send_fds(self._socket, [data], descriptors)
-                    if descriptors  # else nothing but bytes, at half the cost
+                    if descriptors  # plain bytes otherwise, at half the cost
                     else self._socket.send(data)
                 )
             except BlockingIOError:
@@ -136,13 +136,13 @@ class Channel:
         return None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for something to read, ``timeout`` seconds at most; the end of the channel counts, too."""
+        """Wait at most ``timeout`` seconds for data or the end of the channel."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
 
     def feed(self) -> None:
-        """Read what has come, without waiting."""
+        """Read available data without waiting."""
         while not self._ended:
             try:
                 data, descriptors, flags, _ = socket.recv_fds(
@@ -164,7 +164,7 @@ class Channel:
             self._take_messages()
 
     def _take_messages(self) -> None:
-        """Unpickle the messages of which all bytes are there."""
+        """Unpickle complete messages."""
         while len(self._bytes) >= _HEADER.size:
             size, count = _HEADER.unpack_from(self._bytes)
             end = _HEADER.size + size
@@ -181,10 +181,10 @@ class Channel:
         return self._ended
 
     def has_messages(self) -> bool:
-        """Whether a message was read that nobody has taken."""
+        """Whether an unreceived message has been read."""
         return bool(self._messages)
 
-    def hung_up(self) -> bool:
+    def is_hung_up(self) -> bool:
         """Whether the other end is closed, or closed for writing, now. One system call: cheap enough for each step."""
         if not self._ended and self.wait(0):
             self.feed()
@@ -195,7 +195,7 @@ class Channel:
         return self._socket.fileno()
 
     def finish(self) -> None:
-        """Send nothing more: the other end sees the channel closed, and may still send."""
+        """Shut down sending: the other end sees the channel closed, but may still send."""
         self._shut(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Channel:
         self._ended = True
 
     def _shut(self, how: int) -> None:
-        with suppress(OSError):  # the other end went first, which is as good
+        with suppress(OSError):  # the other end closed first
             self._socket.shutdown(how)
 
     def __del__(self) -> None:
@@ -222,14 +222,14 @@ class Channel:
 
 
 class _Socket(socket.socket):
-    """A socket that is closed without a warning when nobody has it any more."""
+    """A socket that is closed without a warning when it is garbage-collected."""
 
     def __del__(self) -> None:
         self.close()
 
 
 class Door:
-    """One end of an unnamed pair of sockets; who has it hands its maker one end of a new channel.
+    """One end of an unnamed socket pair; its holder sends the maker one end of a new channel.
 
     Each message is one datagram with one descriptor: it arrives whole or not at all, so any number of processes may
     use copies of a door at once. A copy travels in a message of a `Channel`, as an argument of
@@ -253,7 +253,7 @@ class Door:
 
     @staticmethod
     def pair() -> "tuple[Door, Door]":
-        """The maker's end, for `admit`, and the end to give away, for `enter`."""
+        """Return the maker's end, for `admit`, and the client's end, for `enter`."""
         inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         return Door(inside.detach()), Door(outside.detach())
 
@@ -290,7 +290,7 @@ class Door:
         return self._socket.fileno()
 
     def shut(self) -> None:
-        """Let nobody in any more, for copies of this end in forked processes, too; who waits in `admit` wakes up."""
+        """Close the door, also for copies in forked processes; wakes a waiting `admit`."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -302,21 +302,21 @@ class Door:
         self._socket.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Elsewhere DupFd would open a named socket that listens until somebody fetches the descriptor.
+        # Otherwise DupFd would open a named listening socket until the descriptor is fetched.
         if get_spawning_popen() is None:
             raise TypeError(
                 "a handle has no name that a pickle could hold: pass it to a process as an argument of "
                 "multiprocessing.Process(args=...), or send it through a Channel"
             )
-        return _arrived, (DupFd(self.fileno()),)
+        return _rebuild_door, (DupFd(self.fileno()),)
 
 
-def _arrived(duplicate: Any) -> Door:
+def _rebuild_door(duplicate: Any) -> Door:
     return Door(duplicate.detach())
 
 
 class MessagePickler(cloudpickle.Pickler):
-    """Leaves what has a descriptor out of the pickle and lists it."""
+    """Replaces objects with descriptors in the pickle and lists them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -339,7 +339,7 @@ _OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts in again what `MessagePickler` left out."""
+    """Restores the objects that `MessagePickler` replaced."""
 
     def __init__(self, file: io.BytesIO, descriptors: list[int]) -> None:
         super().__init__(file)

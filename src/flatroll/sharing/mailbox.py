@@ -55,7 +55,7 @@ class Outbox:
         self._number = -1  # of the block
         self.place = -1, -1
         self._free: list[int] = []  # slots of it that nobody reads
-        self._under_way = 0  # windows that were not given back, of older blocks, too
+        self._under_way = 0  # windows not returned yet, also of older blocks
 
     def put(self, *tables: "Mapping[Key, torch.Tensor]", note: Any = None) -> None:
         """Write a window; wait for a free slot if there is none.
@@ -82,8 +82,7 @@ class Outbox:
         self.place = self._number, slot
 
     def take_back(self, number: int, slot: int) -> None:
-        """Use a slot again that the reader gave back: the content of a message of kind `FREE`, or `place`, if
-        something else has said that the last window was read."""
+        """Reuse a released slot: the content of a message of kind `FREE`, or `place` if the last window was read."""
         self._under_way -= 1
         if number == self._number:
             self._free.append(slot)
@@ -106,7 +105,7 @@ class Outbox:
         )
 
     def _lay_out(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> None:
-        """Make a block that this window fits into, and half as many rows again if the one before was too small."""
+        """Create a block for this window, with 50 % more rows if the previous one was too small."""
         known = () if self._block is None else self._block.tables
         laid_out = []
         for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
@@ -123,13 +122,13 @@ class Outbox:
 
 
 class Window:
-    """What `Outbox.put` wrote: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
+    """A window from `Outbox.put`: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
 
     The tensors look at the writer's memory. They are good until `release`, or until the end of a ``with`` block;
     afterwards the writer writes other rows there. `copy` gives tensors to keep.
     """
 
-    #: Whether the tensors are memory of their own, after `keep`.
+    #: Whether the tensors own their memory, after `keep`.
     owned = False
 
     def __init__(
@@ -139,17 +138,17 @@ class Window:
         self._inbox, self._place = inbox, place
 
     def copy(self) -> "list[dict[Key, torch.Tensor]]":
-        """The tables in memory of their own."""
+        """Return copies of the tables."""
         return [{key: values.clone() for key, values in table.items()} for table in self.tables]
 
     def keep(self) -> None:
-        """Copy the tables, so that they stay, and give the slot back."""
+        """Copy the tables and release the slot."""
         tables = self.copy()
         self.release()
         self.tables, self.owned = tables, True
 
     def release(self) -> None:
-        """Give the slot back to the writer; a second call does nothing. A writer that is gone is no error here."""
+        """Release the slot; a second call does nothing. Ignores that the writer is gone."""
         if self._place is not None:
             self._inbox.give_back(self._place)
             self._place, self.tables = None, []
@@ -180,7 +179,7 @@ class Inbox:
                 return window
 
     def open(self, kind: str, content: Any) -> Window | None:
-        """Understand a message of kind `BLOCK` (None is returned) or `WINDOW`.
+        """Parse a message of kind `BLOCK` (returns None) or `WINDOW`.
 
         Raises:
             ValueError: the message does not fit to the memory.
@@ -206,8 +205,8 @@ class Inbox:
         return Window(self, tables, note, (number, slot))
 
     def give_back(self, place: tuple[int, int]) -> None:
-        """Tell the writer that it may write into a slot again."""
-        with suppress(Closed):  # it is gone: who reads from it next is told
+        """Tell the writer that a slot is free."""
+        with suppress(Closed):  # it is gone: the next read raises
             self._channel.send(FREE, place)
 
 
@@ -228,7 +227,7 @@ def pack(value: Any) -> "tuple[bytes, list[torch.Tensor]]":
 
 
 def unpack(rest: bytes, tensors: "list[torch.Tensor]") -> Any:
-    """Put the tensors in again; the value holds these tensors themselves, or arrays that look at them."""
+    """Restore the tensors; the value refers to these tensors, or to arrays that view them."""
     return _Unpacker(io.BytesIO(rest), tensors).load()
 
 

@@ -83,7 +83,7 @@ def need_descriptors(count: int) -> None:
 
 
 class Nursery:
-    """Starts workers quickly and leaves none behind.
+    """Starts workers quickly and terminates all of them at the end.
 
     A helper process imports ``preload`` once, with a single thread and CUDA untouched, and forks each worker from
     itself: a fork of this process would copy locks that its threads hold and a CUDA context that cannot work. The first
@@ -178,7 +178,7 @@ class Nursery:
 
     @property
     def workers(self) -> "tuple[Worker, ...]":
-        """All that were started, in this order."""
+        """All started workers, in order."""
         return tuple(self._workers)
 
     def wait(
@@ -187,7 +187,7 @@ class Nursery:
         timeout: float | None = None,
         also: Iterable[Any] = (),
     ) -> "list[Worker]":
-        """Wait until a worker has sent something or ended, ``timeout`` seconds at most.
+        """Wait at most ``timeout`` seconds until a worker sends something or exits.
 
         Args:
             workers: those to wait for. Default: all.
@@ -211,7 +211,7 @@ class Nursery:
         return ready
 
     def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
-        """End these workers and forget them; workers that have ended are no error.
+        """Stop these workers and drop them; workers that have exited are no error.
 
         Each sees its channel closed, and may use the time to close its env. What is left after ``timeout`` seconds is
         killed. In a forked copy of the owner nothing happens. A call that was interrupted may be made again.
@@ -246,13 +246,13 @@ class Nursery:
 
 
 class Worker:
-    """A worker as its parent sees it: its ``channel``, ``name``, ``pid``, and errors that say what became of it."""
+    """The parent's handle of a worker: its ``channel``, ``name``, ``pid`` and errors."""
 
     def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel, report: Channel) -> None:
         self.name, self.channel = name, channel
-        #: Where the helper says what became of the worker; ready for reading once it has ended.
+        #: The helper's report of the worker's exit; ready for reading once it has exited.
         self.report = report
-        #: Number of its process.
+        #: Its process id.
         self.pid = -1
         self._helper, self._number = helper, number
         self._exitcode: int | None = None
@@ -264,7 +264,7 @@ class Worker:
         return self._exitcode
 
     def has_ended(self) -> bool:
-        """Whether its process is gone. With the helper all end."""
+        """Whether its process has exited. Workers exit with the helper."""
         if self._exitcode is None and not self.report.ended:
             self.report.feed()
             if message := self.report.pop(ENDED):
@@ -276,7 +276,7 @@ class Worker:
         return self.report.ended
 
     def has_news(self) -> bool:
-        """Whether it has sent something that was not received, or ended."""
+        """Whether it has sent something not yet received, or has exited."""
         ended = self.has_ended()  # asked first: what it sent before its end is then there to read
         self.channel.feed()
         return self.channel.has_messages() or ended
@@ -287,7 +287,7 @@ class Worker:
         return [self.report] if self.channel.ended else [self.channel, self.report]
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send it a message. That it is gone is no error here: the next `receive` says so."""
+        """Send it a message. Ignores that it is gone: the next `receive` raises."""
         with suppress(Closed):
             self.channel.send(kind, content)
 
@@ -311,7 +311,7 @@ class Worker:
             if message is not None:
                 message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
-                raise WorkerDied(f"{self.name} (pid {self.pid}) {self._how_it_ended()}")
+                raise WorkerDied(f"{self.name} (pid {self.pid}) {self._exit_status()}")
             left = None if deadline is None else deadline - monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(
@@ -319,7 +319,7 @@ class Worker:
                 )
             wait_for_any(self.sources(), left)  # type: ignore[arg-type]
 
-    def _how_it_ended(self) -> str:
+    def _exit_status(self) -> str:
         code = self.exitcode
         if code is None:
             return "was killed, since the process that starts workers is gone"
@@ -334,7 +334,7 @@ class Worker:
 
 
 class _Helper:
-    """The parent's end of the helper: how workers are started and killed, and how to end it."""
+    """The parent's handle of the helper process, which starts and kills workers."""
 
     def __init__(self, fork: bool, preload: list[str], threads: int) -> None:
         self._pids: dict[int, int] = {}  # of workers not known to have ended
@@ -357,11 +357,11 @@ class _Helper:
         self._ready = False
 
     def is_mine(self) -> bool:
-        """Whether this process made it; False in a forked copy, which must let the workers be."""
+        """Whether this process created it; False in a forked copy, which must not touch the workers."""
         return os.getpid() == self._owner
 
     def prepare(self) -> None:
-        """Wait until it has imported what it is to."""
+        """Wait until it has done its imports."""
         if not self.is_mine():
             raise RuntimeError(
                 f"this nursery belongs to process {self._owner}, which made it: make another one"
@@ -374,17 +374,17 @@ class _Helper:
                 if self._control.has_messages():  # READY, which stays there: Ctrl-C cannot lose it
                     self._ready = True
                 elif self._control.ended:
-                    raise self._gone()
+                    raise self._ended_error()
                 else:
                     self._control.wait()
 
-    def _gone(self) -> RuntimeError:
+    def _ended_error(self) -> RuntimeError:
         return RuntimeError(
             "the process that starts workers is gone: it was killed, or the nursery is closed"
         )
 
     def start(self, number: int, name: str) -> Worker:
-        """Have a worker forked, and wait until it is."""
+        """Request the fork of a worker, and wait for it."""
         self.prepare()
         (ours, theirs), (report, reported) = Channel.pair(), Channel.pair()
         worker = Worker(self, number, name, ours, report)
@@ -399,7 +399,7 @@ class _Helper:
                 self._control.feed()
                 if broken := self._control.pop(BROKEN):
                     broken[1].throw("the process that starts workers")
-            raise self._gone() from None
+            raise self._ended_error() from None
         finally:
             for sent in (theirs, reported):
                 sent.forget()
@@ -407,11 +407,11 @@ class _Helper:
         return worker
 
     def forget(self, number: int) -> None:
-        """Note that a worker has ended."""
+        """Record that a worker has exited."""
         self._pids.pop(number, None)
 
     def kill(self, number: int) -> None:
-        """Have a worker killed; nothing if it has ended, or in a forked copy of the owner."""
+        """Request that a worker be killed; does nothing if it has exited, or in a forked copy of the owner."""
         if number in self._pids and self.is_mine():
             try:
                 with self._lock:
@@ -426,7 +426,7 @@ class _Helper:
             kill_group(pid)
 
     def end(self) -> None:
-        """End the helper, which kills the workers. In a forked copy of the owner nothing happens."""
+        """Stop the helper, which kills the workers. Does nothing in a forked copy of the owner."""
         if not self.is_mine():
             return
         self._control.close()

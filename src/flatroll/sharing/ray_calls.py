@@ -20,7 +20,7 @@ from flatroll.sharing.worker import Failure, WorkerDied
 #: Arguments of ``ray.init`` that only the one who starts a cluster may give.
 _OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}
 _LARGEST_DEFAULT_STORE = 2**30  # bytes
-#: Errors of Ray that say that an actor, its node, or a result there is gone. Not every version has all of them.
+#: Ray's errors for a lost actor, node or result. Not every version has all of them.
 _DEATHS = (
     "RayActorError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError",
     "OutOfDiskError", "OutOfMemoryError", "RaySystemError", "WorkerCrashedError",
@@ -36,7 +36,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Calls(Protocol):
-    """What flatroll needs of Ray. Tests give one that runs in their own process."""
+    """The part of Ray that flatroll uses. Tests substitute one that runs in their own process."""
 
     def make(self, kind: type, options: Mapping[str, Any]) -> Any:
         """Return a new actor ``kind()``; ``options`` are those of ``ray.remote``."""
@@ -49,7 +49,7 @@ class Calls(Protocol):
         actor's options name in ``concurrency_groups``, beside the others."""
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Wait for one of these results and return those that are there, none after ``timeout`` seconds."""
+        """Wait for one of these results and return all that are ready; none after ``timeout`` seconds."""
         ...
 
     def get(self, reference: Any) -> Any:
@@ -63,7 +63,7 @@ class Calls(Protocol):
         """Store a value once for many calls; return a reference to it."""
 
     def kill(self, actor: Any) -> None:
-        """End an actor, also in the middle of a call."""
+        """Kill an actor, even in the middle of a call."""
 
     def store_bytes(self) -> int:
         """Size of the object store, that of all nodes together."""
@@ -114,7 +114,7 @@ class RayCalls:
         self._started = True
 
     def make(self, kind: type, options: Mapping[str, Any]) -> Any:
-        # Ray never restarts an actor: it would come back with the numbers that its rows have already.
+        # Ray must not restart an actor: it would reuse the ids of its rows.
         return self._ray.remote(**options, max_restarts=0, max_task_retries=0)(kind).remote()
 
     def call(

@@ -55,7 +55,7 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """Number of the last update that is whole."""
+        """Number of the last complete update."""
         return int(self._header[_DONE])
 
     def publish(self, state: "Mapping[str, torch.Tensor]") -> int:
@@ -96,7 +96,7 @@ class SharedWeights:
             for name, copy in self._copies[version % 2].items():
                 state[name].detach().copy_(copy)
             _fence()
-            if self._header[_BEGUN] < version + 2:  # nobody wrote into the copy while it was read
+            if self._header[_BEGUN] < version + 2:  # the copy was not overwritten while it was read
                 return version
 
     def _check(self, state: "Mapping[str, torch.Tensor]") -> None:

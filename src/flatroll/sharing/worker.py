@@ -29,7 +29,7 @@ READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds o
 
 
 class WorkerTraceback(Exception):
-    """Where in another process an error was raised: the cause of the error in this one."""
+    """The traceback of an error in another process, set as the cause of the error in this one."""
 
 
 class WorkerDied(RuntimeError):
@@ -38,7 +38,7 @@ class WorkerDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error raised in another process, in a form that always arrives.
+    """An error raised in another process, in a form that can always be sent.
 
     Attributes:
         name: of the error's type.
@@ -75,10 +75,10 @@ class Failure:
         except Exception:  # likewise for __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
-        return failure if failure._unpickled() is not None else Failure(name, text, trace, None, ends)
+        return failure if failure._unpickle() is not None else Failure(name, text, trace, None, ends)
 
-    def _unpickled(self) -> Exception | None:
-        """The error itself; None where it cannot be made again, as one of a class that only its process can import."""
+    def _unpickle(self) -> Exception | None:
+        """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
         if self.pickled is None:
             return None
         try:
@@ -91,13 +91,13 @@ class Failure:
         return error if same and isinstance(error, Exception) else None
 
     def error(self) -> Exception:
-        """The error itself if this process can make it, else a RuntimeError with its type and text.
+        """Return the error itself if this process can unpickle it, else a RuntimeError with its type and text.
 
         What ends a program there (SystemExit, KeyboardInterrupt, GeneratorExit) is a `WorkerDied` here.
         """
         if self.ends:
             return WorkerDied(f"ended by {self.name}: {self.text}")
-        return self._unpickled() or RuntimeError(f"{self.name}: {self.text}")
+        return self._unpickle() or RuntimeError(f"{self.name}: {self.text}")
 
     def throw(self, name: str) -> NoReturn:
         """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
@@ -122,7 +122,7 @@ def run(channel: Channel) -> int:
     Returns:
         The exit status.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         function, arguments, threads = channel.receive(RUN)
         torch: Any = sys.modules.get("torch")
@@ -153,7 +153,7 @@ def portable(error: BaseException) -> Exception:
 
 
 def die_with(starter: int) -> None:
-    """Let the system kill this process when the one that started it is gone, where the system can (Linux).
+    """Make the system kill this process when its parent exits (Linux only).
 
     Elsewhere the channel tells a worker, when it next uses it.
     """
@@ -178,7 +178,7 @@ run_worker(int(sys.argv[1]), int(sys.argv[2]))
 def run_helper(
     descriptor: int, parent: int, fork: bool, preload: list[str], end_watch: Callable[[], None]
 ) -> None:
-    """Serve the parent until its end of the channel is closed; then kill the workers that are left.
+    """Serve the parent until its end of the channel is closed; then kill the remaining workers.
 
     Args:
         descriptor: of the channel to the parent.
@@ -217,7 +217,7 @@ def run_helper(
 
 
 def prepare_forks(preload: list[str]) -> None:
-    """See that this process can still be forked after these imports."""
+    """Check that this process can still be forked after these imports."""
     threads = thread_count()
     if threads > 1:
         raise RuntimeError(
@@ -305,7 +305,7 @@ class Helper:
             report.send(STARTED, pid)
 
     def _become_worker(self, channel: Channel, helper: int) -> None:
-        """Let go of what is the helper's; where workers are not forked, turn into a fresh interpreter."""
+        """Drop the helper's resources; if workers are not forked, exec a fresh interpreter."""
         signal.set_wakeup_fd(-1)
         for changed in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(changed, signal.SIG_DFL)

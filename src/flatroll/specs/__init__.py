@@ -1,4 +1,4 @@
-"""Specs: which tensors an env, a batch or a buffer holds, as tensors' view of Gymnasium spaces."""
+"""Specs: the tensors in an env, a batch or a buffer, as Gymnasium spaces for tensors."""
 
 import warnings
 from typing import Any
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-#: Names in older scripts: the classes that they stand for.
+#: Aliases for older scripts.
 OLD_NAMES: dict[str, Any] = {
     "BinaryDiscreteTensorSpec": Binary,
     "BoundedTensorSpec": Bounded,

@@ -1,4 +1,4 @@
-"""Numbers in dtypes: which hold what, how to compare those that torch cannot, and how to draw them."""
+"""Ranges, comparisons and random draws of numbers, for all dtypes."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ _LARGEST_DOUBLE = {torch.int64: 2.0**63 - 1024, torch.uint64: 2.0**64 - 2048}
 
 
 def is_whole(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds whole numbers or flags only."""
+    """Return whether a dtype is integer or bool."""
     return not dtype.is_floating_point and not dtype.is_complex
 
 
 def to_ordered(numbers: Tensor) -> Tensor:
-    """The numbers in a dtype that torch can clamp and compare, in the same order."""
+    """Map numbers to a dtype that torch can clamp and compare, preserving the order."""
     if numbers.dtype not in _NOT_ORDERED:
         return numbers
     if numbers.dtype is torch.uint64:  # with its highest bit flipped int64 has the same order
@@ -32,12 +32,12 @@ def from_ordered(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_double(numbers: Tensor) -> Tensor:
-    """The numbers in float64, not rounded up beyond what their dtype holds."""
+    """Convert numbers to float64, not rounded up beyond their dtype's range."""
     return numbers.double().clamp(max=_LARGEST_DOUBLE.get(numbers.dtype, torch.inf))
 
 
 def whole_range(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the largest number up to which a dtype holds all whole numbers."""
+    """Return the range in which a dtype represents all integers."""
     if dtype.is_complex:
         raise ValueError(f"dtype must be one of real numbers in a range, got {dtype}")
     if dtype is torch.bool:

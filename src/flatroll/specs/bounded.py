@@ -1,4 +1,4 @@
-"""`Bounded` and `Unbounded`: tensors of numbers between bounds, or of any numbers."""
+"""`Bounded` and `Unbounded`: specs of numbers with and without bounds."""
 
 import math
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import one_of, torch_device
+from flatroll.layout.checks import as_numbers, one_of, torch_device
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
-from flatroll.specs.shapes import Shape, as_numbers, grid, shorten
+from flatroll.specs.shapes import Shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The domain of a spec of numbers: bounds, tensors of its shape (views of less memory)."""
+    """The domain of a numeric spec: bounds, tensors of its shape (expanded views)."""
 
     low: Tensor
     high: Tensor
 
 
 class NumberSpec(TensorSpec):
-    """Base of specs of numbers, whose class is one for real or one for whole numbers."""
+    """Base of numeric specs; the class depends on the domain, real or integer."""
 
     _by_domain: ClassVar[dict[str, type]]  # the class for each domain
     _own_domain: ClassVar[str | None] = None
@@ -35,7 +35,7 @@ class NumberSpec(TensorSpec):
             cls._by_domain[cls._own_domain] = cls
 
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
-        """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
+        """Initialise and set the class of the domain: the given one, the class's own, or the dtype's."""
         if domain is None or (isinstance(domain, str) and not domain):
             domain = self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
         TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
@@ -113,7 +113,7 @@ class Bounded(NumberSpec, Ranged):
                 raise ValueError(
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
-            self._parameters[name] = shorten(full).clone()  # the caller may write to its own
+            self._parameters[name] = shorten(full).clone()  # a copy: the caller may write to the original
         least, most = self.low, self.high
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
@@ -134,7 +134,7 @@ class Bounded(NumberSpec, Ranged):
         return self._full("high")
 
     def open_where(self, below: Tensor, above: Tensor) -> Self:
-        """The spec with bounds of whole numbers that are only the ends of their dtype, which matters to `rand`.
+        """Return the spec with integer bounds marked that are only the limits of their dtype, for `rand`.
 
         Args:
             below, above: bool, of the spec's shape: where there is no lower, no upper bound.
@@ -185,7 +185,7 @@ class Bounded(NumberSpec, Ranged):
         return new
 
     def _counts(self) -> list[int]:
-        """How many numbers each entry may be; NotImplementedError if there is no end to them."""
+        """Return the number of values per entry; NotImplementedError if it is infinite."""
         if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
             raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
         ends = zip(self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist(), strict=True)
@@ -264,7 +264,7 @@ class Unbounded(NumberSpec):
 
     @override
     def all_allowed(self, value: Tensor) -> bool:
-        return is_whole(value.dtype) or torch.equal(value, value)  # NaN is equal to nothing
+        return is_whole(value.dtype) or torch.equal(value, value)  # NaN equals nothing
 
     @override
     def allowed(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Composite`: specs by key, as a tensordict has tensors by key."""
+"""`Composite`: a dict of specs, like a tensordict of tensors."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class Composite(TensorSpec):
             raise RuntimeError(f"this {type(self).__name__} is locked: call unlock_() to change it")
 
     def _as_entry(self, key: str, spec: SpecLike) -> "TensorSpec | None":
-        """The spec as an entry: with the batch's dims in front, on its device."""
+        """Return the spec as an entry: with leading batch dims, on the device."""
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
         if spec is None:
@@ -121,7 +121,7 @@ class Composite(TensorSpec):
         if spec.shape[: self.ndim] == self.shape and spec.batch_ndim >= self.ndim:
             return checked
         if spec.shape == self.shape[: spec.ndim]:
-            if type(spec) is Composite:  # what it holds must have all of the dims
+            if type(spec) is Composite:  # its entries must have all of the dims
                 wider = Composite(
                     dict(spec.items()), shape=self.shape, device=spec.device, data_cls=spec.data_cls
                 )
@@ -137,7 +137,7 @@ class Composite(TensorSpec):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        """An entry, for a key; else the spec of the indexed batch."""
+        """Return an entry for a key, else the spec of the indexed batch."""
         if not is_key(index):
             return super().__getitem__(index)
         first, *rest = as_tuple(index)
@@ -182,7 +182,7 @@ class Composite(TensorSpec):
             if isinstance(mine, Composite) and isinstance(spec, Mapping | Composite):
                 mine.update(spec)
                 spec = mine
-            self[key] = spec  # also what was merged: a stack gives a copy of it
+            self[key] = spec  # also merged ones: a stack returns a copy
         return self
 
     def __contains__(self, key: object) -> bool:
@@ -199,7 +199,7 @@ class Composite(TensorSpec):
         return True
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Whether there are no entries; with ``recurse``, none but Composites without entries."""
+        """Return whether there are no entries; with ``recurse``, ignore empty nested Composites."""
         if not recurse:
             return not self._specs
         return all(isinstance(spec, Composite) and spec.is_empty(True) for spec in self.present().values())
@@ -211,7 +211,7 @@ class Composite(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
     ) -> list[tuple[NestedKey, Any]]:
-        """Keys and specs, as `keys` chooses them."""
+        """Return keys and specs, selected as in `keys`."""
         found: list[tuple[NestedKey, Any]] = []
         for name in self:
             spec = self[name]
@@ -230,7 +230,7 @@ class Composite(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
     ) -> list[NestedKey]:
-        """The keys, as those of a tensordict: nested ones before that of the Composite that holds them.
+        """Return the keys in tensordict's order: nested keys before their Composite's.
 
         Args:
             include_nested: those of nested Composites, too, as tuples.
@@ -246,7 +246,7 @@ class Composite(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
     ) -> list[Any]:
-        """The specs, as `keys` chooses them."""
+        """Return the specs, selected as in `keys`."""
         return [spec for _, spec in self.items(include_nested, leaves_only, is_leaf=is_leaf)]
 
     def empty(self) -> Self:
@@ -264,7 +264,7 @@ class Composite(TensorSpec):
         return self._locked
 
     def lock_(self, recurse: bool | None = True) -> Self:
-        """Refuse changes from now on, also of nested entries."""
+        """Lock the spec and nested entries against changes."""
         for spec in () if recurse is False else self._composites():
             spec.lock_(recurse)
         self._locked = True
@@ -287,7 +287,7 @@ class Composite(TensorSpec):
         """The entries that are not None."""
         return {name: spec for name, spec in self._specs.items() if spec is not None}
 
-    def _each(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
+    def _map_entries(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
         specs = {name: None if spec is None else change(spec) for name, spec in self._specs.items()}
         return self._copy_with(_specs=specs, _locked=False, **attributes)
 
@@ -299,7 +299,7 @@ class Composite(TensorSpec):
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names
-        return self._each(
+        return self._map_entries(
             lambda spec: spec.map_dims(operation, dims), shape=shape, _frame=frame, _names=names
         )
 
@@ -308,10 +308,10 @@ class Composite(TensorSpec):
         if dest is None:
             return self
         moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
-        return self._each(lambda spec: spec.to(dest), **moved)
+        return self._map_entries(lambda spec: spec.to(dest), **moved)
 
     def clear_device_(self) -> Self:
-        """Forget the device of the whole, that of each entry stays."""
+        """Clear the Composite's device; entries keep theirs."""
         object.__setattr__(self, "device", None)
         for spec in self._composites():
             spec.clear_device_()
@@ -319,7 +319,7 @@ class Composite(TensorSpec):
 
     @override
     def clone(self) -> Self:
-        return self._each(lambda spec: spec.clone())
+        return self._map_entries(lambda spec: spec.clone())
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Composite(TensorSpec):
 
     @override
     def is_in(self, value: Any) -> bool:
-        """Whether each entry is there and in the domain. Further entries do not matter. Never raises."""
+        """Return whether each entry is present and in the domain; other entries are ignored. Never raises."""
         if not _is_mapping(value):
             return False
         entries = value if isinstance(value, dict) else dict(value.items())
@@ -361,7 +361,7 @@ class Composite(TensorSpec):
 
     @override
     def problem(self, value: Any) -> str | None:
-        """Say which entry of a value is wrong, or return None."""
+        """Describe which entry of a value is wrong, or return None."""
         if not _is_mapping(value):
             return f"a tensordict or a dict was expected, got {type(value).__name__}"
         for name, spec in self.present().items():
@@ -376,7 +376,7 @@ class Composite(TensorSpec):
 
     @override
     def project(self, value: Any) -> Any:
-        """Bring each entry of a tensordict into the domain, in place, and return it.
+        """Project each entry of a tensordict into the domain, in place, and return it.
 
         Raises:
             KeyError: an entry is missing.
@@ -467,7 +467,7 @@ def _is_mapping(value: object) -> bool:
 
 
 def _prefix(name: str, text: str) -> str:
-    """Put a name in front of the key that a problem's text begins with."""
+    """Prepend a name to the key at the start of a problem's text."""
     key, _, rest = text.partition(": ")
     inner = key.strip("()").replace("'", "").split(", ")
     return f"{plain_key((name, *inner))!r}: {rest}"

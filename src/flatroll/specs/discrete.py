@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, shown, torch_device, whole_number
+from flatroll.layout.checks import as_numbers, flags, shown, torch_device, whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
-from flatroll.specs.shapes import Operation, Shape, as_numbers, as_shape, grid, shorten
+from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
 
 
 @dataclass(frozen=True)
 class Categories:
-    """The domain of a spec of categories: how many there are."""
+    """The domain of a categorical spec: the number of categories."""
 
     n: int
 
 
 class Numbered(Ranged):
-    """Base of specs of categories as numbers, some of which a mask may forbid."""
+    """Base of specs of categories as numbers, with an optional mask of allowed ones."""
 
     _kept = 1  # the last dim of a mask
 
@@ -36,11 +36,11 @@ class Numbered(Ranged):
 
     @property
     def mask(self) -> Tensor | None:
-        """Which categories are allowed, bool: batch dims, then all categories, part after part. None for all."""
+        """Mask of allowed categories, bool: batch dims, then the categories of all parts. None for all."""
         return self._full("mask") if "mask" in self._parameters else None
 
     def update_mask(self, mask: Numbers | None) -> None:
-        """Set which categories are allowed: bool, it broadcasts to the batch dims and all categories. None allows all.
+        """Set the mask of allowed categories, bool, broadcastable to the batch dims and all categories; None for all.
 
         Raises:
             ValueError: it has another shape, allows none in some part, or the parts differ within the batch.
@@ -163,7 +163,7 @@ class Categorical(Numbered):
 
     @override
     def closest(self, value: Tensor) -> Tensor:
-        """The closest allowed category; of two equally close the smaller one."""
+        """Return the closest allowed category, the smaller one of a tie."""
         closest, mask = super().closest(value), self.mask
         if mask is None:
             return closest
@@ -262,7 +262,7 @@ class Encoded(TensorSpec):
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:
-        """Flags of the category closest to zero: no flags at all would be no category."""
+        """Return the flags of the category closest to zero."""
         return self._flags(self.categories.zero(shape))
 
     @override
@@ -377,7 +377,7 @@ class OneHot(Encoded):
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        """One answer for each one-hot vector ``[..., 1]``."""
+        """Reduce to one result per one-hot vector ``[..., 1]``."""
         flags = value == 1
         right = flags.sum(-1, keepdim=True) == 1
         if value.dtype is not torch.bool:
@@ -508,7 +508,7 @@ class MultiCategorical(Numbered):
         return self._one_row("nvec").tolist()
 
     def _rows(self, name: str) -> Tensor:
-        """The different rows ``[r, k]`` of a parameter, as far as its memory tells."""
+        """Return the distinct rows ``[r, k]`` of an expanded parameter."""
         return self._parameters[name].reshape(-1, self.shape[-1])
 
     def _one_row(self, name: str) -> Tensor:
@@ -558,7 +558,7 @@ class MultiCategorical(Numbered):
 
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
-        """Pick from the last dim of ``[..., sum(nvec)]`` by category, part after part: ``[..., k]``."""
+        """Index the last dim of ``[..., sum(nvec)]`` by category, per part: ``[..., k]``."""
         columns = tensor_to_index.split_with_sizes(self._counts(), -1)
         parts = zip(self.parts(), index.unbind(-1), columns, strict=True)
         return torch.stack([part.index(chosen, column) for part, chosen, column in parts], -1)
@@ -666,7 +666,7 @@ class MultiOneHot(Encoded):
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        """One answer for each flag, the same within a part."""
+        """Expand to one result per flag, constant within a part."""
         return torch.cat([spec.allowed(flags).expand(flags.shape) for spec, flags in self._parts(value)], -1)
 
     @override
@@ -710,7 +710,7 @@ class Binary(Ranged):
         if last != self.n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
         self.value_dims = min(1, len(sizes))
-        self.by_shape = False  # whether the Gymnasium space names its shape, not n
+        self.by_shape = False  # whether the Gymnasium space is given by shape instead of n
         super().__init__(sizes, Categories(2), device, dtype, "discrete")
         check_holds(self.dtype, 0, 1)
 

@@ -1,4 +1,4 @@
-"""`NonTensor`: data that are no tensors, such as text."""
+"""`NonTensor`: data other than tensors, such as text."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -96,7 +96,7 @@ class NonTensor(TensorSpec):
 
     @override
     def zero(self, shape: Shape = ()) -> Any:
-        """The example everywhere, or else one sample of the space, always the same."""
+        """Return the example, or else a fixed sample of the space, for every element."""
         example = self.example_data
         if example is None and self._space is not None:
             self._space.seed(0)
@@ -123,7 +123,7 @@ class NonTensor(TensorSpec):
 
     @override
     def project(self, value: Any) -> Any:
-        """Return a value that is inside; there is no closest one to another.
+        """Return any valid value: there is no closest one.
 
         Raises:
             OutsideSpec: it is not.
@@ -162,7 +162,7 @@ class NonTensor(TensorSpec):
 
 
 def _data(value: Any) -> list[Any]:
-    """The data of each element; what is a list or tuple itself stays one."""
+    """Return the data of each element; lists and tuples are kept."""
     if isinstance(value, NonTensorData):
         return [value.data]
     return [item for part in value.tensordicts for item in _data(part)]

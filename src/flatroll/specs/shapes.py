@@ -1,4 +1,4 @@
-"""Shapes of specs: how they are given, and how operations on tensors change them without copies."""
+"""Shapes of specs: arguments, and effects of tensor operations without copies."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 from flatroll.layout.checks import shown
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
-#: An operation on the first k dims of a tensor, which leaves those after them alone.
+#: An operation on the first k dims of a tensor.
 Operation: TypeAlias = Callable[[Any], Any]
 
-#: A dim of any length (-1) in the frame of a spec: a prime that no real dim is likely to have, small enough for four
-#: such dims and a batch to have fewer than 2**63 elements.
+#: Size that represents a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four
+#: such dims and a batch have fewer than 2**63 elements.
 ANY_LENGTH = 16_381
 
 
@@ -36,25 +36,8 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
     return made
 
 
-def as_numbers(
-    name: str, value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
-
-    >>> as_numbers("low", [1, 2])
-    tensor([1, 2])
-    """
-    try:
-        numbers = torch.as_tensor(value, dtype=dtype, device=device)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"{name} must be a number, an array or a tensor, got {shown(value)}") from error
-    if numbers.is_meta:
-        raise TypeError(f"{name} must be a tensor with values, got one on the device meta")
-    return numbers
-
-
 def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
-    """A parameter without what repeats: size 1 along dims of stride 0, and no leading dims of size 1.
+    """Strip a parameter's expanded dims: size 1 along dims of stride 0, and no leading dims of size 1.
 
     The last ``kept`` dims stay. It broadcasts to what it was.
     """
@@ -68,7 +51,7 @@ def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
 
 
 def frame_of(shape: torch.Size) -> Tensor:
-    """One number in memory with these dims, ANY_LENGTH for -1: operations on it tell the new shape."""
+    """Return an expanded scalar with these dims, ANY_LENGTH for -1; operations on it give the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
         raise ValueError(
             f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which stands for -1 "
@@ -96,7 +79,7 @@ def with_any(sizes: torch.Size) -> torch.Size:
 
 
 def dims_used(item: object) -> int:
-    """How many dims an item of an index takes away or selects from."""
+    """Return how many dims an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1

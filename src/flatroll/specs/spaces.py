@@ -1,4 +1,4 @@
-"""Specs of Gymnasium spaces, and back; specs of the data in a tensordict."""
+"""Conversions between specs and Gymnasium spaces; specs of the data in a tensordict."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from flatroll.specs.tensor_spec import Device, TensorSpec, as_dtype
 
 
 def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
-    """Return the spec of a Gymnasium space: which tensors hold its samples.
+    """Return the spec of a Gymnasium space.
 
     ========================  =============================================================================
     Box                       `Bounded` (a bound may be infinite), or `Unbounded` if all are
@@ -129,7 +129,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
 
 
 def _as_bound(bound: np.ndarray[Any, Any], dtype: torch.dtype, device: Device) -> Any:
-    """A bound as a tensor; one number where all are the same, to be repeated without memory."""
+    """Return a bound as a tensor; a scalar if all entries are equal, to be expanded."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)
 

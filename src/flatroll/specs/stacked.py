@@ -1,4 +1,4 @@
-"""`Stacked` and `StackedComposite`: specs that differ, side by side along a dim."""
+"""`Stacked` and `StackedComposite`: stacks of different specs along a dim."""
 
 import math
 from abc import abstractmethod
@@ -44,7 +44,7 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
 
 
 class Parallel(TensorSpec):
-    """Base of stacks: what is asked of the whole is asked of each spec, and the answers are joined."""
+    """Base of stacks: applies each method to every spec and joins the results."""
 
     specs: tuple[Any, ...]
     dim: int
@@ -54,7 +54,7 @@ class Parallel(TensorSpec):
 
     @property
     def stack_dim(self) -> int:
-        """Where the stacked dim is."""
+        """The stacked dim."""
         return self.dim
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Parallel(TensorSpec):
             return list(value.unbind())
         return list(value.unbind(value.ndim - self.ndim + self.dim))
 
-    def _each_spec(self, change: Callable[[Any], Any]) -> Self:
+    def _map_specs(self, change: Callable[[Any], Any]) -> Self:
         return type(self)(*map(change, self.specs), dim=self.dim)
 
     @override
@@ -123,11 +123,11 @@ class Parallel(TensorSpec):
 
     @override
     def to(self, dest: torch.dtype | Device) -> Self:
-        return self if dest is None else self._each_spec(lambda spec: spec.to(dest))
+        return self if dest is None else self._map_specs(lambda spec: spec.to(dest))
 
     @override
     def clone(self) -> Self:
-        return self._each_spec(lambda spec: spec.clone())
+        return self._map_specs(lambda spec: spec.clone())
 
     def _draw_all(self, shape: Shape, draw: Callable[[Any], Any]) -> Any:
         added = 0 if shape is None else len(as_shape(shape))
@@ -185,7 +185,7 @@ class Parallel(TensorSpec):
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """What each spec makes of its part, in a list, or in one array if all are arrays of one shape.
+        """Apply each spec to its part; return a list, or one array if all results are arrays of one shape.
 
         ``safe=True`` checks the value first.
         """
@@ -197,7 +197,7 @@ class Parallel(TensorSpec):
 
     @override
     def cardinality(self) -> int | float:
-        """Number of values: one of each spec."""
+        """Return the number of combined values."""
         counts: list[int | float] = [spec.cardinality() for spec in self.specs]
         return math.prod(counts)
 
@@ -217,7 +217,7 @@ class Parallel(TensorSpec):
 
 
 class Stacked(Parallel):
-    """Specs of one class and dtype that differ in their domains or sizes, along a dim.
+    """A stack of specs of one class and dtype that differ in domain or size.
 
     Sizes that differ are -1 in its shape, and its values then are nested tensors. ``torch.stack`` makes it.
 
@@ -267,7 +267,7 @@ class Stacked(Parallel):
 
 
 class StackedComposite(Parallel, Composite):
-    """Composites that differ, side by side along a dim. Its keys are those that all of them have.
+    """A stack of different Composites. Its keys are those that all of them have.
 
     Its values are lazily stacked tensordicts.
 
@@ -340,7 +340,7 @@ class StackedComposite(Parallel, Composite):
 
     @override
     def empty(self) -> Self:
-        return self._each_spec(lambda spec: spec.empty())
+        return self._map_specs(lambda spec: spec.empty())
 
     @override
     def present(self) -> dict[str, TensorSpec]:
@@ -381,7 +381,7 @@ def _kind(spec: TensorSpec) -> type[TensorSpec]:
 
 
 def contains_lazy_spec(spec: TensorSpec) -> bool:
-    """Whether a spec is, or holds, a stack of different specs."""
+    """Return whether a spec is or contains a stack of different specs."""
     if isinstance(spec, Stacked | StackedComposite):
         return True
     return isinstance(spec, Composite) and any(map(contains_lazy_spec, spec.present().values()))
@@ -401,7 +401,7 @@ def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
 def consolidate_spec(
     spec: TensorSpec, recurse_through_entries: bool = True, recurse_through_stack: bool = True
 ) -> TensorSpec:
-    """Return a spec whose stacks have the same keys throughout: a key that is missing gets a spec of size 0.
+    """Return a spec whose stacks have the same keys everywhere; missing keys get specs of size 0.
 
     Args:
         spec: any spec; it stays as it is.
@@ -457,11 +457,11 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
         sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
     if isinstance(first, Stacked):
         rest = [size for d, size in enumerate(sizes) if d != first.dim]
-        return Stacked(*(_emptied(spec, rest) for spec in first.specs), dim=first.dim)
-    return _emptied(first, sizes)
+        return Stacked(*(_drop_rows(spec, rest) for spec in first.specs), dim=first.dim)
+    return _drop_rows(first, sizes)
 
 
-def _emptied(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
-    """The spec with nothing along the dims whose size is 0; the other sizes are its own."""
+def _drop_rows(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
+    """Return the spec with size 0 along the dims whose size is 0 in ``sizes``."""
     index = tuple(slice(0, 0) if size == 0 else slice(None) for size in sizes)
     return spec.map_dims(lambda tensor: tensor[index], len(sizes))

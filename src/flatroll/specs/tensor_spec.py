@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, shown, torch_device
+from flatroll.layout.checks import as_numbers, flags, shown, torch_device
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
@@ -20,7 +20,6 @@ from flatroll.specs.shapes import (
     Gather,
     Operation,
     Shape,
-    as_numbers,
     as_shape,
     dims_used,
     frame_of,
@@ -30,7 +29,7 @@ from flatroll.specs.shapes import (
 
 Device: TypeAlias = torch.device | str | int | None
 DType: TypeAlias = torch.dtype | DTypeLike | None
-#: Numbers or flags as users give them: one, a list or array of them, or a tensor.
+#: Numbers or flags as arguments: one, a list or array of them, or a tensor.
 Numbers: TypeAlias = ArrayLike | Tensor
 _FIXED = {"shape", "dtype", "device"}  # set once; shape operations and `to` make another spec
 #: torch function -> what it does to specs; filled by `implements`.
@@ -42,7 +41,7 @@ class OutsideSpec(AssertionError, ValueError):
 
 
 def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what a function of torch, such as ``torch.stack``, does to specs."""
+    """Register an implementation of a torch function, such as ``torch.stack``, for specs."""
 
     def register(own: Callable[..., Any]) -> Callable[..., Any]:
         TORCH_FUNCTIONS[function] = own
@@ -52,7 +51,7 @@ def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 
 def as_dtype(dtype: DType) -> torch.dtype:
-    """A torch dtype, or the one of this name or of a NumPy dtype."""
+    """Convert a torch dtype, a name or a NumPy dtype to a torch dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -65,7 +64,7 @@ def as_dtype(dtype: DType) -> torch.dtype:
 
 
 class TensorSpec(ABC):
-    """Says which tensors are allowed: their shape, dtype, device and values.
+    """Describes a set of tensors: their shape, dtype, device and values.
 
     A spec's shape has the dims of a batch first, then those of one value. It takes the shape operations of tensors
     (`expand`, `reshape`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, indexing, `unbind`, ``torch.stack``), which
@@ -126,7 +125,7 @@ class TensorSpec(ABC):
 
     @property
     def batch_ndim(self) -> int:
-        """Number of dims in front of those of one value."""
+        """Number of batch dims."""
         return self._frame.ndim
 
     def _copy_with(self, **attributes: Any) -> Self:
@@ -251,7 +250,7 @@ class TensorSpec(ABC):
         return self.map_dims(lambda tensor: tensor.unsqueeze(at), at)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
+        """Index the batch dims like those of a tensor."""
         full = self._full_index(index)
         dims = sum(map(dims_used, full))
         if any(isinstance(item, Tensor) for item in full):
@@ -272,7 +271,7 @@ class TensorSpec(ABC):
         for place in places:
             items[place : place + 1] = [slice(None)] * free
         for item, used in zip(items, accumulate(map(dims_used, items), initial=0), strict=False):
-            # A part of a dim of any length has a length that nobody knows.
+            # A slice of a dim of any length has an unknown length.
             if isinstance(item, slice) and item != slice(None) and used in self._open_dims():
                 raise IndexError(
                     f"the index {index} takes a part of a dim of any length (-1), dim {used} of {tuple(self.shape)}: "
@@ -303,7 +302,7 @@ class TensorSpec(ABC):
     # --- device, dtype, copies ----------------------------------------------------------------------------------
 
     def to(self, dest: torch.dtype | Device) -> Self:
-        """The spec with another dtype, or on another device. None changes nothing."""
+        """Return the spec with another dtype or device; None changes nothing."""
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):
@@ -327,7 +326,7 @@ class TensorSpec(ABC):
         return self.to("cuda" if device is None else device)
 
     def clone(self) -> Self:
-        """A copy whose mask can be changed by itself; the parameters are shared."""
+        """Return a copy with its own mask; parameters are shared."""
         return self._copy_with()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -377,7 +376,7 @@ class TensorSpec(ABC):
         return bool(self.allowed(value).all())
 
     def _misfit(self, value: object) -> str | None:
-        """What is wrong with the type, dtype or shape of a value, if anything."""
+        """Describe what is wrong with the type, dtype or shape of a value, or return None."""
         if not isinstance(value, Tensor):
             return f"a tensor was expected, got {type(value).__name__}"
         if value.is_meta:
@@ -399,7 +398,7 @@ class TensorSpec(ABC):
         )
 
     def is_in(self, value: object) -> bool:
-        """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises.
+        """Return whether a value has this dtype and shape (after any batch dims) and is in the domain. Never raises.
 
         The value may be on any device.
         """

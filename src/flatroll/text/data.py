@@ -15,7 +15,7 @@ _COMPARISONS = "CarperAI/openai_summarize_comparisons"
 
 
 class PromptData(TensorClass):
-    """Prompts with what follows them, right-padded.
+    """Prompts with continuations, right-padded.
 
     Args:
         input_ids: int64 ``[B, L]``, prompt, label and padding.
@@ -40,7 +40,7 @@ class PromptData(TensorClass):
     loss: Tensor | None = None
 
     def mask_label(self, pad_token_id: int = 0) -> "PromptData":
-        """Return the prompts alone: all that follows them is padding, and the mask is 0 there.
+        """Return only the prompts: continuations are replaced by padding, with mask 0.
 
         Args:
             pad_token_id: what stands there. Default: 0, as nothing reads what the mask leaves out.

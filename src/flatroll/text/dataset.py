@@ -1,4 +1,4 @@
-"""Tokenized data sets, cached in memory-mapped files, and loaders of batches."""
+"""Tokenized data sets, cached in memory-mapped files, and batch loaders."""
 
 import hashlib
 import importlib
@@ -18,7 +18,7 @@ from flatroll.layout.checks import expect, file_path, flags, function, shown, to
 
 
 class TokenizedDatasetLoader:
-    """Tokenizes a data set once, and keeps the tokens in memory-mapped files.
+    """Tokenizes a data set once, and caches the tokens in memory-mapped files.
 
     A cached copy is used again only for the same data, tokenizer and arguments: its folder's name is a hash of them
     all. It is written beside its place and renamed when whole.
@@ -135,7 +135,7 @@ class TokenizedDatasetLoader:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def _write(self, dataset: Any, folder: Path) -> None:
-        """Tokenize into a folder beside ``folder`` and rename it; who comes second takes the first one's."""
+        """Tokenize into a temporary folder and rename it; if another process was first, use its result."""
         self.root_dir.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=self.root_dir, prefix=".writing-"))
         try:

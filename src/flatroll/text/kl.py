@@ -56,7 +56,7 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
 
 
 class HasCoefficient(Protocol):
-    """Whose KL penalty has a coefficient, such as a `RolloutFromModel`."""
+    """An object with a KL penalty coefficient, such as a `RolloutFromModel`."""
 
     kl_coef: float
 
@@ -86,11 +86,11 @@ class KLControllerBase(ABC):
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
     ) -> float:
-        """Take what rollouts had since the last update; return the new coefficient."""
+        """Update from the rollouts since the last call; return the new coefficient."""
 
 
 class ConstantKLController(KLControllerBase):
-    """Keeps the coefficient as it is.
+    """Keeps the coefficient constant.
 
     Args:
         kl_coef: the coefficient, not negative. Default: that of ``model``.

@@ -117,12 +117,16 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData) -> TensorDict:
-        """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for what comes back.
+        """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for the result.
 
         Raises:
             ValueError: the batch is not right-padded prompts of at least one token, or a text may become longer than
                 the model can read.
         """
+        for name in ("model", "ref_model", "reward_model"):
+            network = getattr(self, name)
+            if isinstance(network, type) or not callable(network):
+                raise TypeError(f"{name} must be a model that can be called, got {shown(network)}")
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()
@@ -280,10 +284,6 @@ class RolloutFromModel:
         """Tokens of each prompt, int64 ``[B]``, checked."""
         if not hasattr(batch, "prompt_rindex"):
             raise TypeError(f"batch must be a PromptData, got {type(batch).__name__}")
-        for name in ("model", "ref_model", "reward_model"):
-            network = getattr(self, name)
-            if isinstance(network, type) or not callable(network):
-                raise TypeError(f"{name} must be a model that can be called, got {shown(network)}")
         rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Draws tokens from a causal language model, and computes log-probabilities of tokens."""
+"""Samples tokens from a causal language model, and computes log-probabilities of tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,7 +129,7 @@ def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
 
 
 def check_config(config: Any, model: object, max_new_tokens: int, allow_off_policy: bool) -> None:
-    """Refuse a generation config with which tokens come from another distribution than the model's.
+    """Refuse a generation config that changes the model's token distribution.
 
     Args:
         config: transformers' GenerationConfig.

@@ -1,4 +1,4 @@
-"""Tokens of trajectories, each once, and modules that run a language model over the texts of any rows."""
+"""A table of the tokens of trajectories, and modules that run a language model over the texts of rows."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class Sequences:
         return len(self._bounds) - 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequences":
-        """A copied module (a target network) reads the same table: a copy would lack the texts to come."""
+        """Share the table with copied modules (target networks): a copy would lack later texts."""
         return self
 
     def __getitem__(self, number: int) -> Tensor:
@@ -110,7 +110,7 @@ class Sequences:
         return {"first": self._first, "tokens": self._tokens, "bounds": self._bounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a table."""
+        """Load a table."""
         expect("state", state, Mapping, "the state_dict() of a Sequences table")
         if not state.keys() >= {"first", "tokens", "bounds"}:
             raise ValueError(f"state must have entries first, tokens and bounds, got {list(state.keys())}")

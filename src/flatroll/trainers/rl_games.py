@@ -18,7 +18,7 @@ _KIND = "flatroll"  # the type of vector env that `register` makes known
 
 
 def register(name: str, make_env: Callable[..., Any]) -> None:
-    """Let rl_games train on an environment: ``"env_name": name`` in its configuration.
+    """Register an environment with rl_games: ``"env_name": name`` in its configuration.
 
     Args:
         name: of the environment; registering a name again replaces it.
@@ -101,7 +101,7 @@ class FlatVecEnv(IVecEnv):
         self._seed = seed
 
     def get_env_info(self) -> dict[str, Any]:
-        """The spaces of one env, and that each is one agent."""
+        """Return the spaces of one env, and that each env is one agent."""
         return {
             "observation_space": self.observation_space,
             "action_space": self.action_space,
@@ -172,5 +172,5 @@ class FinalObservations:
 
 
 def _as_float32(observations: Any) -> Any:
-    """Observations as rl_games takes them: float64 as float32."""
+    """Return observations for rl_games: float64 as float32."""
     return map_tree(lambda leaf: leaf.float() if leaf.dtype is torch.float64 else leaf, observations)

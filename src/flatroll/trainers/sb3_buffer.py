@@ -1,4 +1,4 @@
-"""`FlatReplayBuffer`: Stable-Baselines3 keeps its transitions in a replay buffer of flatroll."""
+"""`FlatReplayBuffer`: a flatroll replay buffer for Stable-Baselines3."""
 
 import math
 import os
@@ -244,7 +244,7 @@ class FlatReplayBuffer(ReplayBuffer):
 
     @override
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Sequence[Any]) -> None:
-        """Write one step of all envs, as SB3 hands it over: ``next_obs`` has the true last observations of episodes.
+        """Write one step of all envs, as SB3 passes it: ``next_obs`` has the true last observations of episodes.
 
         Raises:
             ValueError: another number of envs, or observations or actions of other shapes than the spaces say.
@@ -269,7 +269,7 @@ class FlatReplayBuffer(ReplayBuffer):
         step[TERMINATED], step[TRUNCATED] = ended, timeouts
         # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
         # them, but for the first one after a load.
-        step[IS_INIT] = self._left(step) if self._loaded else self._none
+        step[IS_INIT] = self._find_abandoned(step) if self._loaded else self._none
         steps = self.writer.steps
         try:
             self.writer.write(step)
@@ -280,7 +280,7 @@ class FlatReplayBuffer(ReplayBuffer):
                 if self.pos == self.buffer_size:
                     self.full, self.pos = True, 0
 
-    def _left(self, step: Mapping[NestedKey, Any]) -> Array:
+    def _find_abandoned(self, step: Mapping[NestedKey, Any]) -> Array:
         """Which envs do not go on from the last row written, bool ``[E]``."""
         left = self._none.copy()
         if len(self.writer):

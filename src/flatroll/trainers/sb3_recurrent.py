@@ -1,4 +1,4 @@
-"""`unpadded`: sb3-contrib's RecurrentPPO trains on flat rows instead of padded sequences."""
+"""`unpadded`: trains sb3-contrib's RecurrentPPO on flat rows instead of padded sequences."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ Model = TypeVar("Model")
 
 
 def unpadded(model: Model) -> Model:
-    """Let a RecurrentPPO train on its rollouts as they are, sequence after sequence, without padding them.
+    """Make a RecurrentPPO train on its rollouts without padding sequences.
 
     sb3-contrib pads the sequences of a minibatch to the longest, and where one begins with an episode it steps through
     time in Python. Here the rows stay flat, ``[N, ...]``, and `LSTMModule` runs over them. Minibatches, losses and

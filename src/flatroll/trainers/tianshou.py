@@ -86,7 +86,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
         )
     keys = _add_next_observations(marked, final)
     arrays = to_numpy(marked.select(*keys, *map(next_key, keys), ACTION), separator=_SEPARATOR)
-    tree = _nested(arrays)
+    tree = _nest(arrays)
     roots = dict.fromkeys(as_tuple(key)[0] for key in keys)
 
     def observations(entries: dict[str, Any]) -> Any:
@@ -278,7 +278,7 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
     return rows
 
 
-def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
+def _nest(arrays: dict[str, Any]) -> dict[str, Any]:
     """Arrays by joined names as a dict of dicts."""
     tree: dict[str, Any] = {}
     for joined, array in arrays.items():

@@ -1,4 +1,4 @@
-"""`specs`: TorchRL's specs of an environment's observations and actions, by the keys of flat batches.
+"""`specs`: TorchRL specs of an environment's observations and actions, with the keys of flat batches.
 
 TorchRL's losses and buffers read flat batches as they are; see ``docs/torchrl.md``.
 """

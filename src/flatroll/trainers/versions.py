@@ -1,4 +1,4 @@
-"""Imports of trainers: which versions an adapter works with, and the extra that installs one."""
+"""Imports trainers: supported versions, and the extra that installs them."""
 
 import re
 from collections.abc import Iterator

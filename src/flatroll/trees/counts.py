@@ -1,4 +1,4 @@
-"""How often states were seen: counts of a batch or over a run, and a sampler that prefers rare states."""
+"""State counts of a batch or a run, and a sampler that prefers rare states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class StateCounter:
         self._states, self._counts = RowNumbers(self.keys), GrowingColumns()
 
     def __len__(self) -> int:
-        """How many different states were seen."""
+        """Number of distinct states seen."""
         return len(self._states)
 
     def add(self, batch: TensorDictBase) -> Tensor:
@@ -55,7 +55,7 @@ class StateCounter:
         return counts[states].reshape(batch.batch_size)
 
     def count(self, batch: TensorDictBase) -> Tensor:
-        """How often the states of a batch ``[*B]`` were counted, int64 ``[*B]``; the batch is not counted."""
+        """Return the counts of a batch's states, int64 ``[*B]``, without counting the batch."""
         states = self._states.find(_columns_of(batch, self.keys)).cpu()
         if not len(self):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
@@ -64,7 +64,7 @@ class StateCounter:
 
 
 def _of_state(keys: Sequence[NestedKey] | NestedKey) -> list[NestedKey]:
-    """The argument ``keys`` as a list; an error if it names no entry."""
+    """Return the argument ``keys`` as a list; raise if it is empty."""
     names = key_names("keys", keys, one=True)
     if not names:
         raise ValueError("keys must name at least one entry, got an empty list")
@@ -72,7 +72,7 @@ def _of_state(keys: Sequence[NestedKey] | NestedKey) -> list[NestedKey]:
 
 
 def _columns_of(batch: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
-    """The entries that make a state, as columns ``[N, *F]``."""
+    """Return the entries of a state as columns ``[N, *F]``."""
     need_rows(batch, values=True)
     for key in keys:
         need_tensors(**{f"batch[{key!r}]": require(batch, key)})
@@ -111,7 +111,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     """
     names = _of_state(keys)
     states = RowNumbers(names).insert(_columns_of(batch, names))
-    # Numbers go up by one at each new state, so the running maximum does just there.
+    # Numbers increase by one at each new state, so the running maximum increases exactly there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
     new[1:] = highest[1:] > highest[:-1]
@@ -119,7 +119,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
 
 
 class CountSampler(RandomSampler):
-    """Draws rows with a probability that decreases with the count of their state: rare states come up more often.
+    """Draws rows with a probability that decreases with the count of their state.
 
     A row's weight is ``count ** -power``, where the count is that of the stored rows with its state. With ``power`` 1
     each state is drawn equally often, however many rows it has; with 0 each row is. After a write, the next draw takes

@@ -1,4 +1,4 @@
-"""`MCTSForest`: the transitions of many trajectories as one graph of states, from which trees are cut."""
+"""`MCTSForest`: the transitions of many trajectories as a graph of states, from which trees are extracted."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -32,7 +32,7 @@ from flatroll.trees.tree import Graph, Tree, grow_tree
 
 
 def _named(name: str, keys: object) -> list[NestedKey]:
-    """An argument that is one key, a list of keys or None, as a list."""
+    """Return a key, a list of keys or None as a list."""
     return [] if keys is None else key_names(name, keys, one=True)
 
 
@@ -40,7 +40,7 @@ _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 
 class Edges(NamedTuple):
-    """The distinct transitions of a forest, numbered in the order in which they were first seen.
+    """The distinct transitions of a forest, numbered in order of first occurrence.
 
     Attributes:
         source, target: int64 ``[E]``, numbers of the state before and after.
@@ -139,17 +139,17 @@ class MCTSForest:
         self._graph: Graph | None = None
 
     def __len__(self) -> int:
-        """How many distinct transitions there are."""
+        """Number of distinct transitions."""
         return len(self._edges)
 
     @property
     def num_states(self) -> int:
-        """How many distinct states there are."""
+        """Number of distinct states."""
         return len(self._states)
 
     @property
     def edges(self) -> Edges:
-        """The distinct transitions: views, which the next :meth:`extend` may leave behind."""
+        """The distinct transitions; views that the next :meth:`extend` may invalidate."""
         if not len(self):
             nothing = torch.empty(0, dtype=torch.int64)
             return Edges(nothing, nothing, nothing, nothing, nothing.double())
@@ -183,7 +183,7 @@ class MCTSForest:
         return_node: bool = False,
         final: TensorDictBase | None = None,
     ) -> Tree | None:
-        """Add the transitions of a batch. If it is refused, nothing is added.
+        """Add the transitions of a batch; on an error nothing is added.
 
         Args:
             rollout: rows ``[N]`` or ``[*B, T]`` with observations, actions and, under ``"next"``, the observations
@@ -321,7 +321,7 @@ class MCTSForest:
         return self._states_of_columns(list(flat_columns(rows, keys).values()), keys)
 
     def _states_of_columns(self, columns: list[Tensor], keys: list[NestedKey]) -> list[Tensor]:
-        """What states are compared by: the observations, or the hashes that the node map's modules make of them."""
+        """Return the values that identify states: the observations, or the node map's hashes of them."""
         self._states.names = keys
         if self._state_columns is None:
             return columns
@@ -366,7 +366,7 @@ class MCTSForest:
         return cast(TensorDict, self.data_map[root])
 
     def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
-        """Cut out the tree that begins at an observation. Each state is expanded once; see `Tree`.
+        """Extract the tree rooted at an observation. Each state is expanded once; see `Tree`.
 
         It takes time and memory in the number of transitions that can be reached, whatever ways lead to them. A tree
         shows the forest as it was when the tree was cut.
@@ -450,7 +450,7 @@ class NodeMap:
         self._forest = forest
 
     def __len__(self) -> int:
-        """How many states there are, those that are only ends of transitions included."""
+        """Number of states, including those that only end transitions."""
         return self._forest.num_states
 
     def contains(self, item: TensorDictBase) -> Tensor:
@@ -499,7 +499,7 @@ class DataMap:
         self._forest = forest
 
     def __len__(self) -> int:
-        """How many distinct transitions there are."""
+        """Number of distinct transitions."""
         return len(self._forest)
 
     def contains(self, item: TensorDictBase) -> Tensor:

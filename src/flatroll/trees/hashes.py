@@ -13,7 +13,7 @@ from flatroll.trees.rows import RowNumbers
 
 
 class HashToInt(nn.Module):
-    """Numbers distinct keys from 0 on, in the order in which they are first seen.
+    """Numbers distinct keys from 0 on, in order of first occurrence.
 
     >>> positions = HashToInt()
     >>> positions(torch.tensor([70, 90, 70]), extend=True)
@@ -93,7 +93,7 @@ class SipHash(nn.Module):
 
 
 class RandomProjectionHash(SipHash):
-    """Hashes rows by a random projection to few numbers of low precision, so that similar rows often share a hash.
+    """Hashes rows by a rounded random projection, so that similar rows often share a hash.
 
     Use it to treat similar observations as one, such as in counts of visits; never where rows must be told apart: two
     frames that differ in one pixel may well get one hash. Maps use it only where they are told to.

@@ -19,7 +19,7 @@ Hash = Callable[[Any], Any]
 
 
 class QueryModule(TensorDictModuleBase):
-    """Writes to each row of a tensordict its position in a map, by the values of some entries.
+    """Writes each row's position in a map, determined by the values of some entries.
 
     Positions are dense, in the order in which rows are first seen; rows are compared exactly, unless a hash module is
     given. The hash of a row is a 64-bit integer that is the same in every process.
@@ -93,7 +93,7 @@ class QueryModule(TensorDictModuleBase):
         )
 
     def __len__(self) -> int:
-        """How many distinct rows were seen."""
+        """Number of distinct rows seen."""
         if self.hash_to_int is None:
             return len(self._rows)
         return len(cast(Any, self.hash_to_int))
@@ -133,7 +133,7 @@ class QueryModule(TensorDictModuleBase):
                 tensordict.set(key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:])))
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
-        """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
+        """Return the columns ``[N, *F]`` that identify rows, in-keys or their hashes, over all batch dims."""
         if not hasattr(tensordict, "batch_size"):
             raise TypeError(
                 f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "

@@ -96,7 +96,7 @@ def test_collection_goes_on(
     caplog: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    once, noticed, failed = Once(tmp_path / "done", falls), tmp_path / "noticed", Team._failed
+    once, noticed, failed = Once(tmp_path / "done", falls), tmp_path / "noticed", Team._handle_failure
 
     def notice(team: Team, *arguments: Any) -> Any:
         noticed.touch()
@@ -106,7 +106,7 @@ def test_collection_goes_on(
         while not noticed.exists():
             time.sleep(0.001)
 
-    monkeypatch.setattr(Team, "_failed", notice)
+    monkeypatch.setattr(Team, "_handle_failure", notice)
     # Workers that do not wait for one another might else collect all before worker 1 gets that far.
     other = Seeded if sync else lambda: Faulty(wait_for_the_failure)
     with MultiCollector(

@@ -88,7 +88,7 @@ def test_in_each_step_of_a_batch_from_actors(sync: bool, place: str, monkeypatch
             monkeypatch.setattr(fake, place, pressed(getattr(fake, place)))
         module = {
             "unpack": "actors.unpack_batches",
-            "join": "delivery._joined",
+            "join": "delivery._join_tables",
             "batch": "delivery.nest",
         }.get(place)
         if module is not None:

@@ -1,4 +1,4 @@
-"""What readers of other tools' files share: the files of a folder, errors that name them, an episode of its columns."""
+"""Helpers for readers of other tools' files: listing files, errors that name them, building episodes."""
 
 import lzma
 import stat
@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from flatroll.layout.export import Array, from_numpy
 from flatroll.layout.keys import TRAJ_IDS
 
-#: What a file that is damaged or made up may raise as it is read.
+#: Errors that a damaged or malicious file may raise.
 UNREADABLE = (
     ArithmeticError,
     AssertionError,
@@ -55,7 +55,7 @@ def damage_in(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def naming(place: str | Path) -> Iterator[None]:
-    """Return a context in which errors of what is read name the file or folder, and are of few words.
+    """Return a context in which errors name the file or folder and are short.
 
     Raises:
         FileNotFoundError, PermissionError, ImportError: as they were raised.
@@ -143,7 +143,7 @@ def count_on(files: Iterable[Iterable[TensorDict]]) -> Iterator[TensorDict]:
 
 
 def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
-    """Yield what nested ``folders`` (mappings, or tuples too) hold, by dotted name; parts of tuples by number."""
+    """Yield the leaves of nested mappings (or tuples) by dotted name; tuple items by index."""
     if not isinstance(value, folders):
         yield name, value
         return

@@ -167,7 +167,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
 
 
 def _check_steps(stream: io.BytesIO, name: str) -> None:
-    """Read what a pickle would do, without doing it; pickle.UnpicklingError if it is more than arrays need.
+    """Scan a pickle without executing it; pickle.UnpicklingError if it contains more than arrays need.
 
     So few steps can neither nest tuples so deeply that their hash overflows the stack, nor name a place of the memo for
     which gigabytes would be allocated.
@@ -218,7 +218,7 @@ class _Kind:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads pickles of NumPy arrays, and of dicts, lists, text and numbers; no other function is called."""
+    """Unpickles NumPy arrays, dicts, lists, text and numbers; no other function can be called."""
 
     def __init__(self, stream: io.BytesIO, max_bytes: int) -> None:
         super().__init__(stream)
@@ -261,7 +261,7 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
-    """A Gen-DGRL data set: Procgen games in an archive of pickled arrays (`read_gen_dgrl`); none of its code runs.
+    """A Gen-DGRL data set: Procgen games in an archive of pickled arrays (`read_gen_dgrl`); runs none of its code.
 
     Args:
         dataset_id: game and category, such as ``"bigfish-1M_E"``.

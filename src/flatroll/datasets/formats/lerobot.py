@@ -63,7 +63,7 @@ class RunningStats:
         self._high: Any = -np.inf
 
     def add(self, rows: Array) -> None:
-        """Count these rows too."""
+        """Update with these rows."""
         values = rows.astype(np.float64).reshape(len(rows), -1)
         if self._images:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
@@ -519,7 +519,7 @@ def _column(table: Any, field: dict[str, Any]) -> Any:
 
 
 def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
-    """An episode as `write_lerobot` got it."""
+    """Return an episode as it was passed to `write_lerobot`."""
     columns: dict[str, Array] = {}
     finals = to_numpy(last[number : number + 1])
     for field in sorted(fields, key=lambda field: bool(field["next"])):  # next values are made of the others

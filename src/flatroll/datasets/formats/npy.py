@@ -1,4 +1,4 @@
-"""NumPy's ``.npy`` form, read piece by piece from streams that nobody vouches for."""
+"""Reads NumPy's ``.npy`` format in chunks from untrusted streams."""
 
 import math
 from typing import IO, Any
@@ -12,7 +12,7 @@ _LONGEST_HEADER = 10_000  # bytes, as NumPy's own limit
 
 
 class ArrayStream:
-    """An array ``[N, ...]`` in a stream, of which rows are read in order; nothing is allocated that is only claimed.
+    """An array ``[N, ...]`` in a stream, read row by row; never allocates memory that the data do not fill.
 
     Args:
         stream: at its beginning; a file, a member of an archive, or a decompressor.

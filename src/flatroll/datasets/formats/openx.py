@@ -1,4 +1,4 @@
-"""Episodes of steps, as RLDS and so Open X-Embodiment have them: `read_rlds`, and `OpenXExperienceReplay`."""
+"""Episodes of RLDS steps, the format of Open X-Embodiment: `read_rlds`, and `OpenXExperienceReplay`."""
 
 import shutil
 import tempfile
@@ -211,7 +211,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     # -- a stream --------------------------------------------------------------------------------------------------
 
     def _open_stream(self, dataset_id: str, batch_size: int | None, options: DatasetOptions) -> None:
-        """Become a buffer without rows of its own."""
+        """Initialise as a buffer without stored rows."""
         known = {"fetch", "transform", "collate_fn", "pin_memory", "generator", "root"}
         given = {name for name, value in options.items() if value not in (None, False)}
         if unknown := sorted(given - known):
@@ -294,7 +294,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         )
 
     def _finish(self, data: Any) -> Any:
-        """Put a batch of the stream through what every sample goes through."""
+        """Apply the processing of samples to a batch of the stream."""
         if any(map(reads_others, self.transforms)):
             raise ValueError("streaming=True stores no rows, so no transform can read others: leave it out")
         data = data if self.collate_fn is None else self.collate_fn(data)

@@ -1,4 +1,4 @@
-"""What writers of files share: rows of a batch or buffer in pieces, and files that appear when they are whole."""
+"""Helpers for writers of files: rows of a batch or buffer in chunks, and atomic files."""
 
 import shutil
 import tempfile
@@ -14,7 +14,7 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import need_rows, whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
@@ -32,7 +32,7 @@ CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
 
 class Source(NamedTuple):
-    """Rows to be written, oldest first.
+    """Rows to write, oldest first.
 
     Attributes:
         rows: number of rows.
@@ -71,9 +71,10 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
     """
     if isinstance(source, TensorDictBase):
+        need_rows(source, values=True)
         if source.batch_dims != 1:
             raise ValueError(
-                f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
+                f"source, a batch to be exported, must have batch size [N], got {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
         rows, lanes, slots = len(source), torch.Size([]), None
@@ -188,7 +189,7 @@ def check_follows(name: str, values: Array, following: Array) -> None:
 
 @contextmanager
 def write_beside(path: str | Path) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which takes the name ``path`` when it is whole.
+    """Yield a temporary path for a new file or folder, which is renamed to ``path`` when complete.
 
     On an error, what was written is removed, and ``path`` is as it was.
 

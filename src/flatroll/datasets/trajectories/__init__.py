@@ -1,1 +1,1 @@
-"""Whole trajectories in a folder: the replay buffer that keeps them, and the folders it reads."""
+"""A replay buffer of whole trajectories on disk, and the folders that it reads."""

@@ -46,7 +46,7 @@ _WITHOUT_END = 2**40  # rows of a buffer that keeps all
 
 
 class TrajectoryCache:
-    """The last few trajectories, by number, first in, first out.
+    """A FIFO cache of trajectories by number.
 
     Args:
         max_size: number of trajectories. Default 5.
@@ -70,7 +70,7 @@ class TrajectoryCache:
         return self._trajectories.get(trajectory_id)
 
     def put(self, trajectory_id: int, trajectory: dict[str, Any]) -> None:
-        """Keep a trajectory; the one that is there for the longest time goes if there are too many."""
+        """Add a trajectory, dropping the oldest one if there are too many."""
         self._trajectories[trajectory_id] = trajectory
         while len(self._trajectories) > self.max_size:
             self._trajectories.popitem(last=False)
@@ -273,7 +273,7 @@ class TrajectoryReplayBuffer:
         self.storage.flush()
 
     def close(self, wait: bool = True) -> None:
-        """Write what is not written yet, and let others use the folder; a temporary one goes.
+        """Write remaining rows and release the folder; remove a temporary one.
 
         Trajectories can be drawn and read afterwards, too.
 
@@ -383,7 +383,7 @@ class TrajectoryReplayBuffer:
 
     @property
     def trajectory_ids(self) -> list[int]:
-        """Numbers of the trajectories, the oldest first; a number is given once."""
+        """Numbers of the trajectories, oldest first; numbers are not reused."""
         with self._turn:
             return [record.number for _, record in self._records]
 
@@ -557,7 +557,7 @@ class TrajectoryReplayBuffer:
             files.publish(folder, name, [json.dumps(facts).encode()], synced=self._sync)
 
     def _replace(self, checkpoint: SavedTrajectories) -> None:
-        """Have the trajectories of a checkpoint instead of those that are there."""
+        """Replace the trajectories by those of a checkpoint."""
         checkpoint.take_last(self.storage.max_size)
         self.clear()
         first = self.buffer.ring.written
@@ -591,7 +591,7 @@ class TrajectoryReplayBuffer:
             restore(self._generator, state.generator)
 
     def _find_records(self) -> None:
-        """Find the trajectories that an earlier run has left in the folder."""
+        """Find the trajectories of an earlier run in the folder."""
         folder = Path(self.storage.path)
         if is_loading(folder):
             self._load_staged()

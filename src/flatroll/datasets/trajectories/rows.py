@@ -1,4 +1,4 @@
-"""Turns trajectories ``[T, B]`` and flat batches into rows that say which trajectory they are of, and back."""
+"""Converts trajectories ``[T, B]`` and flat batches to rows with trajectory marks, and back."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ RowForm: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
 class TrajectoryRecord(NamedTuple):
-    """What the buffer knows of a trajectory besides its rows.
+    """The buffer's record of a trajectory besides its rows.
 
     Args:
         number: of the trajectory.

@@ -1,4 +1,4 @@
-"""Writes what is between two checkpoints of trajectories: versions of several ranks, and a load under way."""
+"""Checkpoints of several ranks, and crash-safe loading of trajectories."""
 
 import os
 import shutil

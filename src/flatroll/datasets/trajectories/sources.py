@@ -1,4 +1,4 @@
-"""What a checkpoint of trajectories is: where its rows are, and which share of them a rank loads."""
+"""The contents of a checkpoint of trajectories: its rows, and the share that a rank loads."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

@@ -40,7 +40,7 @@ class Finding:
 def audit(
     batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10
 ) -> list[Finding]:
-    """Check a batch against all layout rules that its columns allow to check; return the findings.
+    """Check a batch against all layout rules that apply to its columns; return the findings.
 
     ==========================  ========================================================================
     rule                        what must hold
@@ -65,16 +65,16 @@ def audit(
     ``same_length``             *suspicious*: all of five or more episodes terminate after one same length
     ==========================  ========================================================================
 
-    Audit what the collector gives and what the buffer samples, before random augmentation: a randomly shifted
-    image is rightly no copy of the one before.
+    Audit collected batches and samples before random augmentation: a randomly shifted image does not equal the
+    previous row's next image.
 
     Args:
         batch: any tensordict.
         keys: root keys of the observations. Default: those that `observation_keys` finds.
-        limit: how many rows to name per rule; the last finding says how many more there are.
+        limit: maximum number of rows to report per rule; the last finding counts the others.
 
     Returns:
-        the findings, rule after rule in the order above of what they look at; empty if nothing is wrong.
+        the findings, in the order of the rules above; empty if nothing is wrong.
 
     >>> import torch
     >>> from tensordict import TensorDict

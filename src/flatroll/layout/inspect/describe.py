@@ -56,7 +56,7 @@ def describe(batch: TensorDictBase) -> str:
 
 
 def _describe_runs(batch: TensorDictBase) -> list[str]:
-    """The lines about runs: how many there are, how they end, how long they are."""
+    """Return the lines about runs: their number, ends and lengths."""
     if all(batch.get(key, None) is None for key in (IS_INIT, DONE, TRAJ_IDS)):
         return ["no boundary marker, so no runs"]
     ends = run_ends(batch)
@@ -77,7 +77,7 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     }
     counts = [(name, int((last & kind).sum())) for name, kind in kinds.items()]
     shown = ", ".join(f"{count:,} {name}" for name, count in counts if count or name != "done without either")
-    # Real rows up to and with each run's last one; a run's length is what the one before it leaves.
+    # Real rows up to and including each run's last one; differences are the runs' lengths.
     real_rows_up_to = real.reshape(-1).cumsum(0)[last]
     lengths = real_rows_up_to.diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
     k = len(lengths)
@@ -94,7 +94,7 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns two blanks apart, the last two (numbers) to the right."""
+    """Format columns two spaces apart, the last two (numbers) right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for cells in rows:

@@ -1,4 +1,4 @@
-"""One row of a batch in words: why it starts or ends a run, and where its next observation is."""
+"""Explains a row of a batch: why it starts or ends a run, and where its next observation is."""
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -88,7 +88,7 @@ class _Row:
         return int(numbers[i])
 
     def where(self) -> str:
-        """Its number, what the columns call it, and its place in the run."""
+        """Describe its number, markers and position in the run."""
         i, first, last = self.i, self.first, self.last
         which = {first: "the first of", last: "the last of"}.get(i, "one of")
         place = f"{which} the {last - first + 1} rows {first}..{last}, which are one run"
@@ -105,7 +105,7 @@ class _Row:
         return f"Row {i} of {self.batch.shape[0]}{named}: {place}."
 
     def start(self) -> list[str]:
-        """Why the run begins at this row; nothing if it does not."""
+        """Explain why a run begins at this row; empty if it does not."""
         i = self.i
         if i != self.first:
             return []
@@ -125,7 +125,7 @@ class _Row:
         return [f"It starts the run: {what} ({self._why(i - 1)})."]
 
     def _why(self, i: int) -> str:
-        """Which mark separates row ``i`` from the next one."""
+        """Return the marker that separates row ``i`` from the next one."""
         if i in (-1, self.batch.shape[0] - 1):
             return "first row of the batch" if i < 0 else "last row of the batch"
         before, after = self.number(TRAJ_IDS, i), self.number(TRAJ_IDS, i + 1)
@@ -138,7 +138,7 @@ class _Row:
         return ", ".join(text for text, holds in marks.items() if holds)
 
     def end(self) -> list[str]:
-        """Why the run ends at this row, and whether its value is bootstrapped."""
+        """Explain why the run ends at this row, and whether its value is bootstrapped."""
         i = self.i
         if i != self.last:
             return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
@@ -165,7 +165,7 @@ class _Row:
         return ["It ends the run: done, but not terminated.", bootstrapped]
 
     def next_observation(self, final: TensorDictBase | None) -> str:
-        """Where it is: in a column, as a difference, in the row after, or in ``final``."""
+        """Explain where it is: in a column, as a difference, in the next row, or in ``final``."""
         i, batch = self.i, self.batch
         after = f"observation of row {i + 1}"
         roots = observation_keys(batch)

@@ -1,4 +1,4 @@
-"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it.
+"""The rules of `audit`: each checks a whole batch at once and returns the rows that break it.
 
 ``x[:-1]`` and ``x[1:]`` side by side are each row and the row after it; where a flag of that form names the later row,
 ``shift=1`` turns it into row numbers.
@@ -61,7 +61,7 @@ class Breach:
 
 
 class UnpaddedRows:
-    """The N rows of a batch that are no padding, and their markers, as the rules read them.
+    """The N rows of a batch without padding, and their markers.
 
     Attributes:
         numbers: int64 ``[N]``, their row numbers in the batch.
@@ -69,9 +69,9 @@ class UnpaddedRows:
         keys: root keys of the observations.
         is_init, done, terminated, truncated: bool ``[N]``; None where missing or unusable.
         ids, step: integer ``[N]``, trajectory ids and step counts; None likewise.
-        has_marker: whether one boundary marker is usable, without which no runs can be told apart.
+        has_marker: whether a boundary marker is usable; without one there are no runs.
         ends: bool ``[N]``, the last rows of runs.
-        in_slices: whether the batch looks like slices that a sampler drew.
+        in_slices: whether the batch looks like sampled slices.
     """
 
     def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
@@ -97,7 +97,7 @@ class UnpaddedRows:
     def breach(
         self, rule: str, flags: Tensor, text: str, *, shift: int = 0, severity: Severity = "error"
     ) -> Breach:
-        """The breach of a rule at the rows where bool ``flags`` are True (``shift=1``: at the rows after them)."""
+        """Return the breach of a rule at the rows where bool ``flags`` is True (``shift=1``: at the next rows)."""
         return Breach(rule, self.numbers[flags.nonzero().squeeze(-1) + shift].tolist(), text, severity)
 
     def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
@@ -119,7 +119,7 @@ def same(x: Tensor, y: Tensor) -> Tensor:
 
 
 def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """The marker ``key`` as ``[N]``; None if it is missing, of a wrong shape or kind of dtype."""
+    """Return the marker ``key`` as ``[N]``; None if it is missing or has a wrong shape or dtype."""
     column = batch.get(key, None)
     if not isinstance(column, Tensor) or column.shape not in (batch.batch_size, (*batch.batch_size, 1)):
         return None
@@ -210,8 +210,8 @@ def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
 def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
     """Rule ``after_done``: the row after a done row starts a new episode.
 
-    Where the next row has another id or another step, it may be the middle of another env's window, which
-    needs no ``is_init``. Without ids and steps that cannot be told, hence only ``suspicious``.
+    If the next row has another id or step, it may be the middle of another env's window, which needs no ``is_init``.
+    Without ids and steps this is undecidable, hence only ``suspicious``.
     """
     if rows.is_init is None or rows.done is None:
         return
@@ -232,8 +232,8 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
 def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     """Rule ``silent_reset``: no trajectory restarts unless the row before is done.
 
-    Slices sampled without truncation marks look alike, so in a batch of slices it is only ``suspicious``,
-    and a start at some later step, which a reset cannot give, is no finding.
+    Slices sampled without truncation marks look the same, so in a batch of slices it is only ``suspicious``, and a
+    start at a step other than 0, which a reset cannot produce, is not reported.
     """
     if rows.is_init is None or rows.done is None or rows.ids is None:
         return

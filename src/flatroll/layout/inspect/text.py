@@ -1,4 +1,4 @@
-"""What notebooks show of texts and objects: lines as lines, tables as tables."""
+"""Notebook representations of texts and objects."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Self
 
 
 class Text(str):
-    """A string like any other, which a notebook shows as ``html`` and IPython as lines when a cell ends with it.
+    """A string that notebooks display as ``html`` and IPython displays as lines.
 
     Args:
         text: the string.
-        html: what a notebook shows. Default: a line for each line.
+        html: the notebook representation. Default: the lines.
 
     >>> Text("row 0: first") == "row 0: first"
     True
@@ -29,12 +29,12 @@ class Text(str):
         return self.html
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Write the lines themselves; IPython asks for this method."""
+        """Write the plain lines; called by IPython."""
         printer.text(str(self))
 
 
 class Facts:
-    """Base of objects that show themselves by name and value: in one line, and as a table in a notebook.
+    """Base of objects with a ``repr`` of names and values, shown as a table in notebooks.
 
     A class lists in ``_shown`` the attributes that it adds to those of its bases (None is left out), or implements
     ``_facts()``. An entry with the name ``""`` heads the line without a name.
@@ -67,12 +67,12 @@ class Facts:
 
 
 def html_lines(lines: Iterable[str], tag: str = "div") -> str:
-    """Each line in a tag of its own."""
+    """Wrap each line in a tag."""
     return "".join(f"<{tag}>{escape(line)}</{tag}>" for line in lines)
 
 
 def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: int = 0) -> str:
-    """A table; its last ``numbers`` columns stand to the right. Text takes the colours of the page."""
+    """Format a table; the last ``numbers`` columns are right-aligned. Text inherits the page's colours."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         sides = ["left"] * (len(cells) - numbers) + ["right"] * numbers

@@ -1,4 +1,4 @@
-"""A batch as a picture: its runs as ribbons, with marks where and how they begin and end."""
+"""Draws a batch: runs as ribbons, with marks for how they begin and end."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
-# Up to this many runs stand one per lane; more are laid end to end in lines, like words in a text.
+# Up to this many runs get a lane each; more are wrapped into lines, like words in a text.
 MOST_LANES = 48
 MOST_LINES = 30
 
@@ -62,17 +62,16 @@ def timeline(
 ) -> "Axes":
     """Draw the runs of a batch as ribbons, marked where an episode begins, terminates, is truncated or cut.
 
-    Up to 48 runs get a lane each, along the steps of their episode. More are laid end to end in lines, as the
-    rows of the batch are. The numbers at the left are row numbers, for `explain`.
+    Up to 48 runs get a lane each, along the steps of their episode. More are wrapped into lines in row order. The
+    numbers at the left are row numbers, for `explain`.
 
     Args:
         batch: ``[N]`` or ``[*B, T]`` with one boundary marker at least; padding by its mask is left out.
         ax: matplotlib axes to draw in. Default: those of a new figure.
-        max_runs: draw the first so many runs, and say so. Default 400.
-        title: default: how many rows and runs there are.
+        max_runs: draw at most this many runs, and say so. Default 400.
+        title: default: the number of rows and runs.
         color_by: a numeric column with one value per row, shown as colour (reward, an advantage); or the
-            key of the trajectory ids, for one tint per trajectory, so that slices of one trajectory are
-            seen.
+            key of the trajectory ids, for one tint per trajectory.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -102,7 +101,7 @@ def timeline(
 def plan_drawing(
     batch: TensorDictBase, max_runs: int, title: str | None
 ) -> tuple["RunTable", "Placement", Ints, str]:
-    """Return what every drawing needs: the runs shown, their places, the numbers of the real rows, and the title.
+    """Return the shown runs, their placement, the numbers of the real rows, and the title.
 
     Raises:
         ValueError: ``max_runs`` is below 1, or there are no rows.
@@ -156,13 +155,13 @@ def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
 
 
 def to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
-    """One value per row, on the host."""
+    """Return one value per row, on the host."""
     return column.detach().reshape(-1).cpu().numpy()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the runs are drawn: in P pieces (a run that is broken across lines has several), each in a lane.
+    """The placement of runs: P pieces (several for a run wrapped across lines), each in a lane.
 
     ``run``, ``skipped``, ``lane``, ``x`` and ``width`` are int64 ``[P]``.
     """
@@ -252,7 +251,7 @@ def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
 def colour_values(
     batch: TensorDictBase, rows: Ints, key: NestedKey | None
 ) -> tuple[str, npt.NDArray[Any] | None]:
-    """Name and values of the colour column by real row: floats for a colour bar, integers for a tint per trajectory."""
+    """Return name and values of the colour column: floats for a colour bar, integers for a tint per trajectory."""
     if key is None:
         return "", None
     need_keys(color_by=key)

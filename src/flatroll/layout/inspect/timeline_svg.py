@@ -62,15 +62,15 @@ def timeline_svg(
     title: str | None = None,
     color_by: NestedKey | None = None,
 ) -> str:
-    """Return the picture that `timeline` draws as SVG text, which a notebook shows as a picture.
+    """Return the picture of `timeline` as SVG text, which notebooks display.
 
-    Each run tells its rows, trajectory, steps and how it ends when the pointer rests on it. Needs no package and runs
-    no script. The text can be written to a ``.svg`` file as it is.
+    A tooltip on each run shows its rows, trajectory, steps and end. It needs no package and contains no script. The
+    text can be written to a ``.svg`` file.
 
     Args:
         batch: ``[N]`` or ``[*B, T]`` with one boundary marker at least; padding by its mask is left out.
-        max_runs: draw the first so many runs, and say so. Default 400.
-        title: default: how many rows and runs there are.
+        max_runs: draw at most this many runs, and say so. Default 400.
+        title: default: the number of rows and runs.
         color_by: a numeric column with one value per row, in eight shades from its lowest to its highest value; or the
             key of the trajectory ids, for one tint per trajectory.
 
@@ -249,7 +249,7 @@ class _Picture:
         return f'<path d="{path}" {MARK_STYLES[kind]}/>'
 
     def tooltips(self, trajectories: Ints | None) -> list[str]:
-        """An unseen stroke over each run (all its pieces), which tells about it."""
+        """Draw an invisible stroke with a tooltip over each run (all its pieces)."""
         runs, placed = self.runs, self.placed
         first_piece = np.searchsorted(placed.run, np.arange(len(runs.first) + 1)).tolist()
         x, y, end = (
@@ -260,11 +260,11 @@ class _Picture:
         for run in range(len(runs.first)):
             pieces = range(first_piece[run], first_piece[run + 1])
             path = "".join(f"M{x[k]:g} {y[k]:g}H{end[k]:g}" for k in pieces)
-            lines.append(f'<path d="{path}"><title>{self._told(run, trajectories)}</title></path>')
+            lines.append(f'<path d="{path}"><title>{self._tooltip(run, trajectories)}</title></path>')
         return [*lines, "</g>"]
 
-    def _told(self, run: int, trajectories: Ints | None) -> str:
-        """What the tooltip of a run says."""
+    def _tooltip(self, run: int, trajectories: Ints | None) -> str:
+        """Return the tooltip text of a run."""
         runs = self.runs
         first, length = int(runs.first[run]), int(runs.length[run])
         text = f"rows {self.rows[first]}..{self.rows[first + length - 1]} ({length})"

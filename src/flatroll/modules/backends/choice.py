@@ -1,4 +1,4 @@
-"""The backends of recurrent modules by name, and the one that ``"auto"`` takes."""
+"""The backends of recurrent modules by name, and the choice of ``"auto"``."""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from flatroll.modules.backends.triton_scan import on_device
 #: them; to outputs ``[N, H]`` and states after each row. No shape depends on where runs begin.
 ByRow: TypeAlias = Callable[[nn.RNNBase, Tensor, States, Tensor], tuple[Tensor, States]]
 
-#: From so many rows per step on, the stock network's matrix products are the faster ones.
+#: From this many rows per step on, the stock network's matrix products are faster.
 WIDE = 128
 
 
 def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
-    """The backend that ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements of the benchmarks.
+    """Return the backend of ``"auto"``, ``"packed"`` or ``"scan"``, based on benchmarks.
 
-    Off the CPU and in two directions packed; ``"triton"`` is never taken, as nobody has measured it on a GPU yet. On
-    the CPU scan, except packed where a step has many rows, and for an LSTM where long runs make most steps part of a
-    dense stretch, which has a fused kernel.
+    Packed on other devices than the CPU and for two directions; never ``"triton"``, which has not been benchmarked.
+    On the CPU scan, but packed if a step has many rows, or for an LSTM whose long runs form dense stretches, which
+    have a fused kernel.
     """
     if not isinstance(net, (nn.GRU, nn.LSTM)):
         return "scan"
@@ -40,9 +40,9 @@ def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) ->
     return BACKENDS[fastest_backend(net, rows, index)](net, rows, states, index)
 
 
-#: Backends that take the runs in rank order (longest first).
+#: Backends that expect runs in rank order (longest first).
 BACKENDS: dict[str, Backend] = {"auto": automatic, "packed": packed, "scan": scanned, "pad": padded}
-#: Backends that take the rows as they stand.
+#: Backends that expect rows in batch order.
 BY_ROW: dict[str, ByRow] = {"triton": on_device}
 
 
@@ -58,7 +58,7 @@ def check_backend(name: str, net: nn.RNNBase) -> None:
 
     Raises:
         ValueError: the backend is unknown, or cannot run this kind of network.
-        ImportError: it is ``"triton"``, and that is not installed.
+        ImportError: it is ``"triton"``, which is not installed.
     """
     one_of("recurrent_backend", name, (*BACKENDS, *BY_ROW))
     if name in ("scan", "triton") and net.bidirectional:

@@ -1,8 +1,8 @@
 """A faster CPU backward pass for a GRU over a few runs of equal length; outputs equal ``nn.GRU``'s.
 
-The stock call is fast forward; its backward pass goes over a graph of some fifteen nodes a step. But once the state
-after each row is known, no gate waits for the step before: all are made again by two matrix products, and
-:func:`flatroll.modules.backends.scan.gru_scan_backward` does the rest. Nothing but the outputs is kept for it.
+The stock forward pass is fast; its backward pass traverses a graph of about fifteen nodes per step. Once the state
+after each row is known, the gates of all steps can be recomputed by two matrix products, and
+:func:`flatroll.modules.backends.scan.gru_scan_backward` does the rest. Only the outputs are saved for it.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatroll.modules.backends.packing import RunIndex, States
 from flatroll.modules.backends.scan import gru_scan_backward
 
-#: From so many runs on, the stock network's own backward pass is as fast as the one here.
+#: From this many runs on, the stock network's backward pass is as fast as this one.
 RUNS = 16
 
 
@@ -32,7 +32,7 @@ def few_long_runs(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex
 def dense_gru(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
     """Run ``nn.GRU`` on runs of equal length, as ``packing.dense`` does, with a hand-written gradient."""
     by_step = rows.view(len(index.first), -1, rows.shape[-1]).transpose(0, 1)
-    # states by layer, in memory as the stock call has them: its bits depend on that, too
+    # states by layer, in the stock call's memory layout, which affects its results bitwise
     first = torch.split(states[0].contiguous(), 1)
     finals: list[Tensor] = []
     for layer, weights in enumerate(net.all_weights):
@@ -41,7 +41,7 @@ def dense_gru(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) ->
         arguments = (by_step, first[layer], *(*weights, None, None)[:4])
         by_step = _Layer.apply(*arguments)  # type: ignore[no-untyped-call]  # torch leaves it so
         finals.append(by_step[-1])
-    # copied, so that an in-place activation on the output leaves what the gradient needs alone
+    # a copy: an in-place activation on the output must not change tensors saved for backward
     out = by_step.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return out.view(len(rows), -1), (torch.stack(finals),)
 

@@ -2,7 +2,7 @@
 
 Runs are sorted by length, longest first, and their rows laid out step by step: first the first row of every
 run, then the second row of every run that has one, and so on. That is the order of
-:class:`torch.nn.utils.rnn.PackedSequence`, so no row is padded and no loop goes over runs or rows.
+:class:`torch.nn.utils.rnn.PackedSequence`, so there is no padding and no loop over runs or rows.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ States: TypeAlias = tuple[Tensor, ...]
 #: ``[N, H]`` and final states.
 Backend: TypeAlias = Callable[[nn.RNNBase, Tensor, States, "RunIndex"], tuple[Tensor, States]]
 
-#: A stretch of at least so many steps on which no run ends is a plain dense call, which the CPU runs fastest.
+#: A stretch of at least this many steps without a run end is one dense call, which is fastest on the CPU.
 DENSE_STEPS = 8
-#: What lies between is cut into packed calls of about so many rows: on the CPU the backward pass of each step
-#: of a packed call touches every row of that call, so one call over N rows costs N x steps.
+#: The rest is split into packed calls of about this many rows: on the CPU the backward pass of each step touches
+#: every row of its call, so one call over N rows costs N x steps.
 PACKED_ROWS = 512
 
 
@@ -113,7 +113,7 @@ class Stretch(NamedTuple):
 def pieces(batch_sizes: Tensor) -> list[Stretch]:
     """Split a packed batch into dense stretches and packed calls of limited size.
 
-    At most one entry is looked at per distinct run length, of which N rows have fewer than sqrt(2 N).
+    At most one entry is visited per distinct run length, of which N rows have fewer than sqrt(2 N).
 
     >>> pieces(torch.tensor([3, 2] + [1] * 10))
     [Stretch(steps=2, rows=5, width=3, dense=False), Stretch(steps=10, rows=10, width=1, dense=True)]
@@ -140,8 +140,8 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
 def packed(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
     """Run a batch-first network over flat rows without padding.
 
-    On the CPU the packed batch goes through in :func:`pieces`, each starting from the states the one before
-    left, as one call would; elsewhere, and for a bidirectional network, it is one call.
+    On the CPU the packed batch goes through in :func:`pieces`, each starting from the final states of the previous
+    one; on other devices, and for a bidirectional network, it is one call.
 
     Args:
         net: ``nn.GRU`` or ``nn.LSTM`` with ``batch_first=True``.

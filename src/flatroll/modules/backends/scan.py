@@ -1,9 +1,9 @@
-"""The backend ``"scan"``: own operators for GRU and LSTM over packed rows, with hand-written gradients.
+"""The backend ``"scan"``: custom operators for GRU and LSTM over packed rows, with hand-written gradients.
 
-What need not wait for the step before is done for all rows at once: the product with the input, the slope of
-every gate, the gradients of the weights. What is left of a step is one matrix product and a few elementwise
-passes in place. The operators' shapes follow from those of their arguments alone, so ``torch.compile`` takes them
-into one graph. They are differentiable once.
+Everything independent of the previous step is computed for all rows at once: the product with the input, the slopes
+of the gates, the gradients of the weights. Each step is one matrix product and a few in-place elementwise passes. The
+operators' shapes depend only on those of their arguments, so ``torch.compile`` traces them into one graph. They are
+differentiable once.
 
 The gates are column blocks of ``[N, 4 H]``; in the order of the stock networks, rolled by one block:
 
@@ -25,7 +25,7 @@ from flatroll.modules.backends.packing import RunIndex, States, dense, run_index
 def uninitialised(rows: int, columns: int, like: Tensor) -> Tensor:
     """An uninitialised tensor ``[rows, columns]`` of the dtype and device of ``like``.
 
-    On the CPU the memory is NumPy's, which asks the system for huge pages: half the time of wide batches.
+    On the CPU the memory is NumPy's, which uses huge pages: twice as fast for wide batches.
     """
     known = {torch.float32: np.float32, torch.float64: np.float64}.get(like.dtype)
     if known is None or like.device.type != "cpu":
@@ -42,7 +42,7 @@ def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     """Return the state before each packed row, ``[N, H]``: its run's state one step earlier."""
     rows, runs = len(states), widths[0]
     counts = torch.tensor(widths, device=states.device)
-    # the row before stands as many rows back as the step before is wide
+    # the previous row is as many rows back as the previous step is wide
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
     rows_before = torch.arange(runs, rows, device=states.device) - back
     return torch.cat([first[:runs], states.index_select(0, rows_before)])
@@ -62,7 +62,7 @@ def run_layers(
         net: ``nn.GRU`` or ``nn.LSTM``, or one of :mod:`flatroll.modules.networks`.
         rows: ``[N, input_size]``, in the order that the operators take.
         states: first states, each ``[num_layers, M, H]``.
-        where: tensors that say to the operator where the runs are.
+        where: tensors that tell the operator where runs begin.
     """
     after: tuple[list[Tensor], ...] = tuple([] for _ in states)
     for layer, weights in enumerate(net.all_weights):

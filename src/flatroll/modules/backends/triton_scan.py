@@ -1,9 +1,8 @@
 """The backend ``"triton"``: one CUDA kernel per layer, on runs in batch order.
 
-Rows are not moved and nothing is padded. Runs are listed with the longest first, so that those a program
-takes together are about as long and the longest begin at once; the list is made on the device, and the host waits for
-nothing. What a kernel leaves to torch is what the operators of :mod:`flatroll.modules.backends.scan` do at
-once too: the product with the input, and the gradients of rows and weights.
+Rows are not moved or padded. Runs are sorted longest first, so that a program's runs have similar lengths and the
+longest start first; this happens on the device without a host sync. As in :mod:`flatroll.modules.backends.scan`,
+torch computes the product with the input and the gradients of rows and weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +23,9 @@ from flatroll.modules.backends.scan import (
     run_layers,
 )
 
-#: Runs that a program takes at once: the fewest rows that a matrix product of Triton has.
+#: Runs per program: the minimum number of rows of a Triton matrix product.
 RUNS = 16
-#: Programs for each multiprocessor of the device, so that some can wait for memory.
+#: Programs per multiprocessor, to hide memory latency.
 PROGRAMS = 4
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

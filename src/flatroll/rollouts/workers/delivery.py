@@ -29,14 +29,14 @@ class Delivery:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
         #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer took it.
         self.final: TensorDict | None = None
-        self._columns: dict[Any, Any] = {}  # columns of the first batch, see _joined
+        self._columns: dict[Any, Any] = {}  # columns of the first batch, see _join_tables
         self._finals: dict[Any, Any] = {}
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
         """Concatenate the rows of these windows in new memory and release the windows."""
         notes: list[Note] = [window.note for _, window, _ in filled]
         names = [member.link.name for member, _, _ in filled]
-        columns = _joined(
+        columns = _join_tables(
             [window.tables[0] for _, window, _ in filled],
             names,
             self._columns,
@@ -54,7 +54,7 @@ class Delivery:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
             first += note.rows
         if finals:
-            last = _joined(finals, names, self._finals, owned=filled[0].window.owned)
+            last = _join_tables(finals, names, self._finals, owned=filled[0].window.owned)
             final = nest(last, len(last["row"]))
         if self._stack:
             steps = (len(filled), shape[0] // len(filled))
@@ -105,7 +105,7 @@ class Delivery:
         return None
 
 
-def _joined(
+def _join_tables(
     tables: Sequence[Columns],
     names: Sequence[str],
     agreed: dict[Any, Any],
@@ -143,7 +143,7 @@ def _joined(
         parts = [table[key] for table in tables]
         if padded and len({part.shape[1] for part in parts}) > 1:
             longest = max(part.shape[1] for part in parts)
-            parts = [_filled_up(part, longest) for part in parts]
+            parts = [_pad_time(part, longest) for part in parts]
         made[key] = torch.cat(parts) if len(parts) > 1 else parts[0] if owned else parts[0].clone()
     return made
 
@@ -152,7 +152,7 @@ def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
     return "none" if form is None else f"{form[0]} {form[1]}"
 
 
-def _filled_up(column: Tensor, length: int) -> Tensor:
+def _pad_time(column: Tensor, length: int) -> Tensor:
     """Pad ``[n, T, *S]`` with zeros to ``[n, length, *S]``."""
     made = column.new_zeros(len(column), length, *column.shape[2:])
     made[:, : column.shape[1]] = column

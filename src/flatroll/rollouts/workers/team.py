@@ -24,7 +24,7 @@ _WITHIN = 60.0  # period in seconds over which max_failures are counted
 class Interrupts:
     """Context manager that delays Ctrl-C while rows are being handled, so that none is lost.
 
-    KeyboardInterrupt is raised at its end, in waits inside `let_through`, or at once when Ctrl-C is pressed again. It
+    KeyboardInterrupt is raised at its end, in waits inside `allow`, or at once when Ctrl-C is pressed again. It
     does nothing outside the main thread, where Python raises no KeyboardInterrupt.
     """
 
@@ -45,7 +45,7 @@ class Interrupts:
         self._pressed = True
 
     @contextmanager
-    def let_through(self) -> Iterator[None]:
+    def allow(self) -> Iterator[None]:
         """Allow Ctrl-C during a wait in which nothing is lost."""
         self._waiting = True  # first, so that no signal arrives between the check and the wait
         try:
@@ -208,7 +208,7 @@ class Team:
         """Read messages, waiting once if there are none."""
         if not self.hear(waiting):
             began = monotonic()
-            with self._interrupts.let_through():
+            with self._interrupts.allow():
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
             self.hear(waiting)
@@ -257,7 +257,7 @@ class Team:
                 except Exception as error:
                     if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
                         raise  # not the worker's error
-                    self.arrived.append(self._failed(member, error))
+                    self.arrived.append(self._handle_failure(member, error))
                     heard = True
                     break
                 if message is None:
@@ -273,7 +273,7 @@ class Team:
                 self.arrived.append(Event(member, note, None if kind == END else content, fresh))
         return heard
 
-    def _failed(self, member: Member, error: Exception) -> Event:
+    def _handle_failure(self, member: Member, error: Exception) -> Event:
         """Drop or replace a failed member, or raise its error."""
         self.transport.end([member.link], timeout=0)
         now = monotonic()
