@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
-from flatroll.layout.checks import expect, flags, number, one_of, shown, whole_number, writer_number
+from flatroll.layout.checks import expect, flags, function, number, one_of, shown, whole_number, writer_number
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
@@ -92,9 +92,7 @@ class RolloutFromModel:
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef = float(number("kl_coef", kl_coef))
         if kl_scheduler is not None:
-            expect(
-                "kl_scheduler", kl_scheduler, KLControllerBase, "a controller such as AdaptiveKLController"
-            )
+            function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
         if generator is not None:
             expect("generator", generator, torch.Generator, "a torch.Generator or None")
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)

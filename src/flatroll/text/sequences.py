@@ -115,7 +115,7 @@ class Sequences:
         if not state.keys() >= {"first", "tokens", "bounds"}:
             raise ValueError(f"state must have entries first, tokens and bounds, got {list(state.keys())}")
         bounds = _whole_numbers("state['bounds']", state["bounds"])
-        _whole_numbers("state['tokens']", state["tokens"])
+        dense_tensor("state['tokens']", state["tokens"])
         if int(bounds[-1]) != len(state["tokens"]) or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
             raise ValueError("state has bounds that do not fit its tokens: it is not of a Sequences table")
         self._first, self._tokens, self._bounds = int(state["first"]), state["tokens"], bounds
