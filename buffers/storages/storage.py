@@ -217,7 +217,7 @@ class Storage(Facts, ABC):
     def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
-        A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
+        A storage without a buffer also accepts new rows after its last. Attached objects are notified.
 
         Args:
             index: see :meth:`get`; also a range.

@@ -93,8 +93,8 @@ class RenameTransform(Transform):
 class SelectTransform(Transform):
     """Keeps the named entries of samples, and drops the others.
 
-    Names that are not there are ignored. Trajectories are told apart by entries such as ``"is_init"``: select what the
-    transforms, estimators and modules behind it read.
+    Missing names are ignored. Trajectories are separated by entries such as ``"is_init"``: select everything that
+    later transforms, estimators and modules read.
 
     Args:
         *selected_keys: entries to keep; a nested tensordict keeps all that is in it.

@@ -559,9 +559,9 @@ class DiskStorage(ColumnStorage):
             layout = Layout.from_json(noted)
         except ValueError as error:
             raise damaged(f"its rows are of no known form ({error})") from None
-        told = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
+        noted_forms = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
         expected = {key: self._form(key, *kind) for key, kind in tables["like"].items()}
-        if told != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
+        if noted_forms != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
             raise damaged("its rows have other entries than it tells of")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than it tells of")

@@ -101,7 +101,7 @@ def write_lerobot(
         source: the rows.
         path: of the folder to be made.
         fps: steps per second, which timestamps are made of. Default 30.
-        task: what the robot was told. Default ``""``.
+        task: description of the robot's task. Default ``""``.
         robot_type: goes into ``meta/info.json``. Default None.
 
     Raises:

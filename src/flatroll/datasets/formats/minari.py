@@ -288,7 +288,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
     by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
     numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
-    Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
+    Minari stores images as JPEG by default (``jpeg_encoding=False`` disables it): decoded JPEGs are returned.
 
     Args:
         dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. A set in a folder of yours comes in by
