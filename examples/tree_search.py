@@ -27,7 +27,7 @@ class Maze(gym.Env[Any, Any]):
 
     Args:
         size: cells of a side. Default 7.
-        max_steps: after so many steps the episode is truncated. Default 40.
+        max_steps: truncate episodes after this many steps. Default 40.
     """
 
     def __init__(self, size: int = 7, max_steps: int = 40) -> None:

@@ -299,7 +299,7 @@ class Storage(Facts, ABC):
         return self.max_size if self.ndim == 1 or self.lanes else 2 * self.max_size - 1
 
     def room(self, lanes: torch.Size) -> int:
-        """Return ``max_size`` with so many lanes: the one asked for, rounded up to whole steps of all lanes."""
+        """Return ``max_size`` for this many lanes: the requested one, rounded up to whole steps of all lanes."""
         return -(-self._asked // lanes.numel()) * lanes.numel()
 
     def lay_flat(self, data: object, time: int, started: bool) -> Any:

@@ -158,7 +158,7 @@ class ExcludeTransform(Transform):
 
 
 def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
-    """Return keys given one by one as a list; TypeError if one is no key."""
+    """Return keys given one by one as a list; TypeError if one is not a key."""
     for key in keys:
         if not isinstance(key, str) and not (
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)

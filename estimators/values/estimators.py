@@ -52,7 +52,7 @@ class GAE(ValueEstimator):
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` outside [0, 1], both chunk arguments, or an option out of range.
-        TypeError: ``value_network`` is no tensordict module.
+        TypeError: ``value_network`` is not a tensordict module.
 
     Example:
         >>> import torch
@@ -125,7 +125,7 @@ class TD0Estimator(ValueEstimator):
 
     Raises:
         ValueError: ``gamma`` outside [0, 1], both chunk arguments, or an option out of range.
-        TypeError: ``value_network`` is no tensordict module.
+        TypeError: ``value_network`` is not a tensordict module.
 
     Example:
         >>> import torch
@@ -268,7 +268,7 @@ class VTrace(ValueEstimator):
 
     Raises:
         ValueError: ``gamma`` outside [0, 1], a threshold below 0, both chunk arguments, or an option out of range.
-        TypeError: the actor has no ``get_dist``, or ``value_network`` is no tensordict module.
+        TypeError: the actor has no ``get_dist``, or ``value_network`` is not a tensordict module.
 
     Example:
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential

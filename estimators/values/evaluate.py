@@ -383,7 +383,7 @@ def _over_stream(
     now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
-    if valid is not None:  # at a row without a place stands the value of another one
+    if valid is not None:  # a row without a place has the value of another one
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
 

@@ -73,7 +73,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
         observed: keys of the observations; those without a next entry are left out.
 
     Raises:
-        ValueError: the next observation of a row is that of another row than the one behind.
+        ValueError: a row's next observation is not that of the next row.
     """
     count, size = at.ends.numel(), batch.batch_size
     if count < 2:

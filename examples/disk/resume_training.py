@@ -26,7 +26,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.disk import Checkpoint
 
 UPDATES, BATCH, GAMMA = 20, 64, 0.99  # gradient steps after an episode, rows of each, discount
-KILLS, LONGEST = 3, 1.5  # how often the demo kills, after at most so many seconds
+KILLS, LONGEST = 3, 1.5  # number of kills, and maximum seconds before each
 
 
 def train(folder: Path, episodes: int, seed: int = 0) -> int:

@@ -194,7 +194,7 @@ class DiskStorage(ColumnStorage):
 
         Raises:
             FileExistsError: the folder holds what this storage has not saved there.
-            BlockingIOError: somebody writes to it.
+            BlockingIOError: it is being written to.
             OSError: the disk is full or failed; what was saved before stands.
         """
         self._writable()
@@ -231,7 +231,7 @@ class DiskStorage(ColumnStorage):
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
     def close_once(self) -> None:
-        """As :meth:`close`, for a folder that goes with the storage: after an error nobody tries again."""
+        """As :meth:`close`, for a folder that is removed with the storage: an error is not retried."""
         self._closing()
 
     @override

@@ -39,7 +39,7 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
 def as_numbers(
     name: str, value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+    """An argument as a tensor; TypeError by its name if it is not a number, array or tensor with values.
 
     >>> as_numbers("low", [1, 2])
     tensor([1, 2])

@@ -183,7 +183,7 @@ def read_minari(
             of our columns need one. Default: none.
 
     Raises:
-        ImportError: Minari is missing; the text names the extra.
+        ImportError: Minari is missing; the message names the extra.
         TypeError: observations or actions of text.
         ValueError: episodes differ in their infos; an entry of the observations has the name of a column
             (`flatroll.layout.RESERVED`), or ``rename`` names none.
