@@ -530,7 +530,7 @@ class DiskStorage(ColumnStorage):
         """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
-    def find_linkable(self, head: int) -> tuple[list[Segment], int]:
+    def linkable(self, head: int) -> tuple[list[Segment], int]:
         """Return the files of the rows from ``head`` of the ring on, to the last one when they were `held`, and the
         number of the first of them."""
         first = self._offset + head
@@ -542,7 +542,7 @@ class DiskStorage(ColumnStorage):
         log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
         return super().tables(pool_rows) | {"log": log}
 
-    def link_rows(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
+    def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
         """Return the state of :attr:`tables` with the rows of ``version``, which ``ring`` counts; they are read once
         and checked, a file at a time, and nothing changes.
 
