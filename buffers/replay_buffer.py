@@ -4,7 +4,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,18 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, c
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.state_tree import Packer, from_plain, to_plain
-from flatroll.layout.checks import SCALED, cpu_generator, expect, warn_of_scales, whole_number
+from flatroll.layout.checks import (
+    SCALED,
+    as_numbers,
+    cpu_generator,
+    expect,
+    file_path,
+    flags,
+    function,
+    need_tensors,
+    warn_of_scales,
+    whole_number,
+)
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
 from flatroll.specs import Composite, as_space, make_composite_from_td
@@ -133,6 +144,17 @@ class ReplayBuffer(Facts):
     ) -> None:
         if storage is not None:
             expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        if sampler is not None:
+            expect("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
+        if writer is not None:
+            expect("writer", writer, Writer, "a writer such as RoundRobinWriter()")
+        if collate_fn is not None:
+            function("collate_fn", collate_fn, "a function of a sample")
+        if prefetch is not None:
+            whole_number("prefetch", prefetch, 0)
+        flags(shared=shared)
+        if compilable is not None:
+            flags(compilable=compilable)
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
             raise ValueError("shared=True needs rows that other processes see: use LazyMemmapStorage")
@@ -185,6 +207,7 @@ class ReplayBuffer(Facts):
             ValueError: there are fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
+        flags(invert=invert)
         if not invert and reads_others(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
@@ -380,9 +403,11 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots = slots_of(index, self.storage.lanes)
+        slots, priorities = slots_of(index, self.storage.lanes), as_numbers("priority", priority)
+        if generation is not None:
+            need_tensors(generation=generation)
         with self.lock:
-            self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
+            self.sampler.update_priority(self.ring, slots, priorities, generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; does nothing for samplers without priorities."""
@@ -410,6 +435,8 @@ class ReplayBuffer(Facts):
             RuntimeError: the buffer is empty, or holds no trajectory long enough.
             ValueError: the batch size is missing or does not fit the sampler.
         """
+        if return_info is not False and return_info is not True:
+            flags(return_info=return_info)
         sample, info, _ = self.next_sample(batch_size)
         return (sample, info) if return_info else sample
 
@@ -425,8 +452,8 @@ class ReplayBuffer(Facts):
         if self._ready_in != os.getpid():
             self.enter_process()
         size = self.batch_size if batch_size is None else batch_size
-        if size is not None and (type(size) is not int or size < 1):
-            whole_number("batch_size", size)
+        if size is not None and (type(size) is not int or not 0 < size < 2**63):
+            size = whole_number("batch_size", size)
         size = self.sampler.check(size)
         # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
@@ -683,7 +710,8 @@ class ReplayBuffer(Facts):
                 inconsistent).
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
-        self._load(state)
+        expect("state", state, Mapping, "what state_dict returned")
+        self._load(dict(state))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
         """Restore a state; ``ring`` is `_check_state`'s result if the buffer still has the ring ``checked_for``."""
@@ -767,8 +795,10 @@ class ReplayBuffer(Facts):
         >>> other[:]
         tensor([0, 1, 2])
         """
-        options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
+        flags(sync=sync, overwrite=overwrite, wait=wait)
+        options = SaveOptions(sync, whole_number("keep", keep), overwrite)
+        folder = file_path("path", path).absolute()
+        self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -789,8 +819,12 @@ class ReplayBuffer(Facts):
             ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
                 are damaged, or the folder is from a later version of the package.
         """
+        flags(strict=strict)
+        if version is not None:
+            whole_number("version", version)
+        folder = file_path("path", path)
         self.saves.join()
-        _, apply = self.load_version(Path(path), version, strict)
+        _, apply = self.load_version(folder, version, strict)
         apply()
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:

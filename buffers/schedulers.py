@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.layout.checks import expect, number, one_of, whole_number
+from flatroll.layout.checks import expect, function, number, one_of, whole_number
 
 
 class ParameterScheduler(ABC):
@@ -35,10 +35,12 @@ class ParameterScheduler(ABC):
             if bound is not None:
                 number(name, bound)
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
-        self.param_name = param_name
+        self.param_name = expect("param_name", param_name, str, "the name of an attribute")
+        if not hasattr(self.obj, param_name):
+            raise AttributeError(f"obj has no attribute {param_name!r}, got {type(self.obj).__name__}")
         self.min_value = -math.inf if min_value is None else min_value
         self.max_value = math.inf if max_value is None else max_value
-        self.initial_value = float(getattr(self.obj, param_name))
+        self.initial_value = float(number(param_name, getattr(self.obj, param_name)))
         self.steps = 0
 
     @abstractmethod
@@ -86,7 +88,7 @@ class LambdaScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.lambda_fn = lambda_fn
+        self.lambda_fn = function("lambda_fn", lambda_fn, "a function of the number of steps")
 
     @override
     def value(self, current: float) -> float:
@@ -114,7 +116,8 @@ class LinearScheduler(ParameterScheduler):
 
     def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
         super().__init__(obj, param_name)
-        self.final_value, self.num_steps = float(final_value), whole_number("num_steps", num_steps)
+        self.final_value = float(number("final_value", final_value))
+        self.num_steps = whole_number("num_steps", num_steps)
 
     @override
     def value(self, current: float) -> float:
@@ -152,7 +155,7 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma, self.n_steps = float(gamma), whole_number("n_steps", n_steps)
+        self.gamma, self.n_steps = float(number("gamma", gamma)), whole_number("n_steps", n_steps)
         self.mode = one_of("mode", mode, ("multiplicative", "additive"))
 
     @override
@@ -177,7 +180,8 @@ class SchedulerList:
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
-        self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
+        several = [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers
+        self.schedulers = list(expect("schedulers", several, (Sequence, Iterator), "a list of schedulers"))
         for scheduler in self.schedulers:
             expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 

@@ -18,6 +18,7 @@ from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
+from flatroll.layout.checks import expect, need_keys
 from flatroll.layout.keys import NestedKey
 
 _INDEX, _GENERATION = "index", "index_generation"
@@ -77,8 +78,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         sampler: Sampler | None = None,
         **options: Unpack[Options],
     ) -> None:
+        need_keys(priority_key=priority_key)
         self.priority_key = priority_key
-        options["writer"] = options.get("writer") or TensorDictRoundRobinWriter()
+        if options.get("writer") is None:
+            options["writer"] = TensorDictRoundRobinWriter()
         super().__init__(storage=storage, sampler=sampler, **options)
 
     @override
@@ -203,6 +206,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **options: Unpack[Options],
     ) -> None:
         storage = ListStorage() if storage is None else storage
+        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, dtype)
         super().__init__(storage, sampler=sampler, **options)
 
@@ -240,6 +244,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **options: Unpack[Options],
     ) -> None:
         storage = ListStorage() if storage is None else storage
+        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, reduction=reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
 

@@ -16,6 +16,7 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
+from flatroll.layout.checks import one_of, shown, torch_device, whole_number
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
@@ -38,8 +39,9 @@ def adapt_env(
     dtype: torch.dtype | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt the env to a `VectorStream`, unless it is one already; arguments: see `as_vector_env`."""
-    if own_buffers not in ("auto", True, False):
-        raise ValueError(f"own_buffers must be 'auto', True or False, got {own_buffers!r}")
+    one_of("own_buffers", own_buffers, ("auto", True, False))
+    if num_envs is not None:
+        whole_number("num_envs", num_envs)
     adapted: VectorEnv[Any, Any, Any]
     if isinstance(env, VectorEnv) and find_stream(env) is not None:
         if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
@@ -55,7 +57,7 @@ def adapt_env(
             )
         adapted = env
     else:
-        where = None if device is None else torch.device(device)
+        where = None if device is None else torch_device("device", device)
         source, mode = _choose_source(env, num_envs, where, _parse_mode(autoreset_mode), own_buffers)
         native = source.capabilities.framework
         placed = isinstance(source, JaxSource)
@@ -318,7 +320,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     for known in AutoresetMode:
         if known.value.lower() == plain:
             return known
-    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {mode!r}")
+    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {shown(mode)}")
 
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:

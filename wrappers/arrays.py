@@ -9,6 +9,8 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from flatroll.layout.checks import as_numbers, shown
+
 #: A NumPy array or a torch tensor with one row per environment.
 Array: TypeAlias = Any
 #: An array, or dicts and tuples of arrays nested as in a Gymnasium space.
@@ -131,12 +133,17 @@ class ActionCheck:
             return self._check_tree(actions, drawn)
         on_torch = self._framework == "torch"
         if on_torch:
-            array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
+            array: Array = actions if isinstance(actions, Tensor) else as_numbers("actions", actions)
         elif isinstance(actions, Tensor):
             # numpy() shares the tensor's memory; force=True copies only where that is impossible.
+            if actions.is_meta:
+                raise TypeError("actions must have values, got a tensor on the device meta")
             array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
-            array = np.asarray(actions)
+            try:
+                array = np.asarray(actions)
+            except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, say
+                raise TypeError(f"actions must be an array, got {shown(actions)}") from error
         if array.shape != self._shape:
             hint = "one row for each env"
             discrete = isinstance(self._space, spaces.Discrete)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from flatroll.layout.checks import shown
 from flatroll.wrappers.adapt_env import adapt_env, reset_in_same_step
 from flatroll.wrappers.markers import set_recurrent_primers_from
 from flatroll.wrappers.source import EnvLike
@@ -83,9 +84,10 @@ def as_vector_env(
     >>> obs.shape, env.metadata["autoreset_mode"].value
     ((1, 4), 'SameStep')
     """
-    if autoreset not in (None, "same_step"):
+    if autoreset is not None and not (isinstance(autoreset, str) and autoreset == "same_step"):
         raise ValueError(
-            f"autoreset must be 'same_step' or None, got {autoreset!r}: what the env itself does is autoreset_mode="
+            f"autoreset must be 'same_step' or None, got {shown(autoreset)}: "
+            "what the env itself does is autoreset_mode="
         )
     adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
     if autoreset is not None:

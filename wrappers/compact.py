@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from flatroll.layout.checks import floating_dtype, key_names
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.layout.spaces import observation_leaves
@@ -82,8 +83,8 @@ class ObservationDelta(MarkerWrapper):
         in_keys: list[NestedKey] | None = None,
         delta_dtype: torch.dtype = torch.float16,
     ) -> None:
-        if not delta_dtype.is_floating_point:
-            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
+        floating_dtype("delta_dtype", delta_dtype)
+        in_keys = None if in_keys is None else key_names("in_keys", in_keys)
         super().__init__(env, "delta")
         entries = [key for key, _ in observation_leaves(self.single_observation_space)]
         #: The observation entries that get a delta.

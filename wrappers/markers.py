@@ -15,7 +15,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 
-from flatroll.layout.checks import writer_number
+from flatroll.layout.checks import need_keys, whole_number, writer_number
 from flatroll.layout.inspect.text import html_table
 from flatroll.layout.keys import (
     EPISODE_REWARD,
@@ -168,6 +168,7 @@ class InitTracker(MarkerWrapper):
     row_state = ()
 
     def __init__(self, env: EnvLike, init_key: NestedKey = IS_INIT) -> None:
+        need_keys(init_key=init_key)
         super().__init__(env, init_key)
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
@@ -212,10 +213,10 @@ class StepCounter(MarkerWrapper):
     def __init__(
         self, env: EnvLike, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
     ) -> None:
+        need_keys(step_count_key=step_count_key)
         super().__init__(env, step_count_key)
         if max_steps is not None:
-            if max_steps < 1:
-                raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
+            max_steps = whole_number("max_steps", max_steps)
             reset_in_same_step(self.env, max_steps)
         self.max_steps = max_steps
         self._count: Array = None
@@ -258,6 +259,7 @@ class TrajId(MarkerWrapper):
     row_state = ("_ids",)
 
     def __init__(self, env: EnvLike, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
+        need_keys(traj_key=traj_key)
         super().__init__(env, traj_key)
         self.writer = writer_number(writer)
         self._ids: Array = None
@@ -340,6 +342,7 @@ class RewardSum(MarkerWrapper):
     row_state = ("_sum",)
 
     def __init__(self, env: EnvLike, out_key: NestedKey = EPISODE_REWARD) -> None:
+        need_keys(out_key=out_key)
         super().__init__(env, out_key)
         self._sum: Array = None
 

@@ -56,8 +56,8 @@ class NormalizeObservation(MarkerWrapper):
 
     def __init__(self, env: EnvLike, *, clip: float | None = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__(env, "normalized")
-        self.clip = None if clip is None else number("clip", clip, above=0)
-        self.epsilon = number("epsilon", epsilon, above=0, below=math.inf)
+        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
                 "NextObservationDelta is inside of NormalizeObservation and would give differences of raw "

@@ -16,6 +16,7 @@ from gymnasium.vector import VectorWrapper
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import shown
 from flatroll.wrappers.arrays import ActionCheck, Array, Tree, map_tree, to_torch
 
 #: The seed of a vector env: one number, or one per env.
@@ -287,9 +288,10 @@ class DtypeView(SourceView):
     """Adapts an env so that its floating observations have ``dtype``; all others stay as they are."""
 
     def __init__(self, source: VectorSource, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float16, torch.float32, torch.float64):
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32, torch.float64):
             raise ValueError(
-                f"dtype must be torch.float16, torch.float32 or torch.float64 (of floating observations), got {dtype!r}"
+                "dtype (obs_dtype of a collector) must be torch.float16, torch.float32 or torch.float64, got "
+                f"{shown(dtype)}"
             )
         self._dtype = dtype
         self._np_dtype = np.dtype(str(dtype).removeprefix("torch."))

@@ -1,6 +1,6 @@
 """`VectorStream`: the interface of every adapted vector env, with the flags that all markers use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from traceback import extract_tb
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from flatroll.layout.checks import expect
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
@@ -229,7 +230,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         The caller's ``options`` are not modified. A masked reset returns the full batch; the other rows keep their
         observation.
         """
-        options = dict(options) if options else None
+        if options is not None:
+            expect("options", options, Mapping, "a dict or None")
+            options = dict(options) or None
         mask = options.pop("reset_mask", None) if options else None
         if mask is None:
             self.moves.count = self.at = self.moves.count + 1

@@ -17,7 +17,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, fill, indexed, spans
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import flags, one_of, shown, whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
@@ -84,12 +84,13 @@ class PrioritizedSampler(RandomSampler):
         max_policy_lag: int | None = None,
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
+        flags(max_priority_within_buffer=max_priority_within_buffer)
         whole_number("max_capacity", max_capacity)
         self.max_capacity, self.dtype = max_capacity, dtype
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
         self.priorities = Priorities(
-            max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
+            max_capacity, _number("alpha", alpha, 1e6), _number("eps", eps), dtype, max_priority_within_buffer
         )
         # The ring's counters at the last update: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
@@ -619,12 +620,13 @@ def _host_integers(name: str, values: Tensor) -> Array:
     return integers
 
 
-def _number(name: str, value: float | Tensor) -> float:
+def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
     number: Any = value
     if isinstance(value, Tensor | np.generic) and math.prod(value.shape) == 1:
         number = value.item()
-    if not (isinstance(number, (int, float)) and 0 <= number < math.inf):
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    if not (isinstance(number, (int, float)) and 0 <= number < below):
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{name} must be a number of at least 0{limit}, got {shown(value)}")
     return float(number)
 
 

@@ -15,7 +15,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import flags, key_names, need_keys, one_of, whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -124,18 +124,30 @@ class SliceSampler(Sampler):
             if number is not None:
                 whole_number(name, number)
         one_of("by", by, BY)
+        flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
+        need_keys(
+            optional=True,
+            traj_key=traj_key,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            start_key=start_key,
+        )
+        if not isinstance(end_key, list):
+            need_keys(optional=True, end_key=end_key)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
         both = end_key is not None and end_keys is not None
+        name = "end_key" if isinstance(end_key, list) else "end_keys"
         if isinstance(end_key, list):
             end_key, end_keys = None, end_key
-        if both or (end_keys is not None and (isinstance(end_keys, str) or not len(end_keys))):
+        listed = None if end_keys is None else key_names(name, end_keys)
+        if both or listed == []:
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
             )
         self.num_slices = num_slices
         self.slice_len = slice_len
-        self.end_keys = end_keys if end_keys is None else list(end_keys)
+        self.end_keys = listed
         self.fill = fill
         self.end_key = end_key
         self.traj_key = traj_key

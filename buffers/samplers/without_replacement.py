@@ -13,6 +13,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.sampler import Sampler, freshness, mark_single_rows
 from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed, pad_slices
+from flatroll.layout.checks import flags
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
@@ -116,6 +117,7 @@ class SamplerWithoutReplacement(PassSampler):
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, max_policy_lag: int | None = None
     ) -> None:
+        flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.freshness = freshness(max_policy_lag)
@@ -231,6 +233,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             fill=fill,
             max_policy_lag=max_policy_lag,
         )
+        flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
 

@@ -35,7 +35,7 @@ from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, ne
 from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, torch_device, whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
@@ -98,7 +98,8 @@ class ColumnStorage(Storage):
         self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
-        self.device = torch.device(device)
+        flags(compact_obs=compact_obs)
+        self.device = torch_device("device", device)
         self.ndim = whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact

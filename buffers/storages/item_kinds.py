@@ -20,7 +20,7 @@ from flatroll.buffers.columns.column import Columns
 from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
-from flatroll.layout.keys import NestedKey, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
 VALUE: NestedKey = "_value"  # the single column of tensor data
 
@@ -213,7 +213,7 @@ def batched(items: list[Any]) -> Any:
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
         if other != spec:
-            raise ValueError(f"items must be of one form: item 0 is {spec}, item {i} {other}")
+            raise ValueError(f"data must be items of one form: item 0 is {spec}, item {i} {other}")
         rows.append([as_tensor(leaf) for leaf in leaves])
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
@@ -304,7 +304,9 @@ def as_tensor(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
-    raise TypeError(f"a {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object")
+    raise TypeError(
+        f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
+    )
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
@@ -331,12 +333,17 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     tensor([1.])
     """
     if isinstance(batch, TensorDictBase):
-        return batch[names]
+        if (found := batch.get(names, None)) is None:
+            raise missing_marker(names, batch.keys(True, True))
+        return found
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
         # A named tuple's entries are known by their fields' names, too.
-        batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
+        named = isinstance(batch, tuple) and isinstance(name, str)
+        if isinstance(batch, list) and not isinstance(name, int):
+            raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")
+        batch = getattr(batch, name) if named else batch[name]
     return batch
 
 

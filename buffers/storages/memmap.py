@@ -30,6 +30,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal, shown_size
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
+from flatroll.layout.checks import expect, file_path, flags
 from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Error numbers of reserving space on a disk that has none, and on a file system that cannot reserve.
@@ -95,6 +96,11 @@ class LazyMemmapStorage(ColumnStorage):
         compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
+        flags(existsok=existsok, compilable=compilable)
+        if auto_cleanup is not None:
+            flags(auto_cleanup=auto_cleanup)
+        if codec is not None:
+            expect("codec", codec, Mapping, "a dict or None")
         if self.device.type != "cpu":
             raise ValueError(
                 f"device must be 'cpu' for files, got {str(device)!r}: move samples by "
@@ -108,7 +114,7 @@ class LazyMemmapStorage(ColumnStorage):
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self.scratch_dir = None if scratch_dir is None else file_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.folder: Path | None = None  # of the files, once they are there

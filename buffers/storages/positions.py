@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
+from flatroll.layout.checks import as_numbers, shown
 
 Index: TypeAlias = (
     Tensor | int | tuple[Tensor, ...]
@@ -69,8 +70,8 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
     >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
     tensor([0, 5])
     """
-    parted = [torch.as_tensor(part) for part in places] if isinstance(places, tuple) else []
-    places = torch.stack(parted, -1) if parted else torch.as_tensor(places)
+    parted = [as_numbers("index", part) for part in places] if isinstance(places, tuple) else []
+    places = torch.stack(parted, -1) if parted else as_numbers("index", places)
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # slots already
     slots = places[..., 0]
@@ -120,6 +121,10 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         if isinstance(index, float):
             raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
         raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise TypeError(
+            f"index must be an integer, a slice, a mask or integers, got {shown(index)}"
+        ) from error
 
 
 def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:

@@ -46,8 +46,10 @@ class Encodings:
                 raise TypeError(
                     f"{name} must name entries, {name}={{'observation': {example!r}}}, got {value!r}"
                 )
-        stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
-        codecs = {plain_key(key): name for key, name in (codec or {}).items()}
+        stacks = {
+            plain_key(key): frames for key, frames in ({} if frame_stack is None else frame_stack).items()
+        }
+        codecs = {plain_key(key): name for key, name in ({} if codec is None else codec).items()}
         for key, frames in stacks.items():
             whole_number(f"frame_stack of {key!r}", frames, 2)
         for key, name in codecs.items():
@@ -215,7 +217,13 @@ class TensorStorage(ColumnStorage):
         compact_obs: bool = False,
         compilable: bool = False,
     ) -> None:
-        columns = Structure.of(storage).columns(storage)
+        whole_number("ndim", ndim)
+        if max_size is not None:
+            whole_number("max_size", max_size)
+        try:
+            columns = Structure.of(storage).columns(storage)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"storage must be tensors of one length: {error}") from error
         if not columns:
             raise ValueError("storage has no tensors: LazyTensorStorage allocates them from the first batch")
         first = next(iter(columns.values()))
@@ -227,7 +235,7 @@ class TensorStorage(ColumnStorage):
             raise ValueError(f"max_size={max_size} is more than the {rows} rows of storage")
         super().__init__(
             rows if max_size is None else max_size,
-            device=device or first.device,
+            device=first.device if device is None else device,
             ndim=ndim,
             compact_obs=compact_obs,
         )

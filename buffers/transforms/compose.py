@@ -18,6 +18,7 @@ from flatroll.buffers.transforms.transform import (
     looks_ahead,
     read_others,
 )
+from flatroll.layout.checks import expect
 
 
 class Compose(Transform):
@@ -56,9 +57,9 @@ class Compose(Transform):
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
-        members = list(transforms)
+        members = list(expect("transforms", transforms, Iterable, "a list of transforms"))
         for member in members:
-            check_transform(member)
+            check_transform(member, "each of transforms")
         self._transforms: list[TransformLike] = members
         # Registered, so that .to() and state_dict() reach the members that are modules.
         self._registered = nn.ModuleList(member for member in members if isinstance(member, nn.Module))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 
 from flatroll.buffers.transforms.transform import Transform, batch_of
+from flatroll.layout.checks import flags
 from flatroll.layout.keys import DONE, REWARD, TERMINATED, TRUNCATED, NestedKey, plain_key, without_next
 
 
@@ -39,6 +40,7 @@ class RenameTransform(Transform):
         create_copy: bool = False,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        flags(create_copy=create_copy)
         self.create_copy = create_copy
         for suffix, olds, news in (
             ("", self.in_keys, self.out_keys),

@@ -14,7 +14,7 @@ from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.transforms.transform import Get, Transform, batch_of, keys_argument
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
-from flatroll.layout.checks import cpu_generator, function, number, one_of
+from flatroll.layout.checks import cpu_generator, flags, function, need_keys, number, one_of
 from flatroll.layout.keys import (
     DONE,
     OBSERVATION,
@@ -106,6 +106,9 @@ class HindsightTransform(Transform):
                 function(name, given, "a function of (achieved_goal, desired_goal, info)")
         self.reward_fn, self.terminated_fn, self.as_numpy = reward_fn, terminated_fn, as_numpy
         self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
+        flags(as_numpy=as_numpy)
+        need_keys(reward_key=reward_key)
+        need_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
         self.info_keys = keys_argument("info_keys", info_keys)
         self.goal_key, self.achieved_goal_key = goal_key, achieved_goal_key
         self.reward_key, self.generator = under_next(reward_key), cpu_generator(generator)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import expect, one_of, whole_number
+from flatroll.layout.checks import expect, flags, one_of, shown, whole_number
 from flatroll.layout.keys import NestedKey
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
@@ -78,6 +78,11 @@ class ToTensorImage(_ImageTransform):
         shape_tolerant: bool = False,
     ) -> None:
         super().__init__(in_keys, out_keys)
+        flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
+        if from_int is not None:
+            flags(from_int=from_int)
+        if dtype is not None:
+            expect("dtype", dtype, torch.dtype, "a torch dtype or None")
         self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
@@ -138,6 +143,8 @@ class Resize(_ImageTransform):
     ) -> None:
         super().__init__(in_keys, out_keys)
         if isinstance(w, Sequence):
+            if len(w) != 2:
+                raise ValueError(f"w must be one size or a pair of sizes, got {shown(w)}")
             w, h = w
         self.w = whole_number("w", w)
         self.h = self.w if h is None else whole_number("h", h)

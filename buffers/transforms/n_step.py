@@ -11,7 +11,7 @@ from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
 from flatroll.buffers.transforms.transform import Get, Transform
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import key_names, need_keys, number, whole_number
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -47,12 +47,14 @@ class NStep(Transform):
         mask_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        if not 0.0 <= float(gamma) <= 1.0:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+        self.gamma = float(number("gamma", gamma, least=0, most=1))
         self.n_steps = n_steps
-        self.gamma = float(gamma)
-        rewards = ["reward"] if reward_keys is None else reward_keys
-        self.reward_keys = [under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
+        need_keys(optional=True, done_key=done_key, mask_key=mask_key)
+        rewards = "reward" if reward_keys is None else reward_keys
+        rewards = [rewards] if isinstance(rewards, str) else key_names("reward_keys", rewards)
+        if not rewards:
+            raise ValueError("reward_keys must name at least one entry, got an empty list")
+        self.reward_keys = [under_next(key) for key in rewards]
         self.done_key = under_next("done" if done_key is None else done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries that were found complete

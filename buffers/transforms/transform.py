@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array
+from flatroll.layout.checks import key_names
 from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
@@ -73,7 +74,7 @@ def keys_argument(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> li
             f"{name}={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
             f"{list(keys)!r} for the {len(keys)} keys"
         )
-    return [plain_key(key) for key in keys]
+    return [plain_key(key) for key in key_names(name, keys)]
 
 
 class Transform(nn.Module):
@@ -364,8 +365,8 @@ def insert_transform(
     transforms.insert(index, Inverted(transform) if invert else transform)
 
 
-def check_transform(transform: object) -> None:
-    """TypeError unless ``transform`` is a function or has ``forward``."""
+def check_transform(transform: object, name: str = "transform") -> None:
+    """TypeError unless ``transform``, an argument of this name, is a function or has ``forward``."""
     if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
         got = f"the class {transform.__name__}" if isinstance(transform, type) else type(transform).__name__
-        raise TypeError(f"transform must have forward(td) or be a function of td, got {got}")
+        raise TypeError(f"{name} must have forward(td) or be a function of td, got {got}")

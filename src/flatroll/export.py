@@ -31,7 +31,7 @@ from flatroll.datasets.formats.tables import (
     write_parquet,
 )
 from flatroll.datasets.progress import progress_bar
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
 
 __all__ = [
@@ -118,7 +118,10 @@ def export(
     ...     print(import_parquet(f"{folder}/rows.parquet")["action"])
     tensor([0, 1, 2])
     """
-    write = _WRITERS[_format_of(Path(path), format)]
+    path = file_path("path", path)
+    if progress is not None:
+        flags(progress=progress)
+    write = _WRITERS[_format_of(path, format)]
     rows = open_source(source, chunk_rows)
     with progress_bar(rows.rows, progress, "exporting") as bar, write_beside(path) as beside:
         write(rows._replace(advance=bar.update), beside, **options)
@@ -145,6 +148,7 @@ def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDic
 
     `read_parquet` reads it in chunks.
     """
+    path = file_path("path", path)
     return _concatenate(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
 
 
@@ -153,6 +157,7 @@ def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictB
 
     `read_arrow` reads it in chunks and documents compressed files.
     """
+    path = file_path("path", path)
     return _concatenate(read_arrow(path), path, max_bytes)
 
 
@@ -161,11 +166,15 @@ def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDict
 
     `read_pandas` reads it in chunks.
     """
+    path = file_path("path", path)
     return _concatenate(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
     """Read an HDF5 file with one dataset per column as a flat batch ``[N]``. See `read_h5`."""
+    path = file_path("path", path)
+    if max_bytes is not None:
+        whole_number("max_bytes", max_bytes)
     return _concatenate(read_h5(path, max_bytes=max_bytes), path)
 
 
@@ -173,15 +182,21 @@ def import_minari(
     source: Any, *, infos: bool = True, rename: Mapping[str, str] | None = None
 ) -> TensorDictBase:
     """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
+    flags(infos=infos)
+    if rename is not None:
+        expect("rename", rename, Mapping, "a dict of names or None")
     return _concatenate(read_minari(source, infos=infos, rename=rename), source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
     """Read all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
+    path = file_path("path", path)
     return _concatenate(read_lerobot(path), path)
 
 
 def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
+    if max_bytes is not None:
+        whole_number("max_bytes", max_bytes)
     found: list[TensorDict] = []
     size = 0
     try:

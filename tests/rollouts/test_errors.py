@@ -75,7 +75,11 @@ ARGUMENTS = {
         ValueError,
         "max_frames_per_traj must be at least 1 or None, got 0",
     ),
-    "exploration": ({"exploration_type": "bogus"}, ValueError, "'bogus' is not a valid InteractionType"),
+    "exploration": (
+        {"exploration_type": "bogus"},
+        ValueError,
+        "exploration_type must be 'mode', 'median', 'mean', 'random' or 'deterministic', got 'bogus'",
+    ),
     "policy": (
         {"policy": 3},
         TypeError,
@@ -84,7 +88,7 @@ ARGUMENTS = {
     "info_keys": (
         {"info_keys": "lives"},
         TypeError,
-        "info_keys must be a list of names, got the string 'lives': write ['lives']",
+        "info_keys must be a list of keys, got the string 'lives': write ['lives']",
     ),
     "device": (
         {"env_device": "xpu"},
@@ -125,7 +129,7 @@ def test_what_is_no_env():
 
 
 def test_steps_of_a_rollout():
-    with raises(ValueError, "num_steps must be at least 1, got 0"):
+    with raises(ValueError, "num_steps must be an integer of at least 1, got 0"):
         rollout(make(), num_steps=0)
 
 

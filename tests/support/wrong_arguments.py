@@ -171,7 +171,7 @@ def wrong(case: Case, argument: str, valid: dict[str, Any]) -> dict[str, Any]:
         changed |= {f"{name} of it": one for name, one in wrong_tensors(value).items()}
     if isinstance(value, TensorDictBase):
         changed |= {f"{name} of it": one for name, one in wrong_batches(value).items()}
-    if argument in case.called:
+    if argument in (*case.called, "env", "policy"):
         for name in ("function", "type", "linear"):
             del changed[name]
     if argument in case.long:
@@ -201,7 +201,10 @@ def fault(case: Case, argument: str, arguments: dict[str, Any], seconds: int = 2
             return None
         value = arguments[argument]
         names = {argument, *case.names.get(argument, "").split(), *entries(arguments, argument)}
-        return foreign(error, names, repr(value) if isinstance(value, (str, int, tuple)) else None)
+        told = repr(value) if isinstance(value, (str, int, tuple)) else None
+        if isinstance(value, str) and argument in ("path", "source"):
+            told = value  # of a file by its path
+        return foreign(error, names, told)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -211,7 +214,7 @@ def fault(case: Case, argument: str, arguments: dict[str, Any], seconds: int = 2
 def entries(arguments: dict[str, Any], argument: str) -> set[str]:
     """By what an error may call a batch: as such, or one of its entries."""
     value = arguments[argument]
-    if argument not in ("batch", "tensordict", "data", "sample", "td", "tensordicts"):
+    if argument not in ("batch", "tensordict", "data", "sample", "td", "tensordicts", "source"):
         return set()
     keys = value.keys(True, True) if isinstance(value, TensorDictBase) else ()
     return {"batch", "rows", "data", *(str(name) for key in keys for name in layout.as_tuple(key)), *USUAL}
@@ -557,6 +560,7 @@ def _buffers() -> Iterator[Case]:
             names={
                 "slice_len": "num_slices slice_len batch_size",
                 "num_slices": "slice_len batch_size",
+                "max_policy_lag": "policy_version",
                 "compile": "compile",
             },
             long=("max_capacity",),
@@ -597,10 +601,14 @@ def _buffers() -> Iterator[Case]:
         buffer.extend(batch())
         buffer.sample()
 
+    user = ("collate_fn", "transform")
+
     def made() -> dict[str, Any]:
         return {"storage": buffers.LazyTensorStorage(64), "batch_size": 4}
 
-    yield Case("ReplayBuffer", buffers.ReplayBuffer, made, circulate, names={"transform": "transforms"})
+    yield Case(
+        "ReplayBuffer", buffers.ReplayBuffer, made, circulate, names={"transform": "transforms"}, called=user
+    )
     more = [
         "sampler",
         "writer",
@@ -613,13 +621,20 @@ def _buffers() -> Iterator[Case]:
         "checkpointer",
         "shared",
     ]
-    yield Case("TensorDictReplayBuffer", buffers.TensorDictReplayBuffer, made, circulate, tuple(more[1:]))
+    yield Case(
+        "TensorDictReplayBuffer",
+        buffers.TensorDictReplayBuffer,
+        made,
+        circulate,
+        tuple(more[1:]),
+        called=user,
+    )
 
     def prioritized() -> dict[str, Any]:
         return {**made(), "alpha": 0.6, "beta": 0.4}
 
     for name in ("TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer"):
-        yield Case(name, getattr(buffers, name), prioritized, circulate, tuple(more[2:]))
+        yield Case(name, getattr(buffers, name), prioritized, circulate, tuple(more[2:]), called=user)
     one = filled()
     lists = buffers.ReplayBuffer(storage=buffers.ListStorage(8), batch_size=2)
     lists.extend([1, 2, 3])
@@ -671,6 +686,7 @@ def _buffers() -> Iterator[Case]:
         buffers.LambdaScheduler,
         lambda: {**schedule, "lambda_fn": lambda step: 0.5},
         lambda made: made.step(),
+        called=("lambda_fn",),
     )
     yield Case(
         "SchedulerList",
@@ -699,6 +715,7 @@ def _rollouts() -> Iterator[Case]:
         lambda made: next(iter(made)),
         long=("frames_per_batch", "total_frames", "init_random_frames", "trajs_per_batch"),
         names={"create_env_fn": "env envs"},
+        called=("create_env_fn", "policy", "postproc", "pre_collect_hook", "post_collect_hook"),
     )
     yield Case(
         "rollout",

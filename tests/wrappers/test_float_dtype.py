@@ -114,7 +114,7 @@ def test_a_float32_policy_takes_a_float64_env() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, "float32"])
 def test_another_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"dtype must be torch.float16, torch.float32 or torch.float64"):
+    with pytest.raises(ValueError, match=r"must be torch.float16, torch.float32 or torch.float64"):
         as_vector_env(gym.make("CartPole-v1"), dtype=dtype)
 
 

@@ -267,7 +267,7 @@ def test_max_steps_over_processes(mode: str) -> None:
 
 @pytest.mark.parametrize("max_steps", [0, -1])
 def test_a_limit_below_one_is_refused(max_steps: int) -> None:
-    with pytest.raises(ValueError, match=f"max_steps must be at least 1 or None, got {max_steps}"):
+    with pytest.raises(ValueError, match=f"max_steps must be an integer of at least 1, got {max_steps}"):
         StepCounter(make_scripted(SCRIPT), max_steps=max_steps)
 
 

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from flatroll.layout.checks import function, seed_number, whole_number
 from flatroll.specs import as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, map_tree
@@ -89,6 +90,10 @@ def vector_env_problems(
     >>> vector_env_problems(ScriptedVectorEnv(Script(2), autoreset_mode=None))[0][:57]
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
+    whole_number("steps", steps)
+    seed_number("seed", seed)
+    if actions is not None:
+        function("actions", actions, "a function of the step")
     try:
         vector = adapt_env(env)
     except (TypeError, ValueError) as error:

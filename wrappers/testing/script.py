@@ -16,6 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
+from flatroll.layout.checks import expect, whole_number
 from flatroll.wrappers.arrays import Array, Tree, map_tree
 
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
@@ -63,8 +64,10 @@ class Script:
     action: ActionKind = "discrete"
 
     def __post_init__(self) -> None:
+        whole_number("num_envs", self.num_envs)
         for name in ("lengths", "ends"):
             value = getattr(self, name)
+            expect(name, value, (int, str, Sequence), "one value, a list of them, or one list per env")
             rows: tuple[Any, ...] = (value,) if isinstance(value, int | str) else tuple(value)
             if not rows or isinstance(rows[0], int | str):  # one list, for all envs
                 rows = (rows,) * self.num_envs
@@ -74,8 +77,8 @@ class Script:
                 )
             object.__setattr__(self, name, tuple(map(tuple, rows)))
         for row in self.table("lengths"):
-            if any(int(length) < 1 for length in row):
-                raise ValueError(f"lengths must be at least 1, got {row}")
+            for length in row:
+                whole_number("lengths", length)
         for row in self.table("ends"):
             if any(end not in _ENDS for end in row):
                 raise ValueError(f"ends must be among {_ENDS}, got {row}")

@@ -18,6 +18,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.layout.checks import expect, flags, one_of
 from flatroll.wrappers.arrays import Tree, map_tree, select
 from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
@@ -101,11 +102,15 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         reuse_buffer: bool = False,
         record_actions: bool = False,
     ) -> None:
+        expect("script", script, Script, "a Script")
+        flags(reuse_buffer=reuse_buffer, record_actions=record_actions)
         self.script, self.num_envs = script, script.num_envs
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
+        if autoreset_mode is not None and not isinstance(autoreset_mode, AutoresetMode):
+            one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
         self._mode = AutoresetMode.SAME_STEP if autoreset_mode is None else AutoresetMode(autoreset_mode)
         self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
         self.actions: list[Any] = []

@@ -35,7 +35,7 @@ from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS
 from flatroll.disk.tensor_file import dtype_name
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import flags, number, whole_number
 from flatroll.layout.keys import NestedKey
 
 _PARTS = 32  # minimum files of a full storage: the oldest also holds dropped rows
@@ -131,10 +131,10 @@ class DiskStorage(ColumnStorage):
             whole_number("max_size", max_size)
         if flush_rows is not None:
             whole_number("flush_rows", flush_rows)
-        if flush_seconds is not None and not 0 < flush_seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(
-                f"flush_seconds must be more than 0 and finite, or None for no limit; got {flush_seconds!r}"
-            )
+        if flush_seconds is not None:
+            hint = "None for no limit"
+            number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+        flags(read_only=read_only, sync=sync, verify=verify)
         self.read_only, self._process = read_only, os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)

@@ -55,18 +55,23 @@ def run_ends(
     >>> run_ends(TensorDict({"next": {"done": done}}, [4]))
     tensor([False,  True, False,  True])
     """
-    need_rows(batch)
-    need_keys(is_init_key=is_init_key, mask_key=mask_key)
-    need_keys(optional=True, done_key=done_key, traj_key=traj_key)
-    if batch.batch_dims < 1:
-        raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    keys = (done_key, is_init_key, mask_key)
-    done, is_init, mask = (
-        None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
-    )
-    ids = None if traj_key is None else get_entry(batch, traj_key)
-    if ids is not None and traj_key is not None:
-        ids = flat_column(ids, batch, traj_key)
+    try:
+        if batch.batch_dims < 1:
+            raise ValueError(
+                "batch must have at least one batch dimension (time is the last), got batch size []"
+            )
+        keys = (done_key, is_init_key, mask_key)
+        done, is_init, mask = (
+            None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
+        )
+        ids = None if traj_key is None else get_entry(batch, traj_key)
+        if ids is not None and traj_key is not None:
+            ids = flat_column(ids, batch, traj_key)
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        need_rows(batch)
+        need_keys(is_init_key=is_init_key, mask_key=mask_key)
+        need_keys(optional=True, done_key=done_key, traj_key=traj_key)
+        raise
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
         error = missing_marker(is_init_key, batch.keys(True, True))

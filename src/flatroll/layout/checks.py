@@ -12,6 +12,7 @@
 | `need_keys` | each argument the name of an entry: a string or a tuple of strings |
 | `key_names` | a list of keys |
 | `need_tensors` | each argument a tensor |
+| `as_numbers` | a number, an array or a tensor with values, as a tensor |
 | `dense_tensor` | a dense tensor of real numbers, on a given device |
 | `floating_tensor` | likewise, of a floating dtype |
 | `blame_entries` | (says which entry made a call fail) |
@@ -326,6 +327,23 @@ def need_tensors(**named: object) -> None:
             raise TypeError(_text(name, "be a tensor", shown(value)))
 
 
+def as_numbers(
+    name: str, value: object, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+
+    >>> as_numbers("low", [1, 2])
+    tensor([1, 2])
+    """
+    try:
+        numbers = torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
+    if numbers.is_meta or numbers.layout is not torch.strided:
+        raise TypeError(_text(name, "be a dense tensor with values", shown(numbers)))
+    return numbers
+
+
 def dense_tensor(
     name: str, value: object, device: torch.device | None = None, owner: str = "the others"
 ) -> torch.Tensor:
@@ -408,7 +426,7 @@ def file_path(name: str, value: object) -> Path:
     ...
     TypeError: path must be a path (a string or a pathlib.Path), got 3
     """
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
         return Path(value)
     raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", shown(value)))
 

@@ -171,9 +171,12 @@ class RestoreNextObservation:
         restore_dtype: torch.dtype | Literal["root"] | None = "root",
         drop_delta: bool = True,
     ) -> None:
-        dtype = None if restore_dtype == "root" else restore_dtype
+        is_root = isinstance(restore_dtype, str) and restore_dtype == "root"
+        dtype = None if is_root else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
+            raise ValueError(
+                f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
+            )
         flags(drop_delta=drop_delta)
         self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
         self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype

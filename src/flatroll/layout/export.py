@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import expect, need_rows
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -60,12 +60,19 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     >>> from_numpy(to_numpy(batch))["next", "reward"].shape
     torch.Size([2, 1])
     """
-    need_rows(batch)
+    need_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    return dict(_columns(batch, separator))
+    return dict(_columns(batch, _checked(separator)))
+
+
+def _checked(separator: str) -> str:
+    """The separator, which has at least one character."""
+    if not expect("separator", separator, str, "a string"):
+        raise ValueError("separator must have at least one character, got ''")
+    return separator
 
 
 def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
@@ -100,7 +107,12 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         ValueError: the arrays differ in their number of rows, or one name is an entry and a part of another name.
         TypeError: an array is not of numbers or bools.
     """
-    return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
+    expect("columns", columns, Mapping, "a dict of arrays by name")
+    if isinstance(columns, TensorDictBase):
+        raise TypeError(
+            "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
+        )
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), _checked(separator))
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:

@@ -271,13 +271,18 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         TypeError: the column is not a tensor.
         ValueError: it has another shape.
     """
-    need_rows(batch)
     if not isinstance(column, Tensor):
         raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
-    if column.shape == batch.batch_size:
-        return column
-    if column.shape == (*batch.batch_size, 1):
-        return column.select(-1, 0)
+    try:
+        if column.shape == batch.batch_size:
+            return column
+        if column.shape == (*batch.batch_size, 1):
+            return column.squeeze(-1)
+    except AttributeError:
+        need_rows(batch)
+        raise
+    except NotImplementedError as error:
+        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
     raise ValueError(
         f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
         f"got {tuple(column.shape)}"

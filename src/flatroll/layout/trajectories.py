@@ -178,7 +178,7 @@ def mark_cuts(
     (tensor([False,  True,  True]), tensor([False,  True, False]))
     """
     need_rows(batch)
-    need_keys(done_key=done_key, truncated_key=truncated_key)
+    need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
     done, truncated = marker(batch, done_key), marker(batch, truncated_key)
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done

@@ -4,11 +4,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import index
 from typing import Any, TypeAlias
 
 import torch
 from gymnasium.vector import AsyncVectorEnv
+from tensordict.nn import InteractionType
 
+from flatroll.layout.checks import flags, one_of, shown, torch_device
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.gym_source import split_async
@@ -24,10 +27,13 @@ def check_counts(**counts: int | None) -> None:
     """Check the counts given to a `Collector`; warn if the total is not a whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}
     for name, count in counts.items():
-        if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
-            if count is None and name in optional:
-                continue
-            raise TypeError(f"{name} must be an integer, got {count!r}")
+        if count is None and name in optional:
+            continue
+        try:
+            index(None if isinstance(count, bool) else count)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
+            raise TypeError(f"{name} must be an integer, got {shown(count)}") from None
+        assert count is not None
         if name == "total_frames":
             if count == 0 or count < -1:
                 raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
@@ -74,18 +80,34 @@ def make_devices(
     Raises:
         ValueError: ``env_device`` is of another type than ``env``.
     """
-    if env_device is not None and torch.device(env_device).type != env.type:
+    given = {
+        "device": device,
+        "env_device": env_device,
+        "policy_device": policy_device,
+        "storing_device": storing_device,
+    }
+    where = {name: None if one is None else torch_device(name, one) for name, one in given.items()}
+    flags(no_cuda_sync=no_cuda_sync)
+    if where["env_device"] is not None and where["env_device"].type != env.type:
         raise ValueError(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
         )
-    policy, storing = policy_device or device, storing_device or device
-    policy = None if policy is None else torch.device(policy)
+    policy, storing = where["policy_device"] or where["device"], where["storing_device"] or where["device"]
     return Devices(
         env=env,
         policy=None if policy == env else policy,
-        storing=None if storing is None else torch.device(storing),
+        storing=storing,
         blocking=not no_cuda_sync,
+    )
+
+
+def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
+    """How probabilistic modules choose; ValueError for a name that is none of tensordict's."""
+    if isinstance(exploration_type, InteractionType):
+        return exploration_type
+    return InteractionType(
+        one_of("exploration_type", exploration_type, [kind.value for kind in InteractionType])
     )
 
 
@@ -115,8 +137,10 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
     """Raise ValueError if the ids would not contain ``writer``; ``marker`` is the env's own TrajId."""
-    if isinstance(writer, bool) or not hasattr(writer, "__index__"):
-        raise TypeError(f"writer must be an integer, got {writer!r}")
+    try:
+        writer = index(None if isinstance(writer, bool) else writer)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        raise TypeError(f"writer must be an integer, got {shown(writer)}") from None
     if not writer:
         return
     if marker is not None and marker.writer != writer:
@@ -159,7 +183,7 @@ def make_env(
             undo.callback(env.close)
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
-    if device is not None and torch.device(device).type != "cpu":
+    if device is not None and torch_device("env_device", device).type != "cpu":
         env = adapt_env(env)
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
@@ -171,7 +195,7 @@ def make_env(
             f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
             "max_steps instead"
         )
-    return StepCounter(env, max_steps=max_steps), made
+    return StepCounter(env, max_steps=index(max_steps)), made
 
 
 def _check_device(device: torch.device | str) -> torch.device:

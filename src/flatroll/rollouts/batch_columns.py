@@ -55,10 +55,6 @@ class ColumnKeys:
         env: VectorEnv[Any, Any, Any],
         info_keys: Sequence[NestedKey],  # entries of info to store
     ) -> None:
-        if isinstance(info_keys, str):
-            raise TypeError(
-                f"info_keys must be a list of names, got the string {info_keys!r}: write [{info_keys!r}]"
-            )
         markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column]
         # The key and tree path of each observation entry and each part of the action.
         self.obs, self.obs_paths = zip(*observation_leaves(env.single_observation_space), strict=True)

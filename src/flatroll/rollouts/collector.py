@@ -11,11 +11,18 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from flatroll.layout.checks import SCALED, warn_of_scales
+from flatroll.layout.checks import SCALED, flags, function, seed_number, warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
-from flatroll.rollouts.arguments import EnvSource, check_counts, check_together, make_devices, make_envs
+from flatroll.rollouts.arguments import (
+    EnvSource,
+    check_counts,
+    check_together,
+    exploration_of,
+    make_devices,
+    make_envs,
+)
 from flatroll.rollouts.batch_columns import spec_of_columns
 from flatroll.rollouts.policies import Policy, Weights, copy_weights
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
@@ -166,7 +173,28 @@ class Collector(Facts):
         interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
-        exploration = InteractionType(exploration_type)
+        exploration = exploration_of(exploration_type)
+        flags(
+            compact_obs=compact_obs,
+            track_traj_ids=track_traj_ids,
+            set_truncated=set_truncated,
+            reset_at_each_iter=reset_at_each_iter,
+            split_trajs=split_trajs,
+            track_policy_version=track_policy_version,
+            progress=progress,
+        )
+        hooks = {
+            "postproc": postproc,
+            "pre_collect_hook": pre_collect_hook,
+            "post_collect_hook": post_collect_hook,
+        }
+        for name, hook in hooks.items():
+            if hook is not None:
+                function(name, hook)
+        if auto_register_policy_transforms is not None:
+            flags(auto_register_policy_transforms=auto_register_policy_transforms)
+        if seed is not None:
+            seed_number("seed", seed)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,

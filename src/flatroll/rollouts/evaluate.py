@@ -12,9 +12,9 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from flatroll.layout.checks import expect, number, one_of, whole_number
+from flatroll.layout.checks import as_numbers, expect, number, one_of, seed_number, whole_number
 from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, next_key
-from flatroll.rollouts.arguments import make_devices, make_env
+from flatroll.rollouts.arguments import exploration_of, make_devices, make_env
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.runner import Runner
@@ -155,7 +155,9 @@ def evaluate(
         whole_number("max_steps", max_steps)
     if film is not None:
         one_of("film", film, ("best", "worst", "first"))
-    exploration = InteractionType(exploration_type)
+    if seed is not None:
+        seed_number("seed", seed)
+    exploration = exploration_of(exploration_type)
     with ExitStack() as undo:
         made, is_own = make_env(env, obs_dtype, None, max_steps, undo)
         if not is_own:
@@ -421,7 +423,7 @@ def bootstrap_mean(
     >>> bootstrap_mean(torch.tensor([1.0, 2.0, 3.0]))
     Estimate(value=2.0, low=1.0, high=3.0)
     """
-    values = torch.as_tensor(values, dtype=torch.float64).reshape(-1, 1)
+    values = as_numbers("values", values, dtype=torch.float64).reshape(-1, 1)
     return _bootstrap(values, lambda x: x.mean((-2, -1)), confidence, resamples, seed)
 
 
@@ -449,10 +451,9 @@ def interquartile_mean(
     >>> interquartile_mean([0.0, 10.0, 12.0, 90.0]).value
     11.0
     """
-    if not isinstance(scores, Tensor):
-        scores = torch.tensor(
-            [score.mean if isinstance(score, Evaluation) else score for score in scores], dtype=torch.float64
-        )
+    if isinstance(scores, Sequence) and not isinstance(scores, str):
+        scores = [score.mean if isinstance(score, Evaluation) else score for score in scores]
+    scores = as_numbers("scores", scores, dtype=torch.float64)
     if scores.ndim not in (1, 2):
         raise ValueError(f"scores must have shape [seeds] or [seeds, tasks], got {tuple(scores.shape)}")
     table = scores.double() if scores.ndim == 2 else scores.double().unsqueeze(-1)
@@ -470,7 +471,8 @@ def _bootstrap(
 ) -> Estimate:
     """Compute a statistic of ``[n, tasks]`` (it maps ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
     if not table.numel():
-        raise ValueError(f"an interval needs at least one number, got shape {tuple(table.shape)}")
+        raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
+    seed_number("seed", seed)
     number("confidence", confidence, above=0, below=1)
     whole_number("resamples", resamples)
     table = table.cpu()

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
 from flatroll.layout.checks import whole_number
-from flatroll.rollouts.arguments import make_devices
+from flatroll.rollouts.arguments import exploration_of, make_devices
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.source import EnvLike
@@ -62,7 +62,7 @@ class GroupCollector:
                 policies.get(name),
                 steps_per_batch,
                 devices=make_devices(runner.device),
-                exploration=InteractionType(exploration_type),
+                exploration=exploration_of(exploration_type),
                 seed=seed,
             )
 

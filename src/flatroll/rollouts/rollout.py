@@ -7,9 +7,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
+from flatroll.layout.checks import seed_number, whole_number
 from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
-from flatroll.rollouts.arguments import make_devices
+from flatroll.rollouts.arguments import exploration_of, make_devices
 from flatroll.rollouts.batch_columns import batch_spec
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import lead_pool
@@ -58,9 +59,10 @@ def rollout(
     >>> batch.batch_size, batch["is_init"].squeeze(-1).tolist()
     (torch.Size([5]), [True, False, False, False, False])
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-    exploration = InteractionType(exploration_type)
+    whole_number("num_steps", num_steps)
+    if seed is not None:
+        seed_number("seed", seed)
+    exploration = exploration_of(exploration_type)
     env = adapt_env(env, dtype=obs_dtype)
     runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
@@ -96,6 +98,7 @@ def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> Non
     >>> import gymnasium as gym
     >>> check_env_specs(gym.make_vec("CartPole-v1", num_envs=2))
     """
+    whole_number("num_steps", num_steps)
     found = [text for text in vector_env_problems(env, steps=num_steps, seed=seed) if not is_suspicion(text)]
     if not found:
         adapted = adapt_env(env)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.layout.checks import legal_options
+from flatroll.layout.checks import key_names, legal_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
@@ -93,6 +93,7 @@ class Runner:
         writer: int = 0,  # makes ids unique among the writers of a buffer
         track_version: bool = False,  # store the policy version in each row
     ) -> None:
+        info_keys = key_names("info_keys", info_keys)
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
             env = InitTracker(env)

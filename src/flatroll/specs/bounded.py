@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import one_of, torch_device
+from flatroll.layout.checks import as_numbers, one_of, torch_device
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
-from flatroll.specs.shapes import Shape, as_numbers, grid, shorten
+from flatroll.specs.shapes import Shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
 
 

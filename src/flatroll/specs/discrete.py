@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, shown, torch_device, whole_number
+from flatroll.layout.checks import as_numbers, flags, shown, torch_device, whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
-from flatroll.specs.shapes import Operation, Shape, as_numbers, as_shape, grid, shorten
+from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
 
 

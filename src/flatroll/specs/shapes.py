@@ -36,23 +36,6 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
     return made
 
 
-def as_numbers(
-    name: str, value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """An argument as a tensor; TypeError by its name if it is not a number, array or tensor with values.
-
-    >>> as_numbers("low", [1, 2])
-    tensor([1, 2])
-    """
-    try:
-        numbers = torch.as_tensor(value, dtype=dtype, device=device)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"{name} must be a number, an array or a tensor, got {shown(value)}") from error
-    if numbers.is_meta:
-        raise TypeError(f"{name} must be a tensor with values, got one on the device meta")
-    return numbers
-
-
 def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
     """Strip a parameter's expanded dims: size 1 along dims of stride 0, and no leading dims of size 1.
 

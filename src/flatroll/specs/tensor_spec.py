@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, shown, torch_device
+from flatroll.layout.checks import as_numbers, flags, shown, torch_device
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
@@ -20,7 +20,6 @@ from flatroll.specs.shapes import (
     Gather,
     Operation,
     Shape,
-    as_numbers,
     as_shape,
     dims_used,
     frame_of,

@@ -73,7 +73,7 @@ def test_without_any_of_the_end_keys_ids_tell_trajectories_apart(key: Any) -> No
 
 def test_end_keys_that_cannot_be_used_are_refused() -> None:
     for options in ({"end_keys": []}, {"end_keys": "done"}, {"end_keys": ["a"], "end_key": "b"}):
-        with pytest.raises(TypeError, match="end_keys must be a list of entries, without end_key"):
+        with pytest.raises(TypeError, match="end_keys must be a list of"):
             SliceSampler(slice_len=2, **options)  # type: ignore[arg-type]
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(9), sampler=SliceSampler(slice_len=2, end_keys=["a", "b"])

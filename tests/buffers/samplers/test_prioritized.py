@@ -596,7 +596,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"alpha": -0.1}, "alpha must be a number of at least 0, got -0.1"),
+        ({"alpha": -0.1}, "alpha must be a number of at least 0 and below 1e.06, got -0.1"),
         ({"beta": -1}, "beta must be a number of at least 0, got -1"),
         ({"alpha": math.nan}, "alpha must be"),
         ({"beta": math.inf}, "beta must be"),

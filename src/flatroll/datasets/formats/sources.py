@@ -14,7 +14,7 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import need_rows, whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
@@ -71,9 +71,10 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
     """
     if isinstance(source, TensorDictBase):
+        need_rows(source, values=True)
         if source.batch_dims != 1:
             raise ValueError(
-                f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
+                f"source, a batch to be exported, must have batch size [N], got {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
         rows, lanes, slots = len(source), torch.Size([]), None
