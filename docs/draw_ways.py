@@ -107,7 +107,8 @@ def sentence(file: str, name: str) -> str:
         .replace("``", "`")
         .replace("|", r"\|")
     )
-    return re.split(r"(?<=[a-z`)\]\d])\. ", text)[0].rstrip(".:") + "."
+    first = re.split(r"(?<=[a-z`)\]\d])\. ", text)[0].rstrip(".:")
+    return first + "." if first else ""  # a lambda has none
 
 
 def page(head: str, stages: list[str], calls: dict[str, Callable[[], object]]) -> str:

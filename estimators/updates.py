@@ -42,8 +42,10 @@ class UpdateStep:
 
     Args:
         loss: any loss that returns scalars: ``reduction`` is ``"mean"`` or ``"sum"``.
-        optimizer: any torch optimizer of all trained parameters, such as ``Adam(loss.parameters(), fused=True)``. Its
-            groups may have different learning rates, and schedules may change them.
+        optimizer: any torch optimizer of all trained parameters, such as ``Adam(loss.parameters())``. Its groups may
+            have different learning rates, and schedules may change them. On the CPU, groups of Adam and AdamW with
+            neither ``fused`` nor ``foreach`` set get ``fused=True``: the same steps up to rounding, in a third of the
+            time.
         max_grad_norm: limit of the global gradient norm, above 0. Default: None, no limit.
         compile: whether to compile, which takes about ten seconds and needs a C++ compiler. Default: False.
         updater: a :class:`SoftUpdate` or :class:`HardUpdate` of this loss, stepped after each update. Default: None.
@@ -105,6 +107,12 @@ class UpdateStep:
             raise ValueError(
                 "optimizer must hold parameters of the loss, got none: make it of loss.parameters()"
             )
+        if type(optimizer) in (Adam, AdamW):
+            for group in optimizer.param_groups:
+                chosen = any(group[name] is not None for name in ("fused", "foreach"))
+                fits = all(x.is_cpu and x.is_floating_point() for x in group["params"])
+                if fits and not (chosen or group["differentiable"] or group["capturable"]):
+                    group["fused"] = True
         self.loss, self.optimizer, self.updater = loss, optimizer, updater
         self.max_grad_norm, self.autocast = max_grad_norm, autocast
         self.compile_seconds = 0.0
@@ -203,7 +211,12 @@ class UpdateStep:
             parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
         if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            gradients = [x.grad for x in parameters if x.grad is not None]
+            if len({x.device for x in gradients}) > 1:
+                nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            else:  # the same in half of its time
+                norm = torch.stack(torch._foreach_norm(gradients)).norm()
+                torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
 

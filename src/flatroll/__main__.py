@@ -64,7 +64,7 @@ def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> Comma
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="flatroll", description="Flat marked batches for reinforcement learning."
+        prog="flatroll", description="Reinforcement learning batches without padding."
     )
     parser.add_argument("--version", action="version", version=f"flatroll {flatroll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -141,6 +141,31 @@ def test_any_optimizer_steps() -> None:
         assert_same(ours, theirs)
 
 
+def test_adam_takes_its_fused_step_where_that_was_left_open() -> None:
+    loss: Any = LOSSES["A2CLoss"]()
+    groups: list[Any] = [
+        {"params": list(loss.actor_network.parameters())},
+        {"params": list(loss.critic_network.parameters()), "fused": False},
+    ]
+    optimizer = torch.optim.Adam(groups, lr=0.01)
+    state = optimizer.state_dict()
+    update_step(loss, optimizer, max_grad_norm=0.5)(rows(10))
+    assert [group["fused"] for group in optimizer.param_groups] == [True, False]
+    choices: list[Any] = [
+        {"foreach": True},
+        {"foreach": False},
+        {"capturable": True},
+        {"differentiable": True},
+    ]
+    for options in choices:
+        kept = torch.optim.AdamW(loss.parameters(), lr=0.01, **options)
+        update_step(loss, kept)
+        assert kept.param_groups[0]["fused"] is None, options
+    # a state that was saved without it is taken up
+    optimizer.load_state_dict(state)
+    update_step(loss, optimizer, max_grad_norm=0.5)(rows(10))
+
+
 class Recorded(LossModule):
     """Keeps the rows that it was called with."""
 
