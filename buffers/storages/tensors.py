@@ -197,7 +197,7 @@ class TensorStorage(ColumnStorage):
         compact_obs: as in `LazyTensorStorage`; the entries under ``"next"`` are read once, and then no longer used.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: leaves of different lengths, or on another device.
 
     >>> import torch

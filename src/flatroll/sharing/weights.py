@@ -27,7 +27,7 @@ class SharedWeights:
         state: tensors by name, as ``module.state_dict()`` gives them. They are version 0.
 
     Raises:
-        TypeError: an entry is no tensor with a size, such as a lazy parameter before its first use.
+        TypeError: an entry is not a tensor with a size, such as a lazy parameter before its first use.
 
     >>> import torch
     >>> policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)

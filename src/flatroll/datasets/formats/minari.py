@@ -184,7 +184,7 @@ def read_minari(
             of our columns need one. Default: none.
 
     Raises:
-        ImportError: Minari is missing; the text names the extra.
+        ImportError: Minari is missing; the message names the extra.
         TypeError: observations or actions of text.
         ValueError: episodes differ in their infos; an entry of the observations has the name of a column
             (`flatroll.layout.RESERVED`), or ``rename`` names none.
@@ -293,7 +293,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
     by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
     numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
-    Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
+    Minari stores images as JPEG by default (``jpeg_encoding=False`` disables it): decoded JPEGs are returned.
 
     Args:
         dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. A set in a folder of yours comes in by
