@@ -5,7 +5,15 @@ import random
 from wrong_arguments import every_call, public_cases, run
 
 CLEAN = (  # rooms, and names of others
+    "buffers",
+    "disk",
+    "export",
+    "layout",
     "modules",
+    "rollouts",
+    "sharing",
+    "specs",
+    "trees",
     "StateCounter",
 )
 

@@ -39,6 +39,7 @@ from flatroll import (
     layout,
     modules,
     rollouts,
+    sharing,
     specs,
     trees,
     wrappers,
@@ -990,6 +991,13 @@ def _export() -> Iterator[Case]:
         )
 
 
+def _sharing() -> Iterator[Case]:
+    table = sharing.Table.like({"x": torch.zeros(3)})
+    yield Case("Memory", sharing.Memory, lambda: {"size": 64})
+    yield Case("Block", sharing.Block, lambda: {"tables": [table]}, free=("memory",), long=("slots",))
+    yield Case("SharedWeights", sharing.SharedWeights, lambda: {"state": {"weight": torch.zeros(3)}})
+
+
 ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "estimators": _estimators,
     "buffers": _buffers,
@@ -998,6 +1006,7 @@ ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "modules": _modules,
     "specs": _specs,
     "disk": _disk,
+    "sharing": _sharing,
     "trees": _trees,
     "export": _export,
 }

@@ -39,6 +39,8 @@ class SharedWeights:
     """
 
     def __init__(self, state: "Mapping[str, torch.Tensor]") -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a state dict, got {type(state).__name__}")
         rows: dict[Key, torch.Tensor] = {
             name: _values(name, value).unsqueeze(0) for name, value in state.items()
         }

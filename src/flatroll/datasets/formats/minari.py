@@ -15,7 +15,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.datasets.formats.episodes import episode_columns, named_leaves
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.disk import Folder
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import file_path, shown
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, RESERVED, as_tuple, observation_keys
 
@@ -198,7 +198,7 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
         if not hasattr(getattr(source, "storage", None), "metadata"):
             raise TypeError(f"source must be a MinariDataset or the path of its folder, got {shown(source)}")
         return source
-    if not Path(source).is_dir():
+    if not file_path("source", source).is_dir():
         raise FileNotFoundError(f"source must be a Minari data folder, there is none at {source}")
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
