@@ -39,8 +39,8 @@ from flatroll import (
     layout,
     modules,
     rollouts,
+    sharing,
     specs,
-    text,
     trees,
     wrappers,
 )
@@ -1000,6 +1000,8 @@ def _export() -> Iterator[Case]:
 def _text() -> Iterator[Case]:
     from tiny_text import SENTENCE, make_critic, make_model, score, train_tokenizer
 
+    from flatroll import text
+
     tokenizer, model = train_tokenizer(), make_model()
     table = text.Sequences()
     table.add(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 2]))
@@ -1106,6 +1108,13 @@ def _text() -> Iterator[Case]:
     )
 
 
+def _sharing() -> Iterator[Case]:
+    table = sharing.Table.like({"x": torch.zeros(3)})
+    yield Case("Memory", sharing.Memory, lambda: {"size": 64})
+    yield Case("Block", sharing.Block, lambda: {"tables": [table]}, free=("memory",), long=("slots",))
+    yield Case("SharedWeights", sharing.SharedWeights, lambda: {"state": {"weight": torch.zeros(3)}})
+
+
 ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "estimators": _estimators,
     "buffers": _buffers,
@@ -1114,6 +1123,7 @@ ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "modules": _modules,
     "specs": _specs,
     "disk": _disk,
+    "sharing": _sharing,
     "trees": _trees,
     "export": _export,
     "text": _text,
