@@ -30,7 +30,6 @@ from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
 
-
 _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 
