@@ -274,19 +274,19 @@ class BufferHandle:
                 self.post.send((name, arguments, options))
                 outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
-                self.disconnect()
+                self.hang_up()
                 raise OwnerGone(_GONE) from None
             except BaseException:  # a late answer must not be taken for the next call's
-                self.disconnect()
+                self.hang_up()
                 raise
             if outcome == LOST:
-                self.disconnect()
+                self.hang_up()
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
         return torch.arange(value.start, value.stop) if isinstance(value, range) else value
 
-    def disconnect(self) -> None:
+    def hang_up(self) -> None:
         """Close this process's channel; the next call opens a new one."""
         if self.post is not None:
             self.post.channel.close()

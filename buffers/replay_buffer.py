@@ -688,7 +688,7 @@ class ReplayBuffer(Facts):
         with it (except for custom objects in a `ListStorage`). It does not contain transforms.
         """
         self.enter_process()
-        ahead = self.copy_prefetched()
+        ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
             tables = self.tables(ahead)
@@ -862,7 +862,7 @@ class ReplayBuffer(Facts):
         # Block writers until everything is copied: they may write rows out of order, or the first rows with a new
         # ring.
         alone = not self.ring.in_order or not self.started
-        ahead = self.copy_prefetched() if alone else []
+        ahead = self.made_ahead() if alone else []
         with self.write_lock if alone else nullcontext():
             ring = self.ring
 
@@ -873,7 +873,7 @@ class ReplayBuffer(Facts):
             with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
                 save.begin(rows)
                 if not alone:
-                    ahead = self.copy_prefetched()  # without a lock: the prefetching threads may wait for it
+                    ahead = self.made_ahead()  # without a lock: the prefetching threads may wait for it
                 with nullcontext() if alone else self.write_lock:
                     if ring is not self.ring:
                         raise RuntimeError(
@@ -945,7 +945,7 @@ class ReplayBuffer(Facts):
             "ahead": ahead,
         }
 
-    def copy_prefetched(self) -> list[Any]:
+    def made_ahead(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
         return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
 
@@ -1129,7 +1129,7 @@ class ReplayBuffer(Facts):
         """
         self.enter_process()
         self._store_steps()
-        ahead = self.copy_prefetched()
+        ahead = self.made_ahead()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
         if get_spawning_popen() is not None:  # it is passed to a new process as an argument
@@ -1153,7 +1153,7 @@ class ReplayBuffer(Facts):
         """Return a consistent copy, even while other threads write; see `__getstate__`."""
         self.enter_process()
         self._store_steps()
-        ahead = self.copy_prefetched()
+        ahead = self.made_ahead()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}

@@ -116,7 +116,7 @@ class LinearScheduler(ParameterScheduler):
 
     def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
         super().__init__(obj, param_name)
-        self.final_value = float(number("final_value", final_value))
+        self.final_value = float(number("final_value", final_value, above=-math.inf, below=math.inf))
         self.num_steps = whole_number("num_steps", num_steps)
 
     @override
@@ -155,7 +155,10 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma, self.n_steps = float(number("gamma", gamma)), whole_number("n_steps", n_steps)
+        self.gamma, self.n_steps = (
+            float(number("gamma", gamma, above=-math.inf, below=math.inf)),
+            whole_number("n_steps", n_steps),
+        )
         self.mode = one_of("mode", mode, ("multiplicative", "additive"))
 
     @override

@@ -58,7 +58,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         storage, sampler, options: the arguments of `ReplayBuffer`; the default writer is `TensorDictRoundRobinWriter`.
 
     Raises:
-        TypeError: at ``extend`` and ``add``, data that are no tensordicts.
+        TypeError: at ``extend`` and ``add``, data are not tensordicts.
         ValueError: at ``extend`` and ``add``, a priority that is negative, NaN or infinite. Nothing is stored then.
 
     >>> from tensordict import TensorDict
@@ -146,7 +146,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Raises:
             KeyError: ``priority_key`` or ``"index"`` is missing.
-            TypeError: the sampler has no priorities, or ``data`` is no tensordict.
+            TypeError: the sampler has no priorities, or ``data`` is not a tensordict.
             ValueError: a negative or infinite priority, or NaN.
         """
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")

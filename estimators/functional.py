@@ -507,6 +507,8 @@ def vtrace_advantage_estimate(
     """
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
+    for name, column in (("log_pi", log_pi), ("log_mu", log_mu)):
+        checks.floating_tensor(name, column, series.device, "the reward")
     # pi / mu, written over the difference of logs, which is a new tensor.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
     for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):

@@ -12,7 +12,7 @@ from typing_extensions import override
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import dense_tensor, need_keys, need_rows, number
+from flatroll.layout.checks import dense_tensor, need_keys, need_rows, number, shown
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -142,6 +142,8 @@ class RewardScale(TensorDictModuleBase):
         need_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
+        if reward.is_meta:
+            raise ValueError(f"batch[{key!r}] must hold numbers, got {shown(reward)}")
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         home = reward.device

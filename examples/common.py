@@ -71,7 +71,7 @@ def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> 
         parser.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=shown)
     args = parser.parse_args(argv)
     args.program = name
-    # Of resets, while training and in evaluations: envpool takes a seed only when it is made.
+    # Seeds of resets, while training and in evaluations: envpool accepts a seed only at creation.
     pool = args.env.startswith("envpool:")
     args.reset_seed, args.test_seed = (None, None) if pool else (args.seed, args.seed + 10_000)
     place = f"{args.env}-seed{args.seed}".replace(":", "-").replace("/", "-")
@@ -95,7 +95,7 @@ def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) 
             options["vectorization_mode"] = "sync"  # CartPole's own vector env draws otherwise
         try:
             made: Any = gym.make_vec(name, num_envs=num_envs, **options)
-        except gym.error.DependencyNotInstalled as error:  # its text says what to install
+        except gym.error.DependencyNotInstalled as error:  # the message says what to install
             raise ImportError(str(error)) from error
         return as_vector_env(made, dtype=torch.float32)
     try:
@@ -118,7 +118,7 @@ class Log:
         self.frames, self.seconds, self._since = 0, 0.0, time.perf_counter()
         self.returns: list[float] = []  # of the last 100 episodes
         self.ended: list[float] = []  # returns of the episodes since the last lines
-        self._first: list[str] = ["frames,seconds,name,value\n"]  # lines with which the file begins anew
+        self._first: list[str] = ["frames,seconds,name,value\n"]  # lines of an earlier run to write first
         self._writer: Any = None
         args.folder.mkdir(parents=True, exist_ok=True)
         if args.tensorboard:
@@ -127,7 +127,7 @@ class Log:
             self._writer = SummaryWriter(args.folder)
 
     def __call__(self, batch: Any, frames: int, check: Any = None, **numbers: Any) -> None:
-        """Note the episodes that ended in a batch; every so many frames write their mean return, and the numbers.
+        """Record the episodes that ended in a batch; at regular intervals write their mean return and the numbers.
 
         What an `Evaluator` has just found is written at once. Without a batch (None) a frame is an update.
         """
@@ -152,7 +152,7 @@ class Log:
                     self._writer.add_scalar(name, number, frames)
 
     def elapsed(self) -> float:
-        """Seconds of this run, and of those that it goes on from."""
+        """Return the seconds of this run and of the runs that it resumes."""
         return self.seconds + time.perf_counter() - self._since
 
     def finish(self, found: Any) -> dict[str, Any]:
@@ -173,12 +173,12 @@ class Log:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The frames, the seconds and the returns."""
+        """Return the frames, the seconds and the returns."""
         numbers = {"frames": self.frames, "seconds": self.elapsed()}
         return {**numbers, "returns": self.returns, "ended": self.ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a state."""
         self.frames, self.returns, self.ended = state["frames"], list(state["returns"]), list(state["ended"])
         self.seconds, self._since = state["seconds"], time.perf_counter()
         if self.file.exists():
@@ -188,7 +188,7 @@ class Log:
 
 
 class Run:
-    """What surrounds a training: evaluations, the log, checkpoints, and going on from one that is there.
+    """The frame of a training: evaluations, log, checkpoints and resuming.
 
     Args:
         args: of `parse`.
@@ -222,7 +222,7 @@ class Run:
         return stop
 
     def save(self, frames: int, rows: int, now: bool) -> None:
-        """Save a checkpoint if it is time, which comes every ``rows`` frames, or now."""
+        """Save a checkpoint if it is due, or now."""
         if now or frames % self.args.save_every < rows:
             self._checkpoint.save()
             if self._collector is not None:

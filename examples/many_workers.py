@@ -25,16 +25,16 @@ from flatroll.rollouts import Collector, MultiAsyncCollector, rollout
 from flatroll.wrappers import RewardSum, as_vector_env
 
 PLACES = "here", "processes", "ray"
-WINDOW, START, SAMPLE = 40, 1000, 256  # rows that come at once, with random actions first, in an update
+WINDOW, START, SAMPLE = 40, 1000, 256  # rows per window, random rows, rows per update
 
 
 def pendulums(count: int = 4) -> RewardSum:
-    """Make envs that count their returns. Each worker calls this for envs of its own."""
+    """Create envs that record returns. Each worker calls this for its own envs."""
     return RewardSum(as_vector_env(gym.make_vec("Pendulum-v1", num_envs=count)))
 
 
 def make_collector(place: str, workers: int, policy: Any, **arguments: Any) -> Any:
-    """Create what collects: windows come from it in a loop, and it takes new weights."""
+    """Create the collector, which yields windows and accepts new weights."""
     if place == "here":
         return Collector(pendulums, policy, **arguments)
     if place == "processes":
@@ -53,7 +53,7 @@ def make_update(buffer: ReplayBuffer, actor: Any, critic: Any) -> Callable[[], o
 
 
 def train(place: str, workers: int, frames: int, seed: int) -> dict[str, Any]:
-    """Train, and return what came of it.
+    """Train and return the result.
 
     Returns:
         ``return``, the mean of 16 episodes of the policy learned; ``frames``; ``s``, the seconds of collecting and

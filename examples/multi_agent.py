@@ -62,7 +62,7 @@ def make_env(args: argparse.Namespace, games: int, seed: int) -> RewardSum:
 
 
 def add_team(batch: TensorDict, agents: int) -> TensorDict:
-    """Write what the whole team saw into each row, ``"team"`` and ``("next", "team")``, ``[N, agents * obs]``."""
+    """Write the joint observation into each row: ``"team"`` and ``("next", "team")``, ``[N, agents * obs]``."""
     rows = agents_of(batch, max_num_agents=agents, partial=True)  # [J, agents], -1 for an absent agent
     there = rows >= 0
     for key, source in (("team", "observation"), (("next", "team"), ("next", "observation"))):

@@ -42,7 +42,7 @@ OPTIONS = {
 
 
 def swing_up(seen: Tensor) -> Tensor:
-    """Give Pendulum energy until it is up, and hold it there; six in ten actions are random instead."""
+    """Swing the pendulum up and balance it; six in ten actions are random instead."""
     cos, sin, speed = seen.unbind(-1)
     lacking = 5.0 - (speed.square() / 6.0 + 5.0 * cos)
     hold = -(8.0 * torch.atan2(sin, cos) + 2.0 * speed)

@@ -76,7 +76,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     total = -(-args.frames // args.rows) * args.rows
     collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}
     collector = Collector(env, net, seed=args.reset_seed, **collected)
-    # Slices may hang over the end of an episode: else its last row, the one that pays less, would be in few of them.
+    # Slices may extend beyond an episode's end: otherwise its last row, with a lower reward, would be in few of them.
     span = (False, args.slice_len - args.burn_in - 1)
     sampler = SliceSampler(slice_len=args.slice_len, by="start", span=span, fill=False)
     storage = LazyTensorStorage(args.capacity, compact_obs=True, device=args.device)

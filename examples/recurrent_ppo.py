@@ -68,7 +68,7 @@ def make_env(name: str, num_envs: int, seed: int, scale: float = 0.1) -> gym.vec
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect, estimate, store, draw slices, update; returns what the report shows."""
+    """Collect, estimate, store, draw slices, update; return the data of the report."""
     torch.manual_seed(args.seed)
     env = make_env(args.env, args.num_envs, args.seed, args.scale)
     body: Any = {"hidden": 2 * (args.hidden,), "recurrent": None if args.memoryless else "gru", "norm": False}

@@ -27,7 +27,7 @@ class Maze(gym.Env[Any, Any]):
 
     Args:
         size: cells of a side. Default 7.
-        max_steps: after so many steps the episode is truncated. Default 40.
+        max_steps: truncate episodes after this many steps. Default 40.
     """
 
     def __init__(self, size: int = 7, max_steps: int = 40) -> None:
@@ -53,7 +53,7 @@ class Maze(gym.Env[Any, Any]):
 
 
 def as_batch(steps: list[tuple[Any, int, Any]]) -> TensorDict:
-    """Steps of the env, each (observation, action, what the env returned), as a flat batch."""
+    """Convert steps of the env, each (observation, action, result), to a flat batch."""
     seen, actions, outcomes = zip(*steps, strict=True)
     then, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
     after = {
@@ -67,14 +67,14 @@ def as_batch(steps: list[tuple[Any, int, Any]]) -> TensorDict:
 
 
 class Search:
-    """The search: a forest, and how often simulations went through each of its edges, with what return."""
+    """The search: a forest, with visit counts and returns of its edges."""
 
     def __init__(self, seed: int = 0) -> None:
         self.forest, self.random = MCTSForest(), np.random.default_rng(seed)
         self.count, self.total = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
     def simulate(self, env: Maze, seen: Any) -> None:
-        """Go down from the env's state, try one new action, play on at random, and update the edges on the way."""
+        """Descend from the env's state, try one new action, play on at random, and update the visited edges."""
         edge: int | None = None
         env, path, steps, over = copy.copy(env), list[int](), list[tuple[Any, int, Any]](), False
         while not over:
@@ -96,7 +96,7 @@ class Search:
         backup(torch.tensor(path), value, count=self.count, total=self.total, reward=reward, gamma=GAMMA)
 
     def choose(self, seen: Any) -> tuple[int | None, int]:
-        """The edge to follow and its action; None and the first untried action if there is one."""
+        """Return the edge to follow and its action; None and the first untried action if there is one."""
         state = int(self.forest.states(observation(seen))) if len(self.forest) else -1
         edges = self.forest.children(state) if state >= 0 else torch.empty(0, dtype=torch.int64)
         tried = self.forest.rows(edges)["action"].tolist() if len(edges) else []

@@ -156,9 +156,7 @@ class StorageCheckpointerBase(ABC):
         """
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
-    def restore_given(
-        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
-    ) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         """Invert :meth:`dump_given`: return the rows for the load hooks."""
         raise TypeError(f"{type(self).__name__} does not accept hooks")
 
@@ -196,7 +194,7 @@ class StorageCheckpointerBase(ABC):
             if _CONVERTED in tensors:
                 parts = _read_converted(tensors[_CONVERTED])
             else:
-                parts = [(len(slots), self.restore_given(storage, tables, tensors))]
+                parts = [(len(slots), self.given_from(storage, tables, tensors))]
             first = 0
             for count, given in parts:
                 for hook in self._load_hooks:
@@ -337,9 +335,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return {column_name(key): values for key, values in columns.items()}
 
     @override
-    def restore_given(
-        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
-    ) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
         structure = structure_from_plain(tables["structure"])
         if structure is None:
@@ -395,9 +391,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return {"items": _end_to_end([_to_bytes(item, f"item {i}") for i, item in enumerate(rows)])}
 
     @override
-    def restore_given(
-        self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]
-    ) -> Any:
+    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
         return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
@@ -557,7 +551,7 @@ class DiskStorageCheckpointer:
     ) -> dict[str, Any]:
         """Return the storage's state with the rows of ``version``, counted by ``ring``; nothing is changed."""
         assert isinstance(storage, DiskStorage)
-        return storage.link_rows(tables, version, ring)
+        return storage.linked(tables, version, ring)
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
@@ -601,7 +595,7 @@ class FileLinks:
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Link the files and publish a version."""
-        segments, first = self._storage.find_linkable(self._head)
+        segments, first = self._storage.linkable(self._head)
         self._folder.adopt(segments)
         version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
         self._saved.note(self._ring)

@@ -165,7 +165,7 @@ class NextPool:
         """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`compare_heads` said."""
         same, keep = agree > 0, np.ones(len(before), np.bool_)
         keep[-2 - before[same & (before < -1)]] = False
-        # The tails that stay get free entries; published with the rows, so nobody reads them before.
+        # The remaining tails get free entries, which become readable when the rows are published.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
         pool = np.full(len(keep), -1)

@@ -87,7 +87,7 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
 def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
     """Return the slots that ``index`` selects from the used slots, viewed as ``[steps, *lanes]``.
 
-    IndexError if there is no such position, TypeError if ``index`` is no position.
+    IndexError if there is no such position, TypeError if ``index`` is not a position.
     """
     if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
         raise TypeError(

@@ -217,7 +217,7 @@ class Storage(Facts, ABC):
     def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
-        A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
+        A storage without a buffer also accepts new rows after its last. Attached objects are notified.
 
         Args:
             index: see :meth:`get`; also a range.
@@ -299,7 +299,7 @@ class Storage(Facts, ABC):
         return self.max_size if self.ndim == 1 or self.lanes else 2 * self.max_size - 1
 
     def room(self, lanes: torch.Size) -> int:
-        """Return ``max_size`` with so many lanes: the one asked for, rounded up to whole steps of all lanes."""
+        """Return ``max_size`` for this many lanes: the requested one, rounded up to whole steps of all lanes."""
         return -(-self._asked // lanes.numel()) * lanes.numel()
 
     def lay_flat(self, data: object, time: int, started: bool) -> Any:

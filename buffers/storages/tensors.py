@@ -197,7 +197,7 @@ class TensorStorage(ColumnStorage):
         compact_obs: as in `LazyTensorStorage`; the entries under ``"next"`` are read once, and then no longer used.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: leaves of different lengths, or on another device.
 
     >>> import torch
@@ -231,6 +231,8 @@ class TensorStorage(ColumnStorage):
             sizes = {key: list(c.shape) for key, c in columns.items()}
             raise ValueError(f"all tensors of storage must have the same first {ndim} sizes, got {sizes}")
         rows = math.prod(first.shape[:ndim])
+        if not rows:
+            raise ValueError(f"storage must have at least one row, got tensors of shape {list(first.shape)}")
         if max_size is not None and max_size > rows:
             raise ValueError(f"max_size={max_size} is more than the {rows} rows of storage")
         super().__init__(

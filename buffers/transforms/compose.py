@@ -32,7 +32,7 @@ class Compose(Transform):
         transforms: the list, by name.
 
     Raises:
-        TypeError: a member is no transform, or ``transforms`` is given twice.
+        TypeError: a member is not a transform, or ``transforms`` is given twice.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -95,8 +95,8 @@ class RenameTransform(Transform):
 class SelectTransform(Transform):
     """Keeps the named entries of samples, and drops the others.
 
-    Names that are not there are ignored. Trajectories are told apart by entries such as ``"is_init"``: select what the
-    transforms, estimators and modules behind it read.
+    Missing names are ignored. Trajectories are separated by entries such as ``"is_init"``: select everything that
+    later transforms, estimators and modules read.
 
     Args:
         *selected_keys: entries to keep; a nested tensordict keeps all that is in it.
@@ -160,7 +160,7 @@ class ExcludeTransform(Transform):
 
 
 def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
-    """Return keys given one by one as a list; TypeError if one is no key."""
+    """Return keys given one by one as a list; TypeError if one is not a key."""
     for key in keys:
         if not isinstance(key, str) and not (
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)

@@ -317,9 +317,9 @@ class MultiStepTransform(NStep):
     it. What other transforms do to samples, they do to n-step transitions: these are made first.
 
     The sampler marks its rows afterwards: the last row of a slice is done and truncated unless it is terminated.
-    Rows whose window ends the episode are done in mid-slice, and whoever splits at ``done`` splits there. The rows' own
-    flag is in ``("next", "original_done")``: to run over n-step slices as sequences, give it to a recurrent module
-    (and to `flatroll.modules.BurnIn`) as ``done_key``.
+    Rows whose window ends the episode are done in mid-slice, and code that splits at ``done`` splits there. The rows'
+    own flag is in ``("next", "original_done")``: to run over n-step slices as sequences, give it to a recurrent
+    module (and to `flatroll.modules.BurnIn`) as ``done_key``.
 
     Args:
         n_steps: rows to look ahead, at least 1.

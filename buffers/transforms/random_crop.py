@@ -70,7 +70,7 @@ class RandomCropTensorDict(Transform):
 
         Raises:
             KeyError: the mask is missing.
-            TypeError: mask or ``is_init`` is not bool, or an entry with a value per step is no tensor.
+            TypeError: mask or ``is_init`` is not bool, or an entry with a value per step is not a tensor.
             ValueError: a trajectory is too short, the real steps do not come first, ``td`` has no such dimension, or
                 is a flat sample.
         """

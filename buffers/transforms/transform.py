@@ -57,7 +57,7 @@ class RowChooser(Protocol):
 
 
 def keys_argument(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
-    """Return an argument that names entries as a list; one string is one key, None is no key.
+    """Return an argument that names entries as a list; one string is one key, None is not a key.
 
     Raises:
         ValueError: a tuple of several strings, which may mean one nested key or several keys.
@@ -138,7 +138,7 @@ class Transform(nn.Module):
         Raises:
             KeyError: an entry is missing; nothing has been written then.
             ValueError: as many ``in_keys`` as ``out_keys`` are needed.
-            TypeError: ``td`` is no tensordict.
+            TypeError: ``td`` is not a tensordict.
         """
         values = [self._apply_transform(self._entry(td, key)) for key in self.in_keys]
         self._write(td, self.out_keys, values)
@@ -165,7 +165,7 @@ class Transform(nn.Module):
         return value
 
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
-        """The entry ``key`` of ``td``: a tensor, a nested tensordict or what is no tensor; KeyError if missing."""
+        """The entry ``key`` of ``td``: a tensor, a nested tensordict or what is not a tensor; KeyError if missing."""
         value = batch_of(self, td).get(key, None)
         if value is None:
             raise KeyError(f"{type(self).__name__}: {missing_marker(key, td.keys(True, True)).args[0]}")
@@ -302,8 +302,9 @@ def read_others(
     Args:
         transforms: of the buffer.
         columns: of the sampled rows.
-        ahead: int64 ``[N, n]``, positions of each row and those after it, -1 for none; None if nobody looks ahead.
-        chosen: int64 ``[2, M]``, see `Draw.chosen`; None if nobody chooses.
+        ahead: int64 ``[N, n]``, positions of each row and those after it, -1 for none; None if no transform looks
+            ahead.
+        chosen: int64 ``[2, M]``, see `Draw.chosen`; None if no transform chooses.
         get: reads rows by position.
         read: reads chosen rows, default ``get``.
     """

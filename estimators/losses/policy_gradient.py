@@ -165,7 +165,7 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
     ``single``: ``clip_value=True`` requires a single limit.
 
     Raises:
-        ValueError: it is no number or pair, not above 0, or reaches 1 on the lower side.
+        ValueError: it is not a number or pair, not above 0, or reaches 1 on the lower side.
 
     >>> clip_limits((0.2, 0.3))
     {'clip_epsilon_low': 0.2, 'clip_epsilon_high': 0.3}

@@ -109,7 +109,7 @@ class EstimatorInputs:
         time_dim: likewise.
         factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
             of these columns.
-        chunks: what goes through a network at a time.
+        chunks: rows passed to a network at a time.
     """
 
     batch: TensorDictBase
@@ -125,7 +125,7 @@ class EstimatorInputs:
 
 
 def chunks_from(options: EstimatorOptions) -> Chunks:
-    """What goes through the value network at a time; ``num_chunk`` is another name of ``num_chunks``.
+    """Return the chunks for the value network; ``num_chunk`` is an alias of ``num_chunks``.
 
     >>> chunks_from({"num_chunk": 4})
     Chunks(size=None, number=4, dim=0)
@@ -138,7 +138,7 @@ def chunks_from(options: EstimatorOptions) -> Chunks:
 
 
 def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
-    """``shifted``, of which ``single_call`` is another name, and ``shifted_budget``."""
+    """Check ``shifted``, its alias ``single_call``, and ``shifted_budget``."""
     shifted, single_call = options.get("shifted", False), options.get("single_call")
     if not isinstance(shifted, bool):
         raise ValueError(f"shifted must be True or False, got {shifted!r}")
@@ -160,8 +160,8 @@ class ValueEstimator(TensorDictModuleBase):
         value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[*B, T, 1]``.
             Recurrent networks run in recurrent mode, whatever the mode around the call. None: both values are
             in the batch.
-        standardize: bring the advantage to zero mean and unit deviation over the rows that count.
-        average_rewards: bring the reward there first (the batch keeps its own).
+        standardize: normalise the advantage to zero mean and unit deviation over the rows that count.
+        average_rewards: normalise the reward first (the batch keeps its own).
         differentiable: let gradients through, into the parameters of the network as well. Default: False.
         shifted: one call of the network over the extended stream (N + K rows, K the runs that do not end
             terminated) instead of two calls on 2 N rows; the same numbers. Inside a run ``("next", obs)`` of
@@ -170,28 +170,27 @@ class ValueEstimator(TensorDictModuleBase):
         shifted_budget: the stream has exactly T + this many places for each series of T rows: static shapes,
             for ``torch.compile`` and CUDA graphs. Rows that do not fit are left out (``"shifted_valid"``), and
             the trace is cut before them. Default: None, the stream that fits.
-        single_call: another name of ``shifted``.
-        value_chunk_size: rows that go through the network at a time. Default: all.
+        single_call: alias of ``shifted``.
+        value_chunk_size: rows passed to the network at a time. Default: all.
         num_chunks, num_chunk: number of chunks instead. Chunks never cut a run of a recurrent network.
         value_chunk_dim: the batch dim that is split. Default: 0.
-        skip_existing: take ``value_key`` and its next version from the batch where they are there. Default: no.
-        check_finite: raise where a value or reward is not finite, naming the row. It costs a pass over them and,
-            on a device, a wait. Default: False.
+        skip_existing: use ``value_key`` and its next version if they are in the batch. Default: False.
+        check_finite: raise if a value or reward is not finite, naming the row. It costs a pass over them and, on a
+            device, a sync. Default: False.
         bootstrap_missing: what to do where a run ends, not terminated, at a row whose next observation the
-            env hid (``("collector", "next_known")`` is False): ``"error"``; ``"current"``, the row's own
-            observation stands in; ``"mask"``, the row is left out: the row before bootstraps from it, its own
-            advantage is 0, and ``"shifted_valid"``, which the losses heed, is False there. Default:
-            ``"error"``.
+            env hid (``("collector", "next_known")`` is False): ``"error"``; ``"current"``, use the row's own
+            observation; ``"mask"``, exclude the row: the previous row bootstraps from it, its own advantage is 0, and
+            ``"shifted_valid"``, which losses respect, is False there. Default: ``"error"``.
         group_key: integer entry ``[*B, T]``; standardise within its groups. Default: over all rows.
         reward_scale: a :class:`RewardScale`: divides rewards as they are read; the batch keeps its own. Default: none.
         time_dim: batch dim of time. Default: the one named ``"time"``, else the last.
         advantage_key, value_target_key, value_key: names of what is written. Default: ``"advantage"``,
             ``"value_target"``, ``"state_value"`` (and ``("next", "state_value")``, 0 where terminated).
         device: of ``gamma``, where it is a tensor.
-        vectorized, deactivate_vmap: there is one form, without vmap; these change nothing.
+        vectorized, deactivate_vmap: accepted for compatibility, without effect.
 
     Raises:
-        TypeError: ``value_network`` is no tensordict module.
+        TypeError: ``value_network`` is not a tensordict module.
         ValueError: a number out of range, both chunk arguments, ``shifted_budget`` without ``shifted``, or an
             unknown ``bootstrap_missing``.
     """
@@ -292,10 +291,10 @@ class ValueEstimator(TensorDictModuleBase):
             ValueError: there is no such key.
         """
         self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
-        #: Where each entry stands in a batch, by the name that it has in :attr:`tensor_keys`.
+        #: The batch key of each entry, by its name in :attr:`tensor_keys`.
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
         network, value = self.value_network, self.tensor_keys["value"]
-        #: The network that the keys below are of, and what it reads.
+        #: The network of the cached keys below, and its inputs.
         self._inputs = None if network is None else NetworkInputs.of(network, self.tensor_keys["is_init"])
         observed: list[Any] = [] if network is None else list(network.in_keys)
         values: list[Any] = [value, next_key(value)]
@@ -329,8 +328,8 @@ class ValueEstimator(TensorDictModuleBase):
         A call with tensors by keyword (``next_reward=`` for ``("next", "reward")``) returns advantage and value target.
 
         Args:
-            tensordict: the batch. Only its data are read, never what an estimator wrote before (unless
-                ``skip_existing`` or ``value_network=None`` say so).
+            tensordict: the batch. Earlier outputs of an estimator are not read (except with ``skip_existing`` or
+                ``value_network=None``).
             params: parameters to evaluate ``value_network`` with, in place of its own.
             target_params: parameters for the values of the next observations. Default: ``params``.
             final: the next observations that no row of a compact batch holds, as it came with the batch
@@ -339,17 +338,17 @@ class ValueEstimator(TensorDictModuleBase):
             time_dim: batch dim of time, in place of the estimator's own.
 
         Raises:
-            KeyError: an entry is missing; the text names what writes it.
+            KeyError: an entry is missing; the message names what writes it.
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch; or rows
                 that do not follow one another inside a run, as their ``"step_count"`` says, else the next
-                observations of some. Only batches on the host are looked at, in the first calls and every 16th.
+                observations of some. Only batches on the host are checked, in the first calls and every 16th.
         """
         parameters = Parameters(params, target_params)
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
         valid_key, valid = self.tensor_keys["valid"], values.valid
-        stale = get_entry(tensordict, valid_key) is not None  # never leave an old one behind
+        stale = get_entry(tensordict, valid_key) is not None  # remove an old one
         if valid is not None or self.shifted or stale:
             everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
             written[valid_key] = everywhere if valid is None else valid
@@ -367,7 +366,7 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None = None,
         time_dim: int | None = None,
     ) -> Tensor:
-        """Return only the value target; write nothing into the batch.
+        """Return only the value target, without writing into the batch.
 
         Args:
             next_value: values of the next observations, ``[*B, T, *F]``, if they are known already: then the
@@ -457,7 +456,7 @@ class ValueEstimator(TensorDictModuleBase):
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
         if get_entry(batch, NEXT_KNOWN) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
-        if ends.is_cpu and not is_tracing():  # elsewhere values are not there yet
+        if ends.is_cpu and not is_tracing():  # on a device values are not ready yet
             self._check_order(batch, at, factors)
         if next_value is not None and next_value.shape == batch.batch_size:
             next_value = next_value.unsqueeze(-1)
@@ -469,7 +468,7 @@ class ValueEstimator(TensorDictModuleBase):
             values = Values(next_value, zeroed(next_value, at.terminated))
         else:
             if network is not None and (self._inputs is None or self._inputs.module is not network):
-                self.set_keys()  # somebody has put another network here, which may read other entries
+                self.set_keys()  # the network was replaced and may read other entries
             values_of = ValueInputs(
                 network=None if network is None else self._inputs,
                 value_key=self.tensor_keys["value"],
@@ -492,11 +491,11 @@ class ValueEstimator(TensorDictModuleBase):
                 f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
 
-        # What counts, and how much: rows left out, standardised rewards, n-step discounts.
+        # Excluded rows, standardised rewards, n-step discounts.
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
-        if valid is not None:  # a run stops at the row before one that is left out
+        if valid is not None:  # a run stops before an excluded row
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
         counted = valid  # the rows that moments are taken over; None is all of them
@@ -525,22 +524,22 @@ class ValueEstimator(TensorDictModuleBase):
         advantage, target = self.estimate(inputs)
         if self.standardize:
             advantage = self._standardize(batch, advantage, counted)
-        if valid is not None:  # a row that does not count: no advantage, and its own value for a target
+        if valid is not None:  # an excluded row has advantage 0 and its own value as the target
             rows = broadcast_like(valid, reward)
             advantage = advantage.masked_fill(~rows, 0.0)
             target = torch.where(rows, target, values.value)
         return reward, advantage, target, Values(values.value, values.next_value, valid)
 
     def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:
-        """Refuse rows of a batch on the host that do not follow one another, where that matters.
+        """Raise if consecutive rows of a run on the host do not follow one another, where that matters.
 
-        That takes a tenth of a call with few rows, so only the first calls and every 16th one look.
+        This takes a tenth of a call with few rows, so only the first calls and every 16th check.
         """
         self._calls += 1
         if self._calls > 4 and self._calls % 16:
             return
         keys, inputs = self.places, self._inputs
-        # One stream over the rows takes the next value of a row from the row behind.
+        # A single stream takes the next value of a row from the next row.
         stream = self.shifted or (
             inputs is not None
             and (inputs.recurrent or any(get_entry(batch, key) is None for key in inputs.next_observed))
@@ -587,7 +586,7 @@ def check_finite(
 ) -> None:
     """Raise ValueError unless rewards and values ``[*B, T, *F]`` are finite, naming the first row where they are not.
 
-    The text says whether what the network read there, the entries ``observed``, was finite.
+    The message says whether the network's inputs ``observed`` were finite there.
     """
     for column, words, read in (
         (reward, "", ()),

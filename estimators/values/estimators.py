@@ -47,13 +47,12 @@ class GAE(ValueEstimator):
             ``value_chunk_size``, ``num_chunks``, ``skip_existing``, ``check_finite``, ``bootstrap_missing``,
             ``group_key``, ``time_dim``, ``advantage_key``, ``value_target_key``, ``value_key``, …
 
-    A NaN in a next observation (what ``NextStateReconstructor`` writes where it has none) never reaches the
-    network: the row's own number stands in, an approximation wherever the run is not terminated, and a warning
-    says so once.
+    A NaN in a next observation (written by ``NextStateReconstructor`` where it has none) never reaches the network:
+    the row's own value is used instead, an approximation where the run is not terminated, with one warning.
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` outside [0, 1], both chunk arguments, or an option out of range.
-        TypeError: ``value_network`` is no tensordict module.
+        TypeError: ``value_network`` is not a tensordict module.
 
     Example:
         >>> import torch
@@ -97,8 +96,8 @@ class GAE(ValueEstimator):
         columns, shape = (inputs.reward, inputs.value, inputs.next_value), inputs.reward.shape
         numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
         if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
-            # One feature, and time last but for it: flattened, series follows series, and run_ends has marked the
-            # last row of each. So the scan reads the columns as they are.
+            # One feature, and time is the last dim but it: the flattened series are contiguous, and run_ends has
+            # marked the last row of each, so the scan reads the columns directly.
             reward, value, next_value, ends, terminated = (
                 x.reshape(-1) for x in (*columns, inputs.ends | inputs.terminated, inputs.terminated)
             )
@@ -113,8 +112,8 @@ class GAE(ValueEstimator):
 class TD0Estimator(ValueEstimator):
     """One-step targets ``reward + gamma * next_value * (1 - terminated)``; the advantage is target minus value.
 
-    Rows may come in any order, n-step rows too: where ``"steps_to_next_obs"`` is in the batch, ``gamma`` to that
-    power takes the place of ``gamma``.
+    Rows may come in any order, n-step rows too: if the batch has ``"steps_to_next_obs"``, ``gamma`` to that power
+    replaces ``gamma``.
 
     Args:
         gamma: discount in [0, 1].
@@ -126,7 +125,7 @@ class TD0Estimator(ValueEstimator):
 
     Raises:
         ValueError: ``gamma`` outside [0, 1], both chunk arguments, or an option out of range.
-        TypeError: ``value_network`` is no tensordict module.
+        TypeError: ``value_network`` is not a tensordict module.
 
     Example:
         >>> import torch
@@ -261,15 +260,15 @@ class VTrace(ValueEstimator):
             recurrent mode.
         value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
             both values from the batch.
-        rho_thresh: largest weight of a row's own residual. Default: 1.
-        c_thresh: largest weight of what lies behind a row. Default: 1.
+        rho_thresh: maximum weight of a row's own residual. Default: 1.
+        c_thresh: maximum weight of the trace after a row. Default: 1.
         average_adv: zero mean and unit deviation of the advantage over the rows that count. Default: False.
         options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`. Chunks split
             what goes through the actor, too.
 
     Raises:
         ValueError: ``gamma`` outside [0, 1], a threshold below 0, both chunk arguments, or an option out of range.
-        TypeError: the actor has no ``get_dist``, or ``value_network`` is no tensordict module.
+        TypeError: the actor has no ``get_dist``, or ``value_network`` is not a tensordict module.
 
     Example:
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
@@ -356,7 +355,7 @@ class VTrace(ValueEstimator):
         ends, chunks, stops = inputs.at.ends.reshape(-1), inputs.chunks, None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
-            if not chunks.whole:  # a memory must meet a run in one piece
+            if not chunks.whole:  # a recurrent network must see a run in one chunk
                 stops = run_stops(ends)
         # Rows that make up one index of the dim that is split, as all batch dims are one here.
         each = len(ends) // max(batch.shape[chunks.along(dims)], 1)
@@ -375,7 +374,7 @@ class VTrace(ValueEstimator):
 
 
 class ValueEstimators(StrEnum):
-    """Names of the estimators, for losses; plain strings such as ``"td_lambda"`` or ``"TDLambda"`` work too.
+    """Names of the estimators, for losses; strings such as ``"td_lambda"`` or ``"TDLambda"`` work too.
 
     >>> ValueEstimators.TDLambda == "td_lambda"
     True
@@ -388,7 +387,7 @@ class ValueEstimators(StrEnum):
     VTrace = "vtrace"
 
 
-#: What a loss takes: a name, the class, or an estimator that is ready.
+#: Value estimator argument of a loss: a name, a class, or an estimator.
 Kind: TypeAlias = ValueEstimators | str | type[ValueEstimator] | ValueEstimator
 
 _DEFAULTS = {"gamma": 0.99, "lmbda": 0.95}
@@ -402,7 +401,7 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 
 
 def name_of(kind: str | type[ValueEstimator]) -> str:
-    """The name of a kind; ValueError if there is no such estimator.
+    """Return the name of an estimator kind; ValueError if it is unknown.
 
     >>> name_of("TDLambda"), name_of(GAE)
     ('td_lambda', 'gae')
@@ -418,9 +417,9 @@ def name_of(kind: str | type[ValueEstimator]) -> str:
 def make_estimator(
     kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
 ) -> ValueEstimator:
-    """The estimator of that kind: a name, a class, or an estimator, which is given back as it is.
+    """Create the estimator given by a name or a class; an estimator is returned unchanged.
 
-    ``networks`` (``value_network`` and ``actor_network``) and the defaults count where ``arguments`` name no others.
+    ``networks`` (``value_network`` and ``actor_network``) and defaults are used unless ``arguments`` override them.
     """
     if isinstance(kind, ValueEstimator):
         if arguments:

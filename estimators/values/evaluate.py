@@ -1,11 +1,11 @@
 """Evaluates a value network at a batch's observations and at its next observations.
 
-Two calls, on the observations and on the next observations, are right for a network that reads one row at a time
-(where they are few, one call sees both). The extended stream needs one: N + K rows instead of 2 N, exact, and the only
-right form for a recurrent network, whose memory runs on into the final observation of each run.
+Two calls, on observations and on next observations, are correct for a network that reads one row at a time (for few
+rows, one call sees both). The extended stream needs one call: N + K rows instead of 2 N, exact, and required for a
+recurrent network, whose state continues into the final observation of each run.
 
-A next observation is the batch's own ``("next", key)``; a compact batch has none, and what ``final`` holds follows the
-ends of its runs. Where neither knows it, the row's own observation stands in, and a warning says so.
+A next observation is the batch's ``("next", key)``, or in a compact batch the next row's observation or ``final``. If
+none is known, the row's own observation is used, with a warning.
 """
 
 import math
@@ -81,13 +81,13 @@ class Chunks:
         object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
 
     def along(self, batch_dims: int) -> int:
-        """The dim to split of a batch with so many dims."""
+        """Return the dim to split in a batch with this many dims."""
         if not -batch_dims <= self.dim < batch_dims:
             raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
         return self.dim % batch_dims
 
     def transposed(self, batch_dims: int, one: int, other: int) -> "Chunks":
-        """The chunks of a batch whose dims ``one`` and ``other`` have changed places."""
+        """Return the chunks of a batch with dims ``one`` and ``other`` swapped."""
         dim = self.along(batch_dims)
         return replace(self, dim={one: other, other: one}.get(dim, dim))
 
@@ -106,12 +106,12 @@ class Chunks:
         # Rows of a chunk: as many as asked for, or all rows over the number of chunks, rounded up; 1 at least.
         size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
         if stops is None or size >= rows - first:
-            for start in range(first, max(rows, first + 1), size):  # no rows at all are one chunk of none
+            for start in range(first, max(rows, first + 1), size):  # an empty batch is one empty chunk
                 yield start, min(start + size, rows)
             return
         bounds, start, at = stops.tolist(), first, 0
         while start < rows:
-            # Take runs on as long as the next one still fits; bounds[at] is the stop of the last one taken.
+            # Add runs while the next one fits; bounds[at] is the stop of the last one.
             while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
                 at += 1
             yield start, bounds[at]
@@ -124,7 +124,7 @@ class NetworkInputs:
 
     Attributes:
         module: the network.
-        is_init_key: entry that tells a memory where runs start.
+        is_init_key: entry that marks run starts for recurrent modules.
         observed: keys of the observations.
         next_observed: keys of the next observations.
         states: recurrent states, of which only the one at a run's first row is read.
@@ -169,14 +169,14 @@ class ValueInputs:
         value_key: entry the network writes its value under, a trailing dim included (``[*B, T, 1]``).
         batch: ``[*B, T]``.
         at: its boundaries.
-        chunks: what goes through the network at a time.
+        chunks: rows passed to the network at a time.
         shifted: one call over the extended stream, also where two are possible.
         shifted_budget: the stream has this many places more than rows in each series; None is what fits.
-        skip_existing: take values that are in the batch from there.
+        skip_existing: use values that are in the batch.
         final: the next observations that no row of a compact batch holds.
         parameters: in place of the network's own.
         n_step: whether the next observation of a row is not that of the row behind it.
-        warn: called with a text where the row's own observation stands in and the run is not terminated.
+        warn: called with a message if a row's own observation is used and the run is not terminated.
     """
 
     network: NetworkInputs | None
@@ -213,13 +213,13 @@ class Observations:
     """A batch's observations and known next observations, all batch dims flattened into one.
 
     Attributes:
-        root: what the network reads at each row ``[N, *F]``, by key: observations, and what a memory needs.
-        next: next observations ``[N, *F]`` that stand in the batch.
-        final: next observations ``[K, *F]`` that stand in ``final``.
+        root: the network's inputs at each row ``[N, *F]``, by key: observations, states and flags.
+        next: next observations ``[N, *F]`` in the batch.
+        final: next observations ``[K, *F]`` in ``final``.
         final_row: int64 ``[K]``, ascending, the rows that those follow; None if there are none of them.
-        nowhere: the keys whose next observations stand in neither.
+        nowhere: keys whose next observations are in neither.
         unknown: bool ``[N]``, the rows whose next observation the env hid, or None.
-        starts: bool ``[N, 1]``, first rows of runs, and the key under which a memory reads them; None without one.
+        starts: bool ``[N, 1]``, first rows of runs, and their key for recurrent modules; None without those.
     """
 
     root: Columns
@@ -236,7 +236,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 
     Raises:
         KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
-        TypeError: ``final`` is no tensordict.
+        TypeError: ``final`` is not a tensordict.
         ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
             asked to serve two sets of parameters, or n-step rows.
     """
@@ -261,7 +261,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
     observations = _flatten(inputs, network, root, following, from_final)
-    if next_value is not None:  # the rows alone: a stream behind which nothing is inserted
+    if next_value is not None:  # only the rows: a stream without insertions
         stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
         return Values(
@@ -315,7 +315,7 @@ def _row_by_row(
         }
         count, shape = len(over), over.shape  # of the chunk: count is what dim 0 is cut at below
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
-            # Observations first, next observations behind them: one call sees twice the rows.
+            # Observations first, then next observations, in one call.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
             both = value_of(network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now)
             values.append(both[:count])
@@ -331,7 +331,7 @@ def _row_by_row(
 def _flatten(
     inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
 ) -> Observations:
-    """The observations with all batch dims as one, and what a memory reads besides."""
+    """Return the observations with all batch dims flattened, and the other inputs of recurrent modules."""
     batch, dims = inputs.batch, inputs.batch.batch_dims
     next_final = {} if final is None else final.next
     if final is not None and next_final and final.row is None:
@@ -367,7 +367,7 @@ def _over_stream(
     if inputs.shifted and inputs.shifted_budget is not None:
         stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.shifted_budget)
         valid = stream.valid.view(at.ends.shape)
-        if observations.final or observations.nowhere:  # else there is nothing to wait for a device for
+        if observations.final or observations.nowhere:  # otherwise no sync is needed
             _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
     else:
         after = true_indices(at.bootstrapped)
@@ -383,7 +383,7 @@ def _over_stream(
     now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
-    if valid is not None:  # at a row without a place stands the value of another one
+    if valid is not None:  # a row without a place has the value of another one
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
 
@@ -395,10 +395,10 @@ def _values_at_places(
     parameters: TensorDictBase | None,
     first: int = 0,
 ) -> Tensor:
-    """What the network writes for the places of the stream from ``first`` on, chunk by chunk."""
+    """Return the network's output for the stream's places from ``first`` on, chunk by chunk."""
     assert inputs.network is not None
     chunks, ends = inputs.chunks, inputs.at.ends.reshape(-1)
-    # A memory must meet a run in one piece.
+    # A recurrent network must see a run in one chunk.
     stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
     # Rows that make up one index of the dim that is split, as all batch dims are one here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
@@ -412,7 +412,7 @@ def _values_at_places(
 def _columns_at_places(
     inputs: ValueInputs, observations: Observations, stream: Appended | Interleaved, start: int, stop: int
 ) -> Columns:
-    """What the network reads at the places ``start`` to ``stop`` of the stream; states repeat the row before."""
+    """Return the network's inputs at the stream's places ``start`` to ``stop``; states repeat the previous row."""
     if isinstance(stream, Appended):
         count = stream.count  # place count + k holds what follows row after[k]
         if stop <= count:
@@ -445,7 +445,7 @@ def _columns_at_places(
 def next_observations(
     inputs: ValueInputs, observations: Observations, rows: Tensor, chosen: Tensor | None = None
 ) -> Columns:
-    """What follows these rows (int64 ``[M]``); an entry of which nothing is known is absent.
+    """Return the next observations of these rows (int64 ``[M]``); unknown entries are absent.
 
     Rows that are not ``chosen`` (bool ``[M]``; None is all) get their own observation.
     """
@@ -454,7 +454,7 @@ def next_observations(
     hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
-    # Next observations by key, the place of each row in them, and the rows for which they hold nothing true.
+    # Next observations by key, each row's place in them, and the rows for which they are invalid.
     sources = [(observations.next, rows, hidden)]
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
@@ -464,7 +464,7 @@ def next_observations(
             own = observations.root[key].index_select(0, rows)
             warn = partial(_warn_of_nan, inputs.warn, key, lost, None)
             columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, lost, warn)
-    if observations.starts is not None:  # what is inserted goes on with the run before it, so it is no start
+    if observations.starts is not None:  # an inserted place continues the run before it, so it is not a start
         key, starts = observations.starts
         start = starts.index_select(0, rows)
         columns[key] = torch.zeros_like(start) if chosen is None else start & ~chosen.unsqueeze(-1)
@@ -494,7 +494,7 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
 
 
 def _places_in_final(final_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where ``final`` holds these rows ``[M]``, and which it does not hold, bool ``[M]``."""
+    """Return the positions of these rows in ``final`` ``[M]``, and which are missing, bool ``[M]``."""
     if not len(final_row):
         return torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
     # The first place whose row is not below: past the end for rows behind all of them, hence the clamp.
@@ -514,7 +514,7 @@ def fill_missing(
     """
     bad = None
     if column.is_floating_point():
-        # One pass: a sum is finite only where no number is NaN. A device is not asked, which would mean to wait for it.
+        # One pass: a sum is finite only if no number is NaN. Not on a device: that would sync.
         asked = column.device.type == "cpu" and not is_tracing()
         if not (asked and math.isfinite(column.detach().sum().item())):
             bad = column.isnan()
@@ -529,8 +529,8 @@ def fill_missing(
 def _warn_of_nan(
     warn: Callable[[str], None], key: NestedKey, hidden: Tensor | None, over: Tensor | None, nan: Tensor
 ) -> None:
-    """Warn of the NaN in next observations, but not in rows that are hidden or ``over``: those count nowhere."""
-    # A row is told of if any of its numbers is NaN.
+    """Warn about NaN in next observations, except in rows that are hidden or ``over``, which do not count."""
+    # Rows with any NaN are reported.
     silent = over if hidden is None else hidden if over is None else hidden | over
     rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
     rows = rows if silent is None else rows & ~silent
@@ -549,12 +549,12 @@ def value_of(
     value_key: NestedKey,
     parameters: TensorDictBase | None = None,
 ) -> Tensor:
-    """Return what the network writes under ``value_key``, ``[*shape, *F]``, for these input columns.
+    """Return the network's output under ``value_key``, ``[*shape, *F]``, for these input columns.
 
     ``parameters`` take the place of its own. A KeyError says that it writes no such entry, a ValueError that the
     value has no trailing dim.
     """
-    # The parameters stand in the network for the time of the call only.
+    # The parameters replace the network's own only during the call.
     with nullcontext() if parameters is None else parameters.to_module(network):
         out = call_network(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)

@@ -1,12 +1,12 @@
 """The extended stream: one sequence of a batch's rows and the last next observation of each run.
 
-One call of a network over it gives the values of all rows and of what follows them: the next value of a row is the
-value at the place behind it. This file is its index arithmetic: which row stands at which place. There are three:
+One call of a network over it gives the values of all rows and of their next observations: the next value of a row is
+the value at the next place. This module maps rows to places. There are three streams:
 
 * :class:`Appended`, for a network that reads one row at a time: the K inserted observations come last, which costs no
   index over the rows.
-* :class:`Interleaved`, for a network that remembers: each stands right behind its run.
-* :class:`Budgeted`, the same on a number of places that does not depend on the runs.
+* :class:`Interleaved`, for a recurrent network: each inserted observation directly follows its run.
+* :class:`Budgeted`, the same with a number of places that does not depend on the runs.
 """
 
 from dataclasses import dataclass
@@ -41,14 +41,14 @@ class Boundaries:
 def true_indices(mask: Tensor) -> Tensor:
     """Return the flat indices of the True entries, int64 ``[K]``, ascending.
 
-    K is read on the host: the one wait for the device that an extended stream needs.
+    K is read on the host, the only sync of an extended stream.
 
     >>> true_indices(torch.tensor([False, True, False, True])).tolist()
     [1, 3]
     """
     flat = mask.reshape(-1)
     if flat.device.type == "cpu" and type(flat) is Tensor and not is_tracing():
-        return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch takes six times as long
+        return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch is six times slower
     return flat.nonzero().squeeze(-1)
 
 
@@ -133,7 +133,7 @@ class Interleaved:
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`Appended.split`."""
-        # The clamp: the last row may end terminated, with no place behind it.
+        # Clamp: the last row may be terminated, without a next place.
         behind = (self.position + 1).clamp(max=self.places - 1)
         return values.index_select(0, self.position), values.index_select(0, behind)
 
@@ -142,7 +142,7 @@ class Interleaved:
 class Budgeted(Interleaved):
     """An interleaved stream of static length, T + budget elements per series of T, for ``torch.compile``.
 
-    So shapes are static and nothing waits for a device. The observation behind each bootstrapped end stands right
+    Shapes are static and nothing syncs with the device. The observation behind each bootstrapped end stands right
     behind its row and moves the rows behind it one place on. A row counts (``valid``) if there is a place behind it.
     The rows moved out do not, and the trace of the last row that counts is cut there. Places left over repeat the
     last row; nobody reads their values. ``position`` of a row that has no place is the series' last one.

@@ -1,7 +1,7 @@
-"""Notices rows that do not follow one another: of a batch that was shuffled, or drawn row by row.
+"""Detects rows that do not follow one another, in batches that were shuffled or drawn row by row.
 
-What is read is on the host: on a device, in ``torch.compile`` and in ``torch.func`` transforms values cannot be read
-without waiting, so nothing is checked there.
+Only values on the host are checked: on a device, in ``torch.compile`` and in ``torch.func`` transforms reading values
+would sync or is impossible.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from flatroll.layout.tensordict_seam import get_entry
 
 Array: TypeAlias = NDArray[Any]
 
-_PAIRS = 32  # rows whose next observation is compared with the observation of the row behind
-_SEARCHED = 1 << 26  # bytes of observations that are searched for one that stands elsewhere
+_PAIRS = 32  # rows whose next observation is compared with the next row's observation
+_SEARCHED = 1 << 26  # bytes of observations searched for a match elsewhere
 _FEW = 16  # rows of a batch that may well be single steps
 _WAY_OUT = (
     "Call the estimator on the batch as it was collected, before you shuffle, index or filter its rows (TD0Estimator "
@@ -64,7 +64,8 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
 def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey]) -> None:
     """Check some rows inside runs: their next observation must be the observation of the row behind.
 
-    Next observations that stand at no row are accepted: they may have been changed on purpose, as random crops do.
+    Next observations that match no row are accepted: they may have been changed on purpose, for example by random
+    crops.
 
     Args:
         batch: ``[*B, T]``, on the host.
@@ -72,7 +73,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
         observed: keys of the observations; those without a next entry are left out.
 
     Raises:
-        ValueError: the next observation of a row is that of another row than the one behind.
+        ValueError: a row's next observation is not that of the next row.
     """
     count, size = at.ends.numel(), batch.batch_size
     if count < 2:
@@ -92,7 +93,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
             unequal |= (_bits(after)[here] != _bits(root)[behind]).reshape(len(follows), -1).any(1)
     if follows[unequal].all():
         return
-    # Rarely from here on: deltas of low precision, NaN, and the errors.
+    # Rarely reached: low-precision deltas, NaN, and errors.
     follows = follows | at.terminated.numpy()[here]
     rows = torch.arange(count)[: count - 1 : every]
     flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
@@ -136,14 +137,14 @@ def _follow(before: Tensor, after: Tensor, behind: Tensor) -> Tensor:
 
 
 def _bits(column: Tensor) -> Array:
-    """The column as an array that tells rows apart: NumPy has no bfloat16."""
+    """Return the column as an array for bitwise comparison: NumPy has no bfloat16."""
     column = column.detach()
     array: Array = (column.view(torch.int16) if column.dtype is torch.bfloat16 else column).numpy()
     return array
 
 
 def _name_row(batch: TensorDictBase, row: int) -> str:
-    """Say that a row, by its number among all, does not lead to the row behind."""
+    """Describe a row that does not lead to the next row, by its number."""
     *series, step = np.unravel_index(row, batch.batch_size)
     where = f" of series {tuple(map(int, series))}" if series else ""
     return f"row {int(step) + 1}{where} does not follow row {int(step)} in its run"

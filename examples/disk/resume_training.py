@@ -26,11 +26,11 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.disk import Checkpoint
 
 UPDATES, BATCH, GAMMA = 20, 64, 0.99  # gradient steps after an episode, rows of each, discount
-KILLS, LONGEST = 3, 1.5  # how often the demo kills, after at most so many seconds
+KILLS, LONGEST = 3, 1.5  # number of kills, and maximum seconds before each
 
 
 def train(folder: Path, episodes: int, seed: int = 0) -> int:
-    """Train for so many episodes, those of earlier runs in this folder included; return a checksum of the weights."""
+    """Train up to this total number of episodes, including earlier runs; return a checksum of the weights."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     q_net, target = (nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)) for _ in range(2))
@@ -58,7 +58,7 @@ def train(folder: Path, episodes: int, seed: int = 0) -> int:
 
 
 def play(env: "gym.Env[object, object]", q_net: nn.Module, episode: int) -> TensorDict:
-    """Play one episode with random actions in between; its rows."""
+    """Play one episode with some random actions; return its rows."""
     observations, actions, rewards = [as_tensor(env.reset(seed=episode)[0])], [], []
     terminated = truncated = False
     while not (terminated or truncated):
@@ -82,7 +82,7 @@ def as_tensor(observation: object) -> Tensor:
 
 
 def demo_kill(folder: Path, episodes: int) -> None:
-    """Train in a process that is killed a few times; compare its weights with those of a run that nobody stopped."""
+    """Train in a process that is killed a few times; compare its weights with an uninterrupted run."""
     processes = multiprocessing.get_context("fork")
     kills = 0
     while True:

@@ -77,7 +77,7 @@ class Counter:
 
 
 def make_agent(policy: Any, critic: Any, rollout: RolloutFromModel) -> tuple[Any, TensorDictModuleBase]:
-    """Let both models read the texts that rows of a flat batch refer to."""
+    """Make both models read the texts that rows of a flat batch refer to."""
     sampler = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
     parts: list[Any] = [TextModule(policy, rollout.sequences), sampler]
     actor = ProbabilisticTensorDictSequential(*parts)

@@ -43,7 +43,7 @@ def test_what_was_sent_before_the_end_is_received() -> None:
     here, there = Channel.pair()
     here.send("last", 1)
     here.finish()
-    assert there.is_hung_up()
+    assert there.hung_up()
     there.send("answer", 2)  # only one direction is closed
     assert here.receive("answer") == 2
     assert there.receive("last") == 1

@@ -97,7 +97,7 @@ def read_until_told(channel: Channel, weights: SharedWeights) -> None:
     """Fetch all the time; say when there were more than ten versions. At the end report the number of versions seen,
     of mixtures, of steps back, and the last version."""
     mine, seen, mixed, back = filled(-1), {-1}, 0, 0
-    while not channel.is_hung_up():
+    while not channel.hung_up():
         version = weights.fetch_into(mine)
         mixed += any((value != version).any() for value in mine.values())
         back += version < max(seen)

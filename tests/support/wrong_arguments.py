@@ -39,6 +39,7 @@ from flatroll import (
     layout,
     modules,
     rollouts,
+    sharing,
     specs,
     trees,
     wrappers,
@@ -377,7 +378,8 @@ def _estimators() -> Iterator[Case]:
         lambda tensordict, next_value: gae.value_estimate(tensordict, next_value=next_value),
         lambda: {"tensordict": batch(), "next_value": torch.rand(12, 1)},
     )
-    yield Case("GAE.set_keys", gae.set_keys, dict, more=("reward", "done", "value", "advantage"))
+    renamed = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=value())
+    yield Case("GAE.set_keys", renamed.set_keys, dict, more=("reward", "done", "value", "advantage"))
 
     def ppo_batch() -> TensorDict:  # with the parameters of the policy that acted, for a KL divergence
         made = batch()
@@ -481,7 +483,12 @@ def _estimators() -> Iterator[Case]:
     yield Case("SACLoss()", lambda tensordict: sac(tensordict), lambda: {"tensordict": continuous_batch()})
     scale = estimators.RewardScale()
     yield Case("RewardScale", estimators.RewardScale, dict)
-    yield Case("RewardScale()", lambda tensordict: scale(tensordict), lambda: {"tensordict": batch()})
+    yield Case(
+        "RewardScale()",
+        lambda tensordict: scale(tensordict),
+        lambda: {"tensordict": batch()},
+        long=("tensordict",),  # as of GAE
+    )
     yield Case("RewardScale.update", scale.update, lambda: {"batch": batch()})
     yield Case("RewardScale.scaled", scale.scaled, lambda: {"reward": torch.rand(4, 1)})
 
@@ -990,6 +997,124 @@ def _export() -> Iterator[Case]:
         )
 
 
+def _text() -> Iterator[Case]:
+    from tiny_text import SENTENCE, make_critic, make_model, score, train_tokenizer
+
+    from flatroll import text
+
+    tokenizer, model = train_tokenizer(), make_model()
+    table = text.Sequences()
+    table.add(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 2]))
+    prompts = text.PromptData(
+        input_ids=torch.tensor([[5, 6, 1], [8, 9, 2]]),
+        attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]),
+        prompt_rindex=torch.tensor([1, 2]),
+        batch_size=[2],
+    )
+    yield Case("kl_estimate", text.kl_estimate, lambda: {"log_ratio": torch.rand(3)})
+    yield Case("ConstantKLController", text.ConstantKLController, lambda: {"kl_coef": 0.1})
+    first = {"init_kl_coef": 0.1, "target": 1.0, "horizon": 10}
+    yield Case(
+        "AdaptiveKLController", text.AdaptiveKLController, lambda: dict(first), lambda made: made.update(kl=1)
+    )
+    adaptive = text.AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
+    yield Case(
+        "AdaptiveKLController.update", adaptive.update, lambda: {"kl_values": [-0.1]}, names={"kl": "KL"}
+    )
+    yield Case("Sequences", text.Sequences, dict)
+    yield Case(
+        "Sequences[]", lambda number: table[number], lambda: {"number": 0}, names={"number": "sequence"}
+    )
+    added = {"tokens": torch.tensor([5, 6]), "lengths": torch.tensor([2])}
+    yield Case(
+        "Sequences.add", lambda tokens, lengths: text.Sequences().add(tokens, lengths), lambda: dict(added)
+    )
+    yield Case(
+        "Sequences.padded",
+        table.padded,
+        lambda: {"numbers": torch.tensor([0, 1])},
+        names={"numbers": "sequence"},
+        long=("length",),
+    )
+    yield Case("Sequences.forget", lambda before: text.Sequences(3).forget(before), lambda: {"before": 3})
+    yield Case(
+        "Sequences.load_state_dict",
+        lambda state: text.Sequences().load_state_dict(state),
+        lambda: {"state": table.state_dict()},
+    )
+    rows = TensorDict({"observation": torch.tensor([[0, 2], [1, 1]])}, [2])
+    yield Case(
+        "TextModule",
+        text.TextModule,
+        lambda: {"model": make_critic(), "sequences": table},
+        lambda made: made(rows.clone()),
+    )
+    module = text.TextModule(model, table)
+    yield Case(
+        "TextModule()",
+        lambda batch: module(batch),
+        lambda: {"batch": rows.clone()},
+        names={"batch": "sequence"},
+    )
+    for name in ("TensorDictTokenizer", "PromptTensorDictTokenizer"):
+        sample = {"text": [SENTENCE[:9]], "prompt": [SENTENCE[:9]], "label": [SENTENCE[9:]]}
+        yield Case(
+            name,
+            getattr(text, name),
+            lambda: {"tokenizer": tokenizer, "max_length": 8},
+            lambda made, sample=sample: made(sample),
+            long=("max_length",),
+        )
+        made = getattr(text, name)(tokenizer, 8)
+        yield Case(
+            f"{name}()",
+            lambda sample, made=made: made(sample),
+            lambda sample=sample: {"sample": dict(sample)},
+            free=("made",),
+            names={"sample": "example"},
+        )
+    models = {"model": model, "ref_model": make_model(1), "reward_model": score}
+    yield Case(
+        "RolloutFromModel",
+        text.RolloutFromModel,
+        lambda: {**models, "max_new_tokens": 3},
+        lambda made: made.rollout_from_data(prompts),
+        long=("max_new_tokens", "num_steps"),
+    )
+    rollout = text.RolloutFromModel(**models, max_new_tokens=3)
+    yield Case(
+        "RolloutFromModel.rollout_from_data",
+        rollout.rollout_from_data,
+        lambda: {"batch": prompts},
+        names={"batch": "input_ids attention_mask prompt_rindex prompts"},
+    )
+    yield Case(
+        "TokenizedDatasetLoader",
+        text.TokenizedDatasetLoader,
+        lambda: {
+            "split": "train",
+            "max_length": 8,
+            "dataset_name": "none",
+            "tokenizer_fn": text.TensorDictTokenizer,
+            "tokenizer": tokenizer,
+        },
+        long=("max_length",),
+    )
+    yield Case(
+        "create_infinite_iterator",
+        text.create_infinite_iterator,
+        lambda: {"iterator": [1, 2]},
+        lambda made: next(made),
+    )
+
+
+def _sharing() -> Iterator[Case]:
+    table = sharing.Table.like({"x": torch.zeros(3)})
+    yield Case("Memory", sharing.Memory, lambda: {"size": 64})
+    yield Case("Block", sharing.Block, lambda: {"tables": [table]}, free=("memory",), long=("slots",))
+    yield Case("SharedWeights", sharing.SharedWeights, lambda: {"state": {"weight": torch.zeros(3)}})
+
+
 ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "estimators": _estimators,
     "buffers": _buffers,
@@ -998,8 +1123,10 @@ ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "modules": _modules,
     "specs": _specs,
     "disk": _disk,
+    "sharing": _sharing,
     "trees": _trees,
     "export": _export,
+    "text": _text,
 }
 
 

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def from_json(cls, noted: Any) -> "Layout":
-        """Read what a folder notes; ValueError if it is no folder of a `DiskStorage`."""
+        """Read what a folder notes; ValueError if it is not a folder of a `DiskStorage`."""
         if not isinstance(noted, dict):
             raise ValueError(
                 "the folder is not that of a DiskStorage or a data set; load a save with buffer.loads or Checkpoint"

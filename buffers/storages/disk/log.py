@@ -245,7 +245,7 @@ class RowLog:
     def held(self) -> Iterator[None]:
         """Return a context in which files stay as they are; rows that come meanwhile stay in memory.
 
-        It is entered while nobody appends, and appending may go on in it.
+        Enter it while nothing is being appended; appending may continue inside.
         """
         with self._disk:
             self._held = self.end

@@ -194,7 +194,7 @@ class DiskStorage(ColumnStorage):
 
         Raises:
             FileExistsError: the folder holds what this storage has not saved there.
-            BlockingIOError: somebody writes to it.
+            BlockingIOError: it is being written to.
             OSError: the disk is full or failed; what was saved before stands.
         """
         self._writable()
@@ -231,7 +231,7 @@ class DiskStorage(ColumnStorage):
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
     def close_once(self) -> None:
-        """As :meth:`close`, for a folder that goes with the storage: after an error nobody tries again."""
+        """As :meth:`close`, for a folder that is removed with the storage: an error is not retried."""
         self._closing()
 
     @override
@@ -530,7 +530,7 @@ class DiskStorage(ColumnStorage):
         """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
-    def find_linkable(self, head: int) -> tuple[list[Segment], int]:
+    def linkable(self, head: int) -> tuple[list[Segment], int]:
         """Return the files of the rows from ``head`` of the ring on, to the last one when they were `held`, and the
         number of the first of them."""
         first = self._offset + head
@@ -542,7 +542,7 @@ class DiskStorage(ColumnStorage):
         log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
         return super().tables(pool_rows) | {"log": log}
 
-    def link_rows(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
+    def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
         """Return the state of :attr:`tables` with the rows of ``version``, which ``ring`` counts; they are read once
         and checked, a file at a time, and nothing changes.
 
@@ -559,9 +559,9 @@ class DiskStorage(ColumnStorage):
             layout = Layout.from_json(noted)
         except ValueError as error:
             raise damaged(f"its rows are of no known form ({error})") from None
-        told = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
+        noted_forms = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
         expected = {key: self._form(key, *kind) for key, kind in tables["like"].items()}
-        if told != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
+        if noted_forms != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
             raise damaged("its rows have other entries than it tells of")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than it tells of")

@@ -89,11 +89,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
-        FileNotFoundError: the set is not there, and ``download`` is False or nobody knows how to fetch it.
+        FileNotFoundError: the data set does not exist, and ``download`` is False or there is no way to fetch it.
         ValueError: ``dataset_id`` is unknown, or leads out of ``root``; the folder is none of a data set, or was made
             with other arguments of the conversion.
         BlockingIOError: another process converts the set right now.
-        ImportError: a library is missing that reads the files; the text names the extra.
+        ImportError: a library is missing that reads the files; the message names the extra.
 
     >>> import tempfile
     >>> from tensordict import TensorDict
@@ -302,7 +302,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             dest: folder of the new set. Default: it takes the place of this one, also for objects that are made of
                 the same arguments later, unless with ``download="force"``.
             num_chunks: into how many pieces the set is cut. Default: its files, of 32 MiB.
-            num_frames: only so many of the first rows, to try ``fn``.
+            num_frames: use only this many first rows, to try ``fn``.
             mp_start_method: ``"spawn"``, ``"forkserver"`` or ``"fork"``. Default ``"spawn"``, for which a script needs
                 ``if __name__ == "__main__"``.
             progress: show a bar. Default: where the error stream is a terminal.

@@ -20,7 +20,7 @@ def fetch_url(
 
     Raises:
         ValueError: there are more bytes, or the address is of another kind.
-        OSError: nobody answers, or the answer is an error or ends early; nothing is left behind.
+        OSError: the server does not respond, or the response is an error or incomplete; no file is left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -278,7 +278,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
     """Publish the rows of a folder as its only version, and give it the name ``target``; one that has it goes.
 
     Raises:
-        BlockingIOError: somebody writes to the folder that has the name.
+        BlockingIOError: the existing folder is being written to.
     """
     folder.publish(layout.to_json(), extra=dict(facts or {}))
     old = place_beside(target)[1]
@@ -409,7 +409,7 @@ def convert(
         FileExistsError: there is such a folder; with ``overwrite``, anything else of that name.
         BlockingIOError: another process converts into it.
         ValueError: no rows, or batches whose entries, shapes or dtypes differ.
-        TypeError: an entry is no tensor, or ``batches`` is a batch or a buffer itself.
+        TypeError: an entry is not a tensor, or ``batches`` is a batch or a buffer itself.
 
     >>> import tempfile
     >>> import torch

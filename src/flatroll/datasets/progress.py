@@ -7,7 +7,7 @@ def progress_bar(total: int | None, progress: bool | None, what: str, unit: str 
     """Return a bar of tqdm, for ``with``; its ``update(count)`` counts.
 
     Args:
-        total: how many there will be; None if nobody knows.
+        total: expected count; None if unknown.
         progress: True for a bar, False for none, None for one where the error stream is a terminal.
         what: stands in front of the bar.
         unit: what is counted. Default ``"row"``.

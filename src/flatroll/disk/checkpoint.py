@@ -143,7 +143,7 @@ class Checkpoint:
             extra: more values of your own, such as the number of steps: data that `load` returns.
 
         Raises:
-            TypeError: a part's state holds something that is no data; the text names it.
+            TypeError: a part's state holds something that is no data; the message names it.
             FileExistsError: the folder has a version that was neither loaded nor saved by this object.
             OSError: the disk is full, or failed; the versions before stay.
         """

@@ -132,7 +132,7 @@ class Folder:
         resume: the version that this run loaded or published last, so that it may go on from there without `load`; or
             the (closed) folder that did, then nothing is read again.
         segment_bytes: segments below this are merged as they gather. Default 32 MiB.
-        segment_rows: segments of so many rows are not short, whatever their bytes. Default: no limit.
+        segment_rows: segments of this many rows are full, whatever their bytes. Default: no limit.
         max_bytes: refuse to load a version whose files have more. Default: no limit.
 
     Raises:
@@ -273,8 +273,8 @@ class Folder:
             strict: raise if the newest version is damaged. Default False: warn, and read the one before it.
 
         Raises:
-            FileNotFoundError: there is no version, or not this one; the text lists those there are.
-            DamagedFileError: all versions are damaged, or one with ``strict``; the text names the files.
+            FileNotFoundError: there is no version, or not this one; the message lists those there are.
+            DamagedFileError: all versions are damaged, or one with ``strict``; the message names the files.
             ValueError: a later version of the package is needed, or the files have more than ``max_bytes``.
         """
         return self.load_with(lambda loaded: loaded, number, strict=strict)
@@ -342,7 +342,7 @@ class Folder:
                 are lost are a warning.
 
         Raises:
-            DamagedFileError: with ``verify``, rows are damaged or lost; the text names the files.
+            DamagedFileError: with ``verify``, rows are damaged or lost; the message names the files.
         """
         with self._turn:
             before: Listing | None = None
@@ -380,7 +380,7 @@ class Folder:
 
         Raises:
             IndexError: the folder does not have all of them.
-            DamagedFileError: they are not those that were written; the text names the file.
+            DamagedFileError: they are not those that were written; the message names the file.
         """
         first, end = self.head if first is None else first, self.end if end is None else end
         if not self.head <= first <= end <= self.end:
@@ -449,7 +449,7 @@ class Folder:
             the number and line of the version: what ``resume`` takes.
 
         Raises:
-            TypeError, ValueError: ``state`` is no JSON, or a dtype cannot be stored.
+            TypeError, ValueError: ``state`` is not JSON, or a dtype cannot be stored.
             FileExistsError: the folder holds what this run has not loaded.
             OSError: the disk is full or failed; the version before stands.
         """

@@ -160,7 +160,7 @@ def save_picture(report: Report, file: Path) -> None:
     """Draw files and versions as ranges of rows, and histograms of the trajectories' lengths and returns.
 
     Raises:
-        ImportError: matplotlib is missing; the text names the extra.
+        ImportError: matplotlib is missing; the message names the extra.
         ValueError: there are no trajectories, or matplotlib does not know the file's ending.
     """
     try:

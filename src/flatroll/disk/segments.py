@@ -152,7 +152,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
 
     Raises:
         ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
-        TypeError: a name is no string, or a column no tensor.
+        TypeError: a name is not a string, or a column no tensor.
     """
     if not isinstance(columns, Mapping):
         raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
@@ -282,7 +282,7 @@ class Segment:
     def columns(self) -> dict[str, Column]:
         """The columns by name, in mapped memory: no descriptor stays open, and the rows are not checked.
 
-        They stay as long as somebody holds one of the tensors, also after the file is removed. What is written into
+        The map is valid as long as one of the tensors exists, even after the file is removed. What is written into
         them stays in this process, and never goes to the file.
         """
         return _assemble(self.schema, self._maps[1])

@@ -236,7 +236,7 @@ def read_header(descriptor: int, size: int) -> Header:
     Nothing is allocated that the file's size does not cover.
 
     Raises:
-        DamagedFileError: it is no such file, or not whole.
+        DamagedFileError: the file is invalid or incomplete.
     """
     try:
         length = bytearray(_LENGTH)

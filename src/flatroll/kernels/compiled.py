@@ -17,8 +17,8 @@ Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
 Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
 
-# Numba compiles a kernel anew when the kernel's own file changes, but not when a function that it calls changes in
-# another file. Hence the machine code is kept under a name that ends with a hash of all files of this folder.
+# Numba recompiles a kernel when its own file changes, but not when a called function in another file does. Therefore
+# the cache's name ends with a hash of all files of this folder.
 _FILES = sorted(Path(__file__).parent.rglob("*.py"))
 _HASH = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:12]
 
@@ -30,7 +30,7 @@ class _Notice(event.Listener):
         self.kernels: set[Any] | None = set()  # None: printed
 
     def on_start(self, event: Any) -> None:
-        """Numba compiles a function, which may be anybody's."""
+        """Called when Numba begins to compile a function, also one of other packages."""
         if self.kernels and event.data["dispatcher"] in self.kernels:
             self.kernels = None
             print(
@@ -40,7 +40,7 @@ class _Notice(event.Listener):
             )
 
     def on_end(self, event: Any) -> None:
-        """It has compiled it."""
+        """Called when the compilation has finished."""
 
 
 _notice = _Notice()

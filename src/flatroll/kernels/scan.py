@@ -57,6 +57,8 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
         G. E. Blelloch, Prefix sums and their applications, 1990.
     """
     a = _checked(a, b, ends)
+    if not (longest is None or isinstance(longest, int)):
+        raise TypeError(f"longest must be an integer or None, got {type(longest).__name__}")
     if b.numel() == 0:
         return b.clone()
     rows = b.shape[0] if longest is None else min(longest, b.shape[0])
@@ -70,6 +72,9 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
 
 def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     """``a`` in a shape that broadcasts to ``b`` from the left; raises what :func:`segmented_scan` names."""
+    for name, x in (("b", b), ("ends", ends)):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
     if not b.is_floating_point():
         raise TypeError(f"b must be a floating tensor, got {b.dtype}: cast it, e.g. with .float()")
     if ends.dtype is not torch.bool:
@@ -79,7 +84,14 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
             f"ends must have shape [N] for b of shape [N, *F], got {tuple(ends.shape)} for {tuple(b.shape)}"
         )
     if not isinstance(a, Tensor):
+        if not isinstance(a, (int, float)):
+            raise TypeError(f"a must be a number or a tensor, got {type(a).__name__}")
         return float(a)
+    if a.layout is not torch.strided or a.is_complex() or ends.device != b.device or a.is_meta != b.is_meta:
+        raise ValueError(
+            f"a, b and ends must be dense tensors of real numbers on one device, got {a.dtype} ({a.layout}) on "
+            f"{a.device}, {b.device} and {ends.device}"
+        )
     if a.ndim == 1 and a.shape == b.shape[:1]:
         a = a.reshape(-1, *[1] * (b.ndim - 1))
     if a.ndim > b.ndim or any(n not in (1, m) for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)):
@@ -196,6 +208,13 @@ def residual_scan(
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
         machine_code(_residual_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
+    _check_columns(
+        {"gamma": gamma, "decay": decay},
+        {"terminated": terminated, "ends": ends},
+        reward=reward,
+        value=value,
+        next_value=next_value,
+    )
     residual = reward + gamma * readable(next_value, gamma, terminated) - value
     scanned = segmented_scan(decay, residual, ends, longest=longest)
     return scanned, scanned + value
@@ -236,6 +255,12 @@ def return_scan(
         returns = np.empty(reward.shape, arrays[0].dtype)
         machine_code(_return_loop)(*arrays, returns)
         return torch.from_numpy(returns)
+    _check_columns(
+        {"gamma": gamma, "lmbda": lmbda},
+        {"terminated": terminated, "ends": ends},
+        reward=reward,
+        next_value=next_value,
+    )
     # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end, as at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
@@ -284,6 +309,13 @@ def vtrace_scan(
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
         machine_code(_vtrace_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
+    _check_columns(
+        {"gamma": gamma, "rho": rho, "c": c},
+        {"terminated": terminated, "ends": ends},
+        reward=reward,
+        value=value,
+        next_value=next_value,
+    )
     bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * readable(reward + gamma * readable(bootstrap, gamma) - value, rho)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
@@ -308,6 +340,37 @@ def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) ->
     return x if hidden is None else x.masked_fill(hidden, 0.0)
 
 
+def _check_columns(factors: dict[str, Tensor | float], flags: dict[str, Tensor], **columns: Tensor) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless these go together; for what no loop may read."""
+    first, like = next(iter(columns.items()))
+    for name, x in (columns | flags).items():
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
+        if (x.dtype is torch.bool) != (name in flags) or x.is_complex():
+            raise TypeError(f"{name} must be {'bool' if name in flags else 'floating'}, got {x.dtype}")
+        if x.shape != like.shape or x.device != like.device:
+            raise ValueError(
+                f"{name} must have the shape of {first}, {tuple(like.shape)}, on {like.device}, got {tuple(x.shape)} "
+                f"on {x.device}"
+            )
+    if not like.is_floating_point():
+        raise TypeError(f"{first} must be floating, got {like.dtype}")
+    for name, factor in factors.items():
+        if isinstance(factor, Tensor):
+            fits = factor.ndim <= like.ndim and all(
+                n in (1, m) for n, m in zip(factor.shape[::-1], like.shape[::-1], strict=False)
+            )
+            if (
+                not fits
+                or factor.is_complex()
+                or factor.layout is not torch.strided
+                or factor.is_meta != like.is_meta
+            ):
+                raise ValueError(f"{name} must be a number or have the shape of {first}, {tuple(like.shape)}")
+        elif not isinstance(factor, (int, float)):
+            raise TypeError(f"{name} must be a number or a tensor, got {type(factor).__name__}")
+
+
 def zeroed(column: Tensor, flag: Tensor) -> Tensor:
     """Return a copy of ``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, even for NaN.
 
@@ -315,7 +378,19 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
     >>> zeroed(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
     [[1.0], [0.0]]
     """
-    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
+    for name, x in (("column", column), ("flag", flag)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if (
+        flag.dtype is not torch.bool
+        or flag.shape != column.shape[: flag.ndim]
+        or flag.device != column.device
+    ):
+        raise ValueError(
+            f"flag must be bool, with the first dims of the column {tuple(column.shape)} on {column.device}, got "
+            f"{flag.dtype} {tuple(flag.shape)} on {flag.device}"
+        )
+    arrays = _readable_arrays((column,), (flag,), alike=False) if column.numel() else None
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
@@ -335,14 +410,26 @@ def is_tracing() -> bool:
 
 
 def _readable_arrays(
-    columns: Sequence[Tensor], flags: Sequence[Tensor], factors: Sequence[Tensor | float] = ()
+    columns: Sequence[Tensor],
+    flags: Sequence[Tensor],
+    factors: Sequence[Tensor | float] = (),
+    *,
+    alike: bool = True,
 ) -> list[Any] | None:
     """Factors, columns and flags as the NumPy arrays that a compiled loop reads; None if it may not.
 
-    It may where all are plain CPU tensors without a gradient, the columns of one dtype that is compiled for. Columns
+    It may where all are plain CPU tensors without a gradient, the columns of one dtype that is compiled for; if
+    ``alike``, columns and flags have one shape, beyond which a loop would read other memory. Columns
     and flags are copied only if they are not contiguous, factors ``[N]`` or of the columns' shape never.
     """
-    dtype, tensors = columns[0].dtype, [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
+    tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    dtype = columns[0].dtype
+    if alike and any(x.shape != columns[0].shape for x in (*columns, *flags)):
+        return None
+    if any(x.dtype is not torch.bool for x in flags) or any(x.layout is not torch.strided for x in tensors):
+        return None
     if is_tracing() or dtype not in _COMPILED_DTYPES or any(x.dtype != dtype for x in columns):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -352,7 +439,11 @@ def _readable_arrays(
     arrays, shape = [], columns[0].shape
     for factor in factors:
         if isinstance(factor, Tensor):
+            if factor.ndim and factor.shape != shape:
+                return None
             arrays.append(factor.detach().to(dtype).expand(shape).numpy())
+        elif not isinstance(factor, (int, float)):
+            return None
         else:  # one number in memory, which strides of 0 show at every row
             number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))

@@ -123,7 +123,7 @@ def number(
         hint: a way out, added to the error.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is outside the limits.
 
     >>> number("gamma", 0.99, least=0, most=1)
@@ -180,7 +180,7 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
     """Return an argument after checking that it is one of ``choices``.
 
     Raises:
-        ValueError: it is not; the text lists the choices.
+        ValueError: it is not; the message lists the choices.
 
     >>> one_of("by", "end", ("trajectory", "start"))
     Traceback (most recent call last):
@@ -356,7 +356,7 @@ def dense_tensor(
         owner: what else is there, in words.
 
     Raises:
-        TypeError: it is no tensor, a sparse one, or one of complex numbers.
+        TypeError: it is not a tensor, a sparse one, or one of complex numbers.
         ValueError: it is on another device.
 
     >>> dense_tensor("reward", [1.0, 2.0])
@@ -435,7 +435,7 @@ def seed_number(name: str, value: object) -> int:
     """Return a seed after checking that torch's generators take it.
 
     Raises:
-        ValueError: it is no integer, or has more than 64 bits.
+        ValueError: it is not an integer, or has more than 64 bits.
 
     >>> seed_number("seed", 1.5)
     Traceback (most recent call last):
@@ -449,8 +449,8 @@ def sizes(name: str, value: object) -> tuple[int, ...]:
     """Return the sizes of a shape after checking that they are integers of at least 0.
 
     Raises:
-        TypeError: it is no list or tuple.
-        ValueError: one of them is no such integer.
+        TypeError: it is not a list or tuple.
+        ValueError: one of them is not such an integer.
 
     >>> sizes("shape", [3, 4])
     (3, 4)
@@ -484,8 +484,8 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """Return a random generator (None: torch's global one) after checking that it is a CPU generator.
 
     Raises:
-        TypeError: it is no generator.
-        ValueError: it is one of another device.
+        TypeError: it is not a generator.
+        ValueError: it belongs to another device.
 
     >>> cpu_generator(None)
     """
@@ -535,7 +535,7 @@ def blame_entries(
         error: how it failed; a note says which dtype, shape and device each entry has.
 
     Raises:
-        TypeError: an entry is no dense tensor of real numbers.
+        TypeError: an entry is not a dense tensor of real numbers.
         ValueError: two entries are on two devices.
 
     >>> from tensordict import TensorDict
@@ -617,7 +617,7 @@ def writer_number(writer: object) -> int:
     """Return a writer number, the high bits of trajectory ids, after checking it.
 
     Raises:
-        ValueError: it is no integer from 0 to 2**23 - 1.
+        ValueError: it is not an integer from 0 to 2**23 - 1.
 
     >>> writer_number(3)
     3

@@ -146,7 +146,7 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
         split: split entries of up to this many numbers into columns. Default 16; 1 splits nothing.
 
     Raises:
-        ImportError: pandas is missing; the text names the extra.
+        ImportError: pandas is missing; the message names the extra.
         ValueError, TypeError: as `to_numpy`.
 
     Example::
@@ -261,7 +261,7 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
         separator: what joins the names of a nested key. Default ``"."``.
 
     Raises:
-        ImportError: pyarrow is missing; the text names the extra.
+        ImportError: pyarrow is missing; the message names the extra.
         ValueError, TypeError: as `to_numpy`; an entry of complex numbers, or of no numbers at all.
 
     Example::
@@ -297,7 +297,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
         separator: what joins the names of a nested key. Default ``"."``.
 
     Raises:
-        ImportError: pyarrow is missing; the text names the extra.
+        ImportError: pyarrow is missing; the message names the extra.
         ValueError: a column has missing values, or names clash.
         TypeError: a column is not of numbers, bools or fixed-size lists of them.
     """

@@ -116,7 +116,7 @@ def plain_key(key: NestedKey) -> NestedKey:
 
 
 def key_list(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
-    """Return one key, a string or a tuple, or a list of keys as a list; None is no key.
+    """Return one key, a string or a tuple, or a list of keys as a list; None is not a key.
 
     >>> key_list("action"), key_list(["arm", ("leg", "action")])
     (['action'], ['arm', ('leg', 'action')])
@@ -218,7 +218,7 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
 
     Raises:
         KeyError: the column is missing, see :func:`missing_marker`.
-        TypeError: ``batch`` is no tensordict, or ``key`` is no key.
+        TypeError: ``batch`` is not a tensordict, or ``key`` is not a key.
     """
     try:
         column: Tensor | None = batch.get(key, None)
@@ -240,7 +240,7 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
         key: a bool column ``[*B]`` or ``[*B, 1]``.
 
     Raises:
-        KeyError: the column is missing; the text names what writes it.
+        KeyError: the column is missing; the message names what writes it.
         TypeError: the column is not bool (an int mask used as an index corrupts silently).
         ValueError: the column has another shape.
 
@@ -268,7 +268,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         key: the column's name, for the error.
 
     Raises:
-        TypeError: the column is no tensor.
+        TypeError: the column is not a tensor.
         ValueError: it has another shape.
     """
     if not isinstance(column, Tensor):

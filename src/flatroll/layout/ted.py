@@ -183,7 +183,7 @@ class TED2Flat(Conversion):
 
         Raises:
             KeyError: no marker says where runs end.
-            TypeError: an entry is no dense tensor.
+            TypeError: an entry is not a dense tensor.
             ValueError: an entry has a name that the flat form uses itself, ``shift`` is out of range, or a flag has
                 more values than one per row.
         """

@@ -54,7 +54,7 @@ def split_trajectories(
         KeyError: a key asked for by name is missing, or no marker is there at all.
         ValueError: both ``prefix`` and ``trajectory_key`` are given, the batch has no batch dimension, or an
             empty batch is to be nested in the strided layout.
-        TypeError: ``as_nested`` is neither bool nor one of the two layouts, or an entry is no tensor, or has a
+        TypeError: ``as_nested`` is neither bool nor one of the two layouts, or an entry is not a tensor, or has a
             dtype (uint16, uint32, uint64) that the strided layout cannot hold.
 
     >>> ids = torch.tensor([4, 4, 9, 4])

@@ -63,7 +63,7 @@ class JointCategorical(Distribution):
         if math.prod(shape) != len(nvec):
             raise ValueError(f"shape must have a place for each choice of nvec={nvec}, got {shape}")
         if isinstance(start, int):
-            pass
+            whole_number("start", start, -(2**63))
         elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
             raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
         most = max(nvec)
@@ -196,7 +196,8 @@ class Gaussian(Independent):  # type: ignore[type-arg]
 def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
     """Raise TypeError or ValueError unless these are means and deviations with ``event_dims`` dims of an action."""
     like = type(loc) is type(scale) is Tensor and (loc.shape, loc.device) == (scale.shape, scale.device)
-    plain = like and loc.is_floating_point() and loc.layout is scale.layout is torch.strided
+    floating = like and loc.is_floating_point() and scale.is_floating_point()
+    plain = floating and loc.layout is scale.layout is torch.strided
     if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
         return  # at each call of a policy
     floating_tensor("loc", loc)

@@ -41,8 +41,8 @@ class Memory:
     map: mmap.mmap
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1 byte, got {size}")
+        if not isinstance(size, int) or not 1 <= size < 2**63:
+            raise ValueError(f"size must be at least 1 byte, got {size!r}")
         descriptor = _anonymous_file(size)
         try:
             os.ftruncate(descriptor, size)
@@ -193,6 +193,10 @@ class Block:
     def __init__(
         self, tables: "list[Table] | tuple[Table, ...]", slots: int = 1, memory: Memory | None = None
     ) -> None:
+        if not isinstance(tables, (list, tuple)) or not all(isinstance(table, Table) for table in tables):
+            raise TypeError(f"tables must be a list of Table, got {type(tables).__name__}")
+        if not isinstance(slots, int):
+            raise TypeError(f"slots must be an integer, got {slots!r}")
         self.tables, self.slots = tuple(tables), slots
         if slots < 1 or any(table.rows < 0 for table in self.tables):
             raise ValueError(f"slots must be at least 1 and rows at least 0, got {slots} and {self.tables}")

@@ -184,7 +184,7 @@ class Channel:
         """Whether an unreceived message has been read."""
         return bool(self._messages)
 
-    def is_hung_up(self) -> bool:
+    def hung_up(self) -> bool:
         """Whether the other end is closed, or closed for writing, now. One system call: cheap enough for each step."""
         if not self._ended and self.wait(0):
             self.feed()

@@ -47,8 +47,8 @@ class Outbox:
     """
 
     def __init__(self, channel: Channel, slots: int = 2) -> None:
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, got {slots}")
+        if not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots!r}")
         self._channel, self._slots = channel, slots
         self._block: Block | None = None
         self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table

@@ -142,7 +142,7 @@ class Nursery:
             arguments: anything that cloudpickle takes, `Block`, `SharedWeights` and `Channel` included.
 
         Raises:
-            TypeError: the function or an argument cannot be pickled; the text says which.
+            TypeError: the function or an argument cannot be pickled; the message says which.
             RuntimeError: the nursery is closed, its preparation failed, or it was made by another process.
             OSError: this process may open too few files.
         """

@@ -85,7 +85,7 @@ class RayCalls:
         cpus: CPUs that actors will ask for: a local cluster has as many, also where the machine has fewer cores.
 
     Raises:
-        ImportError: Ray is not installed; the text names the extra.
+        ImportError: Ray is not installed; the message names the extra.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None, cpus: float = 0.0) -> None:
@@ -232,7 +232,7 @@ def pack_batches(value: Any) -> Any:
     Arrays look at the memory of tensors on the CPU.
 
     Raises:
-        TypeError: an entry is no tensor.
+        TypeError: an entry is not a tensor.
 
     >>> packed = pack_batches(TensorDict({"reward": torch.ones(2)}, [2]))
     >>> packed.columns, unpack_batches(packed)["reward"]

@@ -27,7 +27,7 @@ class SharedWeights:
         state: tensors by name, as ``module.state_dict()`` gives them. They are version 0.
 
     Raises:
-        TypeError: an entry is no tensor with a size, such as a lazy parameter before its first use.
+        TypeError: an entry is not a tensor with a size, such as a lazy parameter before its first use.
 
     >>> import torch
     >>> policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -39,6 +39,8 @@ class SharedWeights:
     """
 
     def __init__(self, state: "Mapping[str, torch.Tensor]") -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a state dict, got {type(state).__name__}")
         rows: dict[Key, torch.Tensor] = {
             name: _values(name, value).unsqueeze(0) for name, value in state.items()
         }

@@ -117,7 +117,7 @@ def run(channel: Channel) -> int:
     """Run the function that comes over the channel, with the channel as its first argument.
 
     A function that lets `Closed` out has seen that the parent closed the channel: an ordinary end. Whatever else it
-    raises is told to the parent.
+    raises is reported to the parent.
 
     Returns:
         The exit status.

@@ -397,7 +397,7 @@ class Composite(TensorSpec):
 
         Raises:
             KeyError: an entry is missing, or none of the spec's.
-            OutsideSpec, ValueError: see `TensorSpec.encode`; the text names the key.
+            OutsideSpec, ValueError: see `TensorSpec.encode`; the message names the key.
         """
         present, given = self.present(), set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)

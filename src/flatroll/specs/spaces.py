@@ -142,7 +142,7 @@ def make_composite_from_td(
     Args:
         data: the tensordict.
         unsqueeze_null_shapes: tensors without dims count as ``[1]``.
-        dynamic_shape: the last dim of each tensor, if it is no batch dim, takes any length.
+        dynamic_shape: the last dim of each tensor, if it is not a batch dim, takes any length.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
+from flatroll.layout.checks import expect, file_path, flags, function, shown, torch_device, whole_number
 
 
 class TokenizedDatasetLoader:
@@ -58,6 +59,20 @@ class TokenizedDatasetLoader:
         *,
         tokenizer: Any = None,
     ) -> None:
+        expect("split", split, str, "the name of a split")
+        whole_number("max_length", max_length)
+        expect("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
+        function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
+        if pre_tokenization_hook is not None:
+            function("pre_tokenization_hook", pre_tokenization_hook)
+        if root_dir is not None:
+            file_path("root_dir", root_dir)
+        flags(from_disk=from_disk)
+        whole_number("valid_size", valid_size, 0)
+        if num_workers is not None:
+            whole_number("num_workers", num_workers, 0)
+        if tokenizer is not None and not hasattr(tokenizer, "pad_token"):
+            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
         self.split, self.max_length = split, max_length
@@ -177,6 +192,8 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     >>> list(itertools.islice(create_infinite_iterator([1, 2]), 5))
     [1, 2, 1, 2, 1]
     """
+    if not isinstance(iterator, Iterable) or (isinstance(iterator, torch.Tensor) and not iterator.ndim):
+        raise TypeError(f"iterator must be a list or another iterable, got {shown(iterator)}")
     while True:
         empty = True
         for item in iterator:
@@ -225,6 +242,11 @@ def get_dataloader(
     Raises:
         ValueError: the data set has fewer rows than a batch.
     """
+    whole_number("batch_size", batch_size)
+    flags(infinite=infinite)
+    whole_number("prefetch", prefetch, 0)
+    torch_device("device", device)
+    function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from flatroll.layout.checks import number, one_of
+from flatroll.layout.checks import dense_tensor, number, one_of, shown
 
 #: Names of the estimates of `kl_estimate`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -47,7 +47,8 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
     tensor([0.1250, 0.1250])
     tensor([0.1065, 0.1487])
     """
-    if one_of("kl_estimator", estimator, ("k1", "k2", "k3")) == "k1":
+    dense_tensor("log_ratio", log_ratio)
+    if one_of("estimator", estimator, ("k1", "k2", "k3")) == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
@@ -72,7 +73,7 @@ class KLControllerBase(ABC):
     """
 
     def __init__(self, coef: float, model: HasCoefficient | None = None) -> None:
-        self.coef = float(coef)
+        self.coef = float(number("coef", coef))
         self.model = model
         if model is not None:
             if not hasattr(model, "kl_coef"):
@@ -168,14 +169,18 @@ class AdaptiveKLController(KLControllerBase):
         if (kl_values is None) == (kl is None):
             raise ValueError("pass either kl_values (rewards, -coef * KL) or kl= (the KL itself)")
         if kl_values is not None:
-            rewards = [float(value) for value in kl_values]
+            if not isinstance(kl_values, Sequence | Tensor) or (
+                isinstance(kl_values, Tensor) and not kl_values.ndim
+            ):
+                raise TypeError(f"kl_values must be a list of numbers, got {shown(kl_values)}")
+            rewards = [x if isinstance(x, float) else float(number("kl_values", x)) for x in kl_values]
             if not rewards:
                 raise ValueError("kl_values is empty: do a rollout before the update")
             if n_steps is not None:
                 raise ValueError("n_steps belongs to kl=; kl_values has a length of its own")
             n_steps, kl = len(rewards), -math.fsum(rewards) / len(rewards) / self.coef
         assert kl is not None
-        kl = float(kl)
+        kl = kl if isinstance(kl, float) else float(number("kl", kl))
         if not math.isfinite(kl):
             raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not")
         n_steps = 1 if n_steps is None else number("n_steps", n_steps, above=0)

@@ -1,14 +1,14 @@
 """Rollouts of causal language models, as flat batches or padded."""
 
 from collections import deque
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
-from flatroll.layout.checks import number, whole_number, writer_number
+from flatroll.layout.checks import expect, flags, function, number, one_of, shown, whole_number, writer_number
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
@@ -20,7 +20,7 @@ from flatroll.text.sampling import (
     sample_tokens,
     token_log_probs,
 )
-from flatroll.text.sequences import Sequences
+from flatroll.text.sequences import Sequences, noted
 
 _ID_BITS = 40  # a trajectory id is writer * 2**40 + number, as TrajId has it
 
@@ -87,17 +87,26 @@ class RolloutFromModel:
     ) -> None:
         if num_steps is not None:
             whole_number("num_steps", num_steps)
-        kl_estimate(torch.zeros(0), kl_estimator)  # refuses an unknown name
+        one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
+        flags(flat=flat, allow_off_policy=allow_off_policy)
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
-        self.kl_coef = float(kl_coef)
+        self.kl_coef = float(number("kl_coef", kl_coef))
+        if kl_scheduler is not None:
+            function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
+        if generator is not None:
+            expect("generator", generator, torch.Generator, "a torch.Generator or None")
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        self.score_clip = number("score_clip", score_clip, least=0)
+        self.score_clip = float(number("score_clip", score_clip, least=0))
         self.kl_scheduler, self.flat = kl_scheduler, flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
         pad = _config_value(model, "pad_token_id") if pad_token_id is None else pad_token_id
         self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
         self.generation_config, self.allow_off_policy = generation_config, allow_off_policy
+        if generation_config is not None and not hasattr(generation_config, "to_diff_dict"):
+            raise TypeError(
+                f"generation_config must be a transformers.GenerationConfig, got {type(generation_config).__name__}"
+            )
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
         self.generator = generator
@@ -112,6 +121,10 @@ class RolloutFromModel:
             ValueError: the batch is not right-padded prompts of at least one token, or a text may become longer than
                 the model can read.
         """
+        for name in ("model", "ref_model", "reward_model"):
+            network = getattr(self, name)
+            if isinstance(network, type) or not callable(network):
+                raise TypeError(f"{name} must be a model that can be called, got {shown(network)}")
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()
@@ -249,7 +262,7 @@ class RolloutFromModel:
 
     def _scores(self, batch: PromptData, generated: Tensor, written: Tensor) -> Tensor:
         """Scores of the texts over those of the data's own, clipped: ``[B]``."""
-        with evaluating(self.reward_model):
+        with evaluating(self.reward_model), noted("In reward_model(input_ids=, attention_mask=)"):
             both = [
                 self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64))[-1]
                 for ids, known in ((generated, written), (batch.input_ids, batch.attention_mask))
@@ -267,6 +280,8 @@ class RolloutFromModel:
 
     def _prompt_lengths(self, batch: PromptData) -> Tensor:
         """Tokens of each prompt, int64 ``[B]``, checked."""
+        if not hasattr(batch, "prompt_rindex"):
+            raise TypeError(f"batch must be a PromptData, got {type(batch).__name__}")
         rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(
@@ -336,6 +351,7 @@ def _config_value(model: object, name: str) -> Any:
 
 def _in_vocabulary(model: object, name: str, token: int) -> int:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
+    whole_number(name, token, -(2**63))
     if token < 0 or (size is not None and token >= size):
         raise ValueError(f"{name} {token} is not a token of the model ({size}): pass {name}=tokenizer.{name}")
     return int(token)
@@ -349,5 +365,6 @@ def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
             "token ends a text"
         )
     return [
-        _in_vocabulary(model, "eos_token_id", token) for token in ([eos] if isinstance(eos, int) else eos)
+        _in_vocabulary(model, "eos_token_id", token)
+        for token in (list(eos) if isinstance(eos, (list, tuple)) else [eos])
     ]

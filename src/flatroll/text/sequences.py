@@ -1,6 +1,8 @@
 """A table of the tokens of trajectories, and modules that run a language model over the texts of rows."""
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll.layout import OBSERVATION, NestedKey, require
+from flatroll.layout.checks import dense_tensor, expect, need_keys, need_rows, shown, whole_number
 
 
 class Sequences:
@@ -29,7 +32,7 @@ class Sequences:
     """
 
     def __init__(self, first: int = 0) -> None:
-        self._first = first
+        self._first = whole_number("first", first, 0)
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._bounds = torch.zeros(
             1, dtype=torch.int64
@@ -44,7 +47,7 @@ class Sequences:
 
     def __getitem__(self, number: int) -> Tensor:
         """All tokens of a sequence, int64 ``[length]``."""
-        place = int(self._places(torch.tensor([number]))[0])
+        place = int(self._places(torch.tensor([whole_number("number", number, -(2**63))]))[0])
         start, stop = self._bounds[place : place + 2].tolist()
         return self._tokens[start:stop]
 
@@ -60,7 +63,8 @@ class Sequences:
             tokens: int64 ``[M]``, one sequence behind the other.
             lengths: int64 ``[K]``, tokens of each; M together.
         """
-        if int(lengths.sum()) != len(tokens):
+        _whole_numbers("tokens", tokens)
+        if int(_whole_numbers("lengths", lengths, tokens.device).sum()) != len(tokens):
             raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {len(tokens)} tokens")
         known = len(self)
         self._tokens = torch.cat([self._tokens.to(tokens.device), tokens])
@@ -73,7 +77,7 @@ class Sequences:
 
         Rows that refer to them cannot be read any more. With a replay buffer, ``before`` is the lowest number in it.
         """
-        stop = self._first + len(self) if before is None else before
+        stop = self._first + len(self) if before is None else whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
         self._tokens = self._tokens[int(start) :].clone()  # so that the memory of the others is given back
@@ -90,7 +94,9 @@ class Sequences:
         Raises:
             KeyError: a sequence is not kept.
         """
-        places = self._places(numbers)
+        places = self._places(_whole_numbers("numbers", numbers))
+        if length is not None:
+            whole_number("length", length, 0)
         start, stop = self._bounds[places].unsqueeze(1), self._bounds[places + 1].unsqueeze(1)
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
@@ -105,7 +111,11 @@ class Sequences:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a table."""
-        bounds = state["bounds"]
+        expect("state", state, Mapping, "the state_dict() of a Sequences table")
+        if not state.keys() >= {"first", "tokens", "bounds"}:
+            raise ValueError(f"state must have entries first, tokens and bounds, got {list(state.keys())}")
+        bounds = _whole_numbers("state['bounds']", state["bounds"])
+        dense_tensor("state['tokens']", state["tokens"])
         if int(bounds[-1]) != len(state["tokens"]) or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
             raise ValueError("state has bounds that do not fit its tokens: it is not of a Sequences table")
         self._first, self._tokens, self._bounds = int(state["first"]), state["tokens"], bounds
@@ -121,6 +131,14 @@ class Sequences:
                 "forgotten, or its row comes from another rollout"
             )
         return places
+
+
+def _whole_numbers(name: str, column: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a column after checking that it is one of integers."""
+    dense_tensor(name, column, device)
+    if column.ndim != 1 or column.is_floating_point() or column.dtype is torch.bool or column.is_meta:
+        raise TypeError(f"{name} must be integers of shape [K], got {shown(column)}")
+    return column
 
 
 class TextModule(TensorDictModuleBase):
@@ -149,6 +167,9 @@ class TextModule(TensorDictModuleBase):
         in_key: NestedKey = OBSERVATION,
     ) -> None:
         super().__init__()
+        expect("model", model, nn.Module, "a model of transformers")
+        expect("sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences")
+        need_keys(out_key=out_key, in_key=in_key)
         self.model, self.sequences = model, sequences
         read, written = [in_key], [out_key]
         self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,7 +178,12 @@ class TextModule(TensorDictModuleBase):
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the model's output for each row of ``batch`` ``[*B]``."""
+        need_rows(batch)
         observation = require(batch, self._in_key)
+        if observation.shape != (*batch.batch_size, 2) or observation.dtype != torch.int64:
+            raise ValueError(
+                f"batch[{self._in_key!r}] must be int64 of shape {[*batch.batch_size, 2]}, got {shown(observation)}"
+            )
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
         longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
@@ -170,6 +196,16 @@ class TextModule(TensorDictModuleBase):
         return batch
 
 
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Add a note to what a user's model raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
 def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
     """Outputs ``[B, count, F]`` of a model at the last ``count`` tokens of each row."""
     options: dict[str, Any] = {"use_cache": False}
@@ -178,5 +214,6 @@ def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
         options["logits_to_keep"] = count
     if "use_cache" not in accepted:
         del options["use_cache"]
-    logits: Tensor = model(**inputs, **options).logits
+    with noted("In the model (model, ref_model) that reads the texts of a batch"):
+        logits: Tensor = model(**inputs, **options).logits
     return logits[:, -count:]

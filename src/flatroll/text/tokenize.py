@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from flatroll.layout.checks import expect, flags, function, one_of, shown, torch_device, whole_number
+
 
 class TensorDictTokenizer:
     """Tokenizes one entry of an example, or of a batch of examples.
@@ -47,12 +49,21 @@ class TensorDictTokenizer:
         return_tensordict: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
+        function("tokenizer", tokenizer, "a tokenizer of transformers")
+        whole_number("max_length", max_length)
+        expect("key", key, str, "the name of an entry")
+        one_of("padding", padding, (True, False, "longest", "max_length", "do_not_pad"))
+        one_of("truncation", truncation, (True, False, "longest_first", "only_first", "do_not_truncate"))
+        flags(return_tensordict=return_tensordict)
+        if device is not None:
+            torch_device("device", device)
         if padding and getattr(tokenizer, "pad_token_id", None) is None:
             raise ValueError(
                 "tokenizer has no pad token: set tokenizer.pad_token = tokenizer.eos_token, or pass padding=False"
             )
         self.tokenizer, self.max_length, self.key = tokenizer, max_length, key
-        self.padding, self.truncation = padding, truncation
+        self.padding = padding if isinstance(padding, str) else bool(padding)
+        self.truncation = truncation if isinstance(truncation, str) else bool(truncation)
         self.return_tensordict, self.device = return_tensordict, device
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
@@ -154,7 +165,13 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
 
 def _texts(sample: Mapping[str, Any], key: str) -> list[str]:
     """The entry as a list; KeyError that names those that are there."""
-    if key not in sample:
-        raise KeyError(f"the example has no entry {key!r}: it has {', '.join(sorted(map(repr, sample)))}")
+    expect("sample", sample, Mapping, "a mapping of entries to texts")
+    if key not in sample.keys():  # noqa: SIM118 (a tensordict has no other way)
+        raise KeyError(
+            f"the example has no entry {key!r}: it has {', '.join(sorted(map(repr, sample.keys())))}"
+        )
     value: str | Sequence[str] = sample[key]
-    return [value] if isinstance(value, str) else list(value)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"sample[{key!r}] must be a text or a list of texts, got {shown(value)}")
+    return list(texts)

@@ -251,9 +251,9 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
         else:
             values = [value] * len(rows)
         mask = info.get(f"_{key}")
-        told = [True] * len(rows) if mask is None else _numpy(mask)[list(rows)].tolist()
-        for row, one, is_told in zip(split, values, told, strict=True):
-            if is_told:
+        included = [True] * len(rows) if mask is None else _numpy(mask)[list(rows)].tolist()
+        for row, one, is_included in zip(split, values, included, strict=True):
+            if is_included:
                 row[key] = one
     return split
 

@@ -62,7 +62,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
         KeyError: an entry is missing.
         ValueError: ``cuts="refuse"`` and a run is cut, the batch is not ``[N]``, a row that bootstraps has no next
             observation, or a reward is not one number.
-        TypeError: an entry is no tensor, or of a dtype that NumPy does not have.
+        TypeError: an entry is not a tensor, or of a dtype that NumPy does not have.
 
     >>> import gymnasium as gym
     >>> from flatroll.rollouts import rollout
@@ -171,7 +171,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
 
     Raises:
         TypeError: it is no Tianshou buffer, a hindsight buffer (whose goals are rewritten when they are read), or an
-            observation or action is no array of numbers.
+            observation or action is not an array of numbers.
         ValueError: it is empty, hides rows (``sample_avail``), has several rewards a row, a Dict observation has an
             entry of a name that flat batches use otherwise, or ``writer`` is out of range.
 

@@ -95,8 +95,8 @@ class SipHash(nn.Module):
 class RandomProjectionHash(SipHash):
     """Hashes rows by a rounded random projection, so that similar rows often share a hash.
 
-    Use it to treat similar observations as one, such as in counts of visits; never where rows must be told apart: two
-    frames that differ in one pixel may well get one hash. Maps use it only where they are told to.
+    Use it to treat similar observations as one, such as in counts of visits; never where rows must be distinguished:
+    two frames that differ in one pixel may get the same hash. Maps use it only if requested.
 
     Args:
         n_components: numbers that a row is projected to. Default 16.

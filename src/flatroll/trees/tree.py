@@ -445,7 +445,7 @@ class Tree:
             max_vertices: draw the first so many vertices, breadth first, and say so. Default 400.
 
         Raises:
-            ImportError: matplotlib is missing; the text names the extra.
+            ImportError: matplotlib is missing; the message names the extra.
             ValueError: another backend or figure, or ``info``.
         """
         if backend != "matplotlib" or figure not in ("tree", "box") or info is not None:

@@ -263,7 +263,7 @@ def test_messages_that_make_no_sense_change_nothing(
     if text != ".":
         outcome, error, _ = handle.post.receive()
         assert outcome == "lost" and text in str(error)
-    handle.disconnect()
+    handle.hang_up()
     assert len(handle) == len(buffer) == 4
 
 
@@ -322,7 +322,7 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
         owner = buffer.service.owner
         assert owner is not None
         until(lambda: len(owner.clients) == 2)
-        used.disconnect()
+        used.hang_up()
         until(lambda: len(owner.clients) == 1)
 
 

@@ -35,7 +35,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
             for terminal ones, whose next value is 0 anyway. Default False.
 
     Raises:
-        ImportError: h5py is missing; the text names the extra.
+        ImportError: h5py is missing; the message names the extra.
         KeyError: a dataset is missing.
         ValueError, TypeError: as `h5_columns`; datasets of different length.
 

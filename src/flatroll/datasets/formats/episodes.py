@@ -47,7 +47,7 @@ _LONGEST = 400  # characters of an error: a damaged file may have a name of a mi
 def damage_in(file: str | Path) -> Iterator[None]:
     """Return a context that reads a plain file; errors as `naming`, and for a pipe, a device or a folder ValueError."""
     with naming(file):
-        # Opening a pipe would wait for somebody who writes into it.
+        # Opening a pipe would wait for a writer.
         if not stat.S_ISREG(Path(file).stat().st_mode):
             raise ValueError("it is no plain file")
         yield

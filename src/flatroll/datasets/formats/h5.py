@@ -62,7 +62,7 @@ def read_h5(
         max_bytes: what all columns may take in memory. Default: no bound but that of `h5_columns`.
 
     Raises:
-        ImportError: h5py is missing; the text names the extra.
+        ImportError: h5py is missing; the message names the extra.
         ValueError, TypeError: as `h5_columns`; columns of different length.
     """
     h5py = optional_package("h5py", "h5", "import_h5")

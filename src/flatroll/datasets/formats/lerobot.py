@@ -101,7 +101,7 @@ def write_lerobot(
         source: the rows.
         path: of the folder to be made.
         fps: steps per second, which timestamps are made of. Default 30.
-        task: what the robot was told. Default ``""``.
+        task: description of the robot's task. Default ``""``.
         robot_type: goes into ``meta/info.json``. Default None.
 
     Raises:
@@ -345,7 +345,7 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
         max_bytes: what a row group of its files, and the frames of an episode, may take. Default 4 GiB.
 
     Raises:
-        ImportError: pyarrow is missing, or Pillow where there are images; the text names the extra.
+        ImportError: pyarrow is missing, or Pillow where there are images; the message names the extra.
         FileNotFoundError: a file that the folder should have is missing.
         ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
     """

@@ -15,7 +15,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.datasets.formats.episodes import episode_columns, named_leaves
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.disk import Folder
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import file_path, shown
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, RESERVED, as_tuple, observation_keys
 
@@ -184,7 +184,7 @@ def read_minari(
             of our columns need one. Default: none.
 
     Raises:
-        ImportError: Minari is missing; the text names the extra.
+        ImportError: Minari is missing; the message names the extra.
         TypeError: observations or actions of text.
         ValueError: episodes differ in their infos; an entry of the observations has the name of a column
             (`flatroll.layout.RESERVED`), or ``rename`` names none.
@@ -198,7 +198,7 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
         if not hasattr(getattr(source, "storage", None), "metadata"):
             raise TypeError(f"source must be a MinariDataset or the path of its folder, got {shown(source)}")
         return source
-    if not Path(source).is_dir():
+    if not file_path("source", source).is_dir():
         raise FileNotFoundError(f"source must be a Minari data folder, there is none at {source}")
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
@@ -293,7 +293,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
     by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
     numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
-    Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
+    Minari stores images as JPEG by default (``jpeg_encoding=False`` disables it): decoded JPEGs are returned.
 
     Args:
         dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. A set in a folder of yours comes in by

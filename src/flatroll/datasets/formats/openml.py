@@ -38,7 +38,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
         one_hot: give a category as many columns as it has values, of zeros and ones. Default False.
 
     Raises:
-        ImportError: scikit-learn or pandas is missing; the text names the extra.
+        ImportError: scikit-learn or pandas is missing; the message names the extra.
         ValueError: no rows are left.
     """
     pandas = optional_package("pandas", "openml", "OpenMLExperienceReplay")

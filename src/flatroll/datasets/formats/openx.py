@@ -143,7 +143,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     Raises:
         ValueError: arguments that exclude each other, or that a stream cannot take.
-        FileNotFoundError: nobody knows where the episodes are.
+        FileNotFoundError: the episodes were not found.
 
     Example, three steps of one episode and two of another at a time, without a folder::
 

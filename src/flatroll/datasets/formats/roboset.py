@@ -29,7 +29,7 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
         paths: a file, several, or a folder of ``.h5`` and ``.hdf5`` files. Entry ``"seed"`` is a file's number.
 
     Raises:
-        ImportError: h5py is missing; the text names the extra.
+        ImportError: h5py is missing; the message names the extra.
         FileNotFoundError: the folder has no such files.
         KeyError: a trial lacks actions, rewards or observations.
         ValueError, TypeError: as `h5_columns`; columns of different length.

@@ -93,7 +93,7 @@ def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
             rows. Default 4 GiB.
 
     Raises:
-        ImportError: pyarrow is missing; the text names the extra.
+        ImportError: pyarrow is missing; the message names the extra.
         ValueError, TypeError: as `from_arrow`; a damaged file, more than ``max_bytes``.
     """
     with damage_in(path):
@@ -143,7 +143,7 @@ def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Ten
         max_bytes: as `read_parquet` has it. Default 4 GiB.
 
     Raises:
-        ImportError: pandas or pyarrow is missing; the text names the extra.
+        ImportError: pandas or pyarrow is missing; the message names the extra.
         ValueError, TypeError: as `from_pandas`; a damaged file, more than ``max_bytes``.
     """
     optional_package("pandas", "pandas", "import_pandas")

@@ -38,7 +38,7 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
 
     Raises:
         FileNotFoundError: the folder has no such files.
-        ImportError: h5py is missing; the text names the extra.
+        ImportError: h5py is missing; the message names the extra.
         KeyError: no images, or no actions.
         ValueError, TypeError: a damaged file, pickled objects, more than ``max_bytes``; an HDF5 file that does not say
             where episodes are; as `h5_columns`.

@@ -128,13 +128,13 @@ class TrajectoryReplayBuffer:
         enable_cache: keep trajectories that :meth:`trajectory` has read in memory. Default True. Samples do not need
             it: the system keeps in memory what is used of the files.
         cache_size: how many. Default 5.
-        sample_window_size: draw from so many of the latest trajectories, 0 for all. Default 100.
+        sample_window_size: draw from this many latest trajectories, 0 for all. Default 100.
         auto_save: keep the rows in ``auto_save_path``, where a later run finds them. Default False: in a temporary
             folder, which goes with the buffer.
         auto_save_path: a folder, new or of an earlier run, whose trajectories then are there.
         trajectory_format: which files of RLinf's folders `load_checkpoint` reads, ``"pt"`` (default) or ``"pkl"``.
             What is written here always is the form of `flatroll.disk`.
-        allow_pickle: admit ``"pkl"``, which can run code of whoever wrote the files. Default False.
+        allow_pickle: accept ``"pkl"`` files, which can run arbitrary code. Default False.
         max_size: most rows; the oldest trajectories go. Default: all stay.
         sampler: of :attr:`buffer`, for priorities, say. One of slices needs
             ``traj_key=TrajectoryReplayBuffer.traj_key`` and ``end_key=TrajectoryReplayBuffer.end_key``.
@@ -222,7 +222,7 @@ class TrajectoryReplayBuffer:
                 all. ``max_episode_length`` and ``model_weights_id`` are noted; fields that are None are left out.
 
         Raises:
-            TypeError: a field is no tensor.
+            TypeError: a field is not a tensor.
             KeyError: a flat batch has no mark of its runs.
             ValueError: entries that differ, within the call or from those before; fields that are not ``[T, B, ...]``.
             OSError: the disk is full or failed, perhaps while an earlier call's rows were written: no row of these is
@@ -314,7 +314,7 @@ class TrajectoryReplayBuffer:
         """Draw rows uniformly, with replacement, from the latest ``sample_window_size`` trajectories.
 
         Args:
-            num_chunks: how many rows; so many come, also if fewer are stored.
+            num_chunks: number of rows, also if fewer are stored.
 
         Returns:
             the fields as they were given, ``[num_chunks, ...]``, nested ones in dicts.
@@ -336,7 +336,8 @@ class TrajectoryReplayBuffer:
         Args:
             num_slices: how many slices.
             slice_len: rows of each.
-            strict: only of episodes that have so many. Default True; else shorter ones come whole.
+            strict: draw only from episodes that are long enough. Default True; if False, shorter ones are returned
+                whole.
 
         Returns:
             the fields, ``[num_slices * slice_len, ...]``, slice after slice.

@@ -77,7 +77,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
         the rows, with marks, and a record per trajectory; None and none for no rows.
 
     Raises:
-        TypeError: a field is neither a tensor nor a mapping of them, or ``trajectories`` is no list.
+        TypeError: a field is neither a tensor nor a mapping of them, or ``trajectories`` is not a list.
         ValueError: a field is not ``[T, B, ...]``, or trajectories differ in their entries.
     """
     if isinstance(trajectories, Mapping | TensorDictBase) or hasattr(trajectories, "__dataclass_fields__"):

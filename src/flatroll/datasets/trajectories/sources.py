@@ -296,18 +296,18 @@ class SavedTrajectories:
                 max(self.chosen.start - before, 0),
                 min(self.chosen.stop - before, len(source.records)),
             )
-            told = first
+            first_record = first
             shift = max(0, free - min((record.number for record in source.records), default=0))
             for rows in source.read(first, stop) if first < stop else ():
                 begun = int((rows[PLACE] == 0).sum())
                 # A source may learn more of its trajectories as it reads them.
                 records = [
                     record._replace(number=record.number + shift)
-                    for record in source.records[told : told + begun]
+                    for record in source.records[first_record : first_record + begun]
                 ]
                 check_numbers(records)  # they may have become too large
                 yield (shift_numbers(rows, shift) if shift else rows), records
-                told += begun
+                first_record += begun
             before += len(source.records)
             free = max([free, source.counter + shift])
 

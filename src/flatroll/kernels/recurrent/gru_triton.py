@@ -36,7 +36,7 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 def runs_of_block(
     firsts: tl.tensor, lengths: tl.tensor, block: tl.tensor, runs: tl.tensor, RUNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """First row and length of each run of a block; runs behind the last one have length 0."""
+    """Return first row and length of each run of a block; runs after the last one have length 0."""
     run = block * RUNS + tl.arange(0, RUNS)
     first = tl.load(firsts + run, mask=run < runs, other=0)
     return first, tl.load(lengths + run, mask=run < runs, other=0)
@@ -64,7 +64,7 @@ def store_gates(
     c: tl.tensor,
     d: tl.tensor,
 ) -> None:
-    """Write what :func:`load_gates` reads."""
+    """Store what :func:`load_gates` loads."""
     tl.store(at, a, mask=active)
     tl.store(at + hidden, b, mask=active)
     tl.store(at + 2 * hidden, c, mask=active)
@@ -205,7 +205,7 @@ def gru_backward(
                 flat = (row * hidden)[:, None] + unit[None, :]
                 state = tl.load(before + flat, mask=active, other=0).to(REAL)
                 at_carry = carried[:, None] + unit[None, :]
-                # at its last row a run carries nothing yet
+                # at a run's last row there is no carried gradient
                 now = tl.load(at_carry, mask=active & (length > step + 1)[:, None], other=0)
                 now += tl.load(grad + flat, mask=active, other=0).to(REAL)
                 d_n = now * (1 - z) * (1 - n * n)

@@ -112,7 +112,7 @@ def lstm_backward(
             step = steps - 1 - back
             row = first + step
             alive = (length > step)[:, None]
-            later = (length > step + 1)[:, None]  # at its last row a run carries nothing yet
+            later = (length > step + 1)[:, None]  # at a run's last row there is no carried gradient
             before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)

@@ -1,4 +1,4 @@
-"""A checksum of bytes, XXH64, at the speed of memory: compiled kernels.
+"""The XXH64 checksum at memory speed: compiled kernels.
 
 Four lanes take one 64-bit word each of every 32 bytes, so that their multiplications overlap. A lane's step is a
 bijection of its word: one changed word always changes its lane.
@@ -43,7 +43,7 @@ def new_state() -> Array:
 
 @compiled(inline="always")
 def _turn(word: np.uint64, bits: int) -> Any:
-    """The word with its bits rotated to the left."""
+    """Rotate a word's bits to the left."""
     return (word << np.uint64(bits)) | (word >> np.uint64(64 - bits))
 
 
@@ -54,7 +54,7 @@ def _step(lane: np.uint64, word: np.uint64) -> Any:
 
 @compiled()
 def absorb(state: Array, address: Int, size: Int) -> None:
-    """Take the ``size`` bytes at ``address`` into the state."""
+    """Update the state with the ``size`` bytes at ``address``."""
     rest = state[_REST:].view(np.uint8)  # [32]
     held = np.int64(state[_COUNT] % np.uint64(_STRIPE))
     state[_COUNT] += np.uint64(size)

@@ -10,16 +10,16 @@ This module imports numba: import it inside the function that needs it.
 from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 
-#: What a new row shares all frames but its newest with: nothing, a stored row, the row before it.
+#: The row with which a new row shares all but its newest frame: none, a stored row, the previous row.
 NOTHING, STORED, BEFORE = 0, 1, 2
-_STRIDE = 64  # words compared before the next look whether they differ
-_PAGE = 4096  # bytes within which the hardware loads ahead by itself
+_STRIDE = 64  # words compared between checks for a difference
+_PAGE = 4096  # range in bytes of the hardware prefetcher
 _LINES = 4  # cache lines it takes to begin
 
 
 @compiled()
 def _equal(left: Array, right: Array) -> bool:
-    """Whether two frames agree; a constant number of words at a time, which compiles to wide instructions."""
+    """Compare two frames, a constant number of words at a time, which compiles to SIMD instructions."""
     whole = len(left) - len(left) % _STRIDE
     # any bit that differs stays in ``difference``; no branch inside of the inner loop
     for first in range(0, whole, _STRIDE):
@@ -49,7 +49,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
     rows, stack = values.shape[:2]
     new = 0
     for j in range(rows):
-        # a row that continues another one shows its frames but the oldest, shifted by one place
+        # a row that continues another one has its frames except the oldest, shifted by one
         shares[j] = NOTHING
         if hint[j] >= 0:
             for k in range(stack - 1):
@@ -73,7 +73,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
 
 @compiled()
 def _give_up(state: Records, counts: Array, frame: Int) -> None:
-    """Forget one naming of ``frame``."""
+    """Drop one reference to ``frame``."""
     if frame == 0:
         return
     counts[frame] -= 1
@@ -99,7 +99,7 @@ def replace(
     What they share is held before anything is given up, so that it survives even if its row is one of ``slots``.
     """
     stack = refs.shape[1]
-    # count the new names first, then give up the old ones, then write the new ones
+    # count the new references first, then drop the old ones, then write the new ones
     for j in range(len(slots)):
         if shares[j] == STORED:
             for k in range(stack - 1):

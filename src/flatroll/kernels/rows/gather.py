@@ -22,10 +22,10 @@ from flatroll.kernels.rows.spans import Spans
 K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
-_AHEAD = 16  # stretches between asking for one and copying it
+_AHEAD = 16  # prefetch distance in stretches
 _MOST = 2**22  # bytes; torch shares larger copies out among its threads
 _DENSE = torch.strided
-_LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
+_LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
 
 @compiled()
@@ -63,8 +63,8 @@ def gather(
             count += 1
         stretches[count - 1, 2] += 1
         before, before_near = row, is_near
-    # Copy column by column, and ask for memory _AHEAD stretches earlier: the round k = -1 only asks for the first
-    # ones, then each stretch copied asks for one more, in the same order, across the ends of columns.
+    # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
+    # then each copied stretch prefetches one more, in the same order, across the ends of columns.
     asked, following = 0, 0  # column and stretch to ask for next
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
@@ -167,7 +167,7 @@ class HostBlock:
         ``slot`` and the slots after it; IndexError unless all of them are within the block."""
         if slot < 0 or rows < 0 or slot + rows > self.rows:
             raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
-        # Numbers in host memory as they are, row after row; those of most batches are so already.
+        # Contiguous numbers in host memory, which most batches have already.
         plain = [
             value
             if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
@@ -318,8 +318,8 @@ class HostColumns(Generic[K]):
         return block
 
 
-_AHEAD = 16  # stretches between asking for one and copying it
-_LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
+_AHEAD = 16  # prefetch distance in stretches
+_LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
 
 @compiled()

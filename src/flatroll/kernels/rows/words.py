@@ -71,7 +71,7 @@ def _words(column: Tensor) -> Tensor:
 def hash_words(words: Tensor) -> Tensor:
     """Hash rows of words (int64 ``[N, W]``) to int64 ``[N]``: a fixed function, the same in every process and machine.
 
-    It spreads rows evenly, but is no secret: whoever chooses the rows can make two rows of one hash.
+    It distributes rows evenly, but is not cryptographic: collisions can be constructed.
 
     >>> hash_words(torch.tensor([[1, 2], [2, 1], [1, 2]])).unique().numel()
     2

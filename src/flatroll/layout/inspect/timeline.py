@@ -74,7 +74,7 @@ def timeline(
             key of the trajectory ids, for one tint per trajectory.
 
     Raises:
-        ImportError: matplotlib is missing; the text names the extra.
+        ImportError: matplotlib is missing; the message names the extra.
         KeyError: no boundary marker, or no column ``color_by``.
         ValueError: the batch is empty, ``max_runs`` is below 1, or ``color_by`` has more than one value per
             row.

@@ -184,8 +184,8 @@ class InTurn(Gatherer):
         while True:
             for member in self.team.members:
                 limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
-                if limit != member.told:
-                    member.told, member.ended = limit, False
+                if limit != member.row_limit:
+                    member.row_limit, member.ended = limit, False
                     member.ask(self._rows, limit)
                 if not member.ended:
                     member.link.go_on(windows)

@@ -79,7 +79,7 @@ class Member:
     since: float  # time of its start, last idle moment or last message; inf while it waits for the owner
     ready: bool = False  # its collector exists
     frames: int = 0  # rows collected at its last message
-    told: int | None = None  # row limit of its last request; -1: none
+    row_limit: int | None = None  # row limit of its last request; -1: none
     ended: bool = False  # it has reached the limit
     overdue: TimeoutError | None = None  # why it was killed
 
