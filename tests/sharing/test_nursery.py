@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -61,6 +62,28 @@ def fill(channel: Channel, count: int) -> None:
 def hang(channel: Channel) -> None:
     channel.send("hanging")
     time.sleep(1000)
+
+
+def count_to(channel: Channel, count: int) -> None:
+    for number in range(count):
+        channel.send("number", number)
+    channel.send("done")
+    channel.receive("never")
+
+
+def test_messages_that_were_read_cost_no_system_call(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = nursery.start(count_to, count=50)
+    worker.receive("done")
+    reads = []
+    receive = socket.recv_fds
+    monkeypatch.setattr(socket, "recv_fds", lambda *args: reads.append(1) or receive(*args))
+    for number in range(50):
+        assert worker.has_news() and worker.receive() == ("number", number)
+    assert not reads
+    assert not worker.has_news() and len(reads) == 2  # its channel, and the report of its end
+    nursery.end([worker])
 
 
 def test_a_worker_is_alone_in_its_process(nursery: Nursery) -> None:

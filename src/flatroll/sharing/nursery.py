@@ -277,9 +277,12 @@ class Worker:
 
     def has_news(self) -> bool:
         """Whether it has sent something not yet received, or has exited."""
-        ended = self.has_ended()  # asked first: what it sent before its end is then there to read
-        self.channel.feed()
-        return self.channel.has_messages() or ended
+        if not self.channel.has_messages():
+            self.channel.feed()
+        if self.channel.has_messages() or not self.has_ended():  # each of them is a system call
+            return self.channel.has_messages()
+        self.channel.feed()  # what it sent before its end is there now
+        return True
 
     def sources(self) -> list[Channel]:
         """What can be read once it has sent something more, or ended, if `has_news` has said that there is nothing."""
@@ -302,10 +305,13 @@ class Worker:
                 and text if it cannot be made here.
         """
         deadline = None if timeout is None else monotonic() + timeout
+        ended = False
         while True:
-            ended = self.has_ended()
-            self.channel.feed()
             message = self.channel.pop(*(kinds and (*kinds, FAILED)))
+            if message is None:  # each read is a system call
+                ended = self.has_ended()
+                self.channel.feed()
+                message = self.channel.pop(*(kinds and (*kinds, FAILED)))
             if message is not None and message[0] != FAILED:
                 return message[1] if len(kinds) == 1 else message
             if message is not None:

@@ -30,13 +30,12 @@ from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
 
+_DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
+
 
 def _named(name: str, keys: object) -> list[NestedKey]:
     """Return a key, a list of keys or None as a list."""
     return [] if keys is None else key_names(name, keys, one=True)
-
-
-_DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 
 class Edges(NamedTuple):
