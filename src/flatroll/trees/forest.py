@@ -367,7 +367,7 @@ class MCTSForest:
     def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
         """Extract the tree rooted at an observation. Each state is expanded once; see `Tree`.
 
-        It takes time and memory in the number of transitions that can be reached, whatever ways lead to them. A tree
+        It takes time and memory in the number of transitions that can be reached, whatever paths lead to them. A tree
         shows the forest as it was when the tree was cut.
 
         Args:
