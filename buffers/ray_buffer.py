@@ -51,8 +51,8 @@ class RayReplayBuffer(Facts):
     """A `ReplayBuffer` in a Ray actor; any process of the cluster may use it.
 
     Only the actor writes. Each call is a round trip to it and much slower than a local buffer, so a single trainer
-    should use an ordinary `ReplayBuffer` that a `RayCollector` fills. ``prefetch`` samples are requested ahead.
-    Requires Ray: ``pip install 'flatroll[ray]'``.
+    should use an ordinary `ReplayBuffer` that a `RayCollector` fills. For several trainers, ``prefetch`` samples are
+    requested ahead. Requires Ray: ``pip install 'flatroll[ray]'``.
 
     Parts are given as functions that create them in the actor. Pickled into a Ray task or actor, it remains the same
     buffer.

@@ -475,7 +475,7 @@ def vtrace_advantage_estimate(
         gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
         log_pi: log-probability of each row's action under the current policy; the reward's shape, or 1 for its
             features.
-            log_mu: the same under the behaviour policy.
+        log_mu: the same under the behaviour policy.
         state_value: value of each row's observation, floating ``[*B, T, *F]`` or ``[N]``.
         next_state_value: value of each row's next observation, same shape; not read where terminated.
         reward: floating, same shape.

@@ -38,17 +38,17 @@ class RewardScale(TensorDictModuleBase):
     """Divides rewards by the running deviation of the discounted return, so that values have one scale.
 
     ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode, and
-    ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics. Returns continue
-    across batches with their trajectories.
+    ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics, which cover
+    the rows of all batches. The return of a trajectory continues in the next batch.
 
     Rewards are scaled where they are read, never in storage: give it to an estimator (``GAE(reward_scale=scale)``) or a
     loss (``loss.make_value_estimator(gamma=0.99, reward_scale=scale)``). For other libraries' losses, call it on the
     sample, and have the loss read what it writes. Either way the batch keeps its raw reward, and old rows of a replay
     buffer get the current scale.
 
-    Results match Stable-Baselines3's ``VecNormalize``, and Gymnasium's ``NormalizeReward`` for truncated episodes (it
-    drops the return at terminations). Unlike here, both start with a count of 1e-4 and scale each reward by the
-    statistics at its step.
+    The formula is that of Stable-Baselines3's ``VecNormalize``, and of Gymnasium's ``NormalizeReward`` except in rows
+    that terminate, where Gymnasium drops the return so far. Both start with a count of 1e-4 instead of 0 and scale
+    each reward by the statistics at its own step, so their numbers differ slightly.
 
     Args:
         gamma: discount in [0, 1], that of the estimator. Default: 0.99.

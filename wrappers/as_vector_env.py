@@ -30,7 +30,7 @@ def as_vector_env(
     The adapted env keeps this contract:
 
     * Gymnasium spaces, batched and single, with corrected bounds; leaves are Box, Discrete, MultiDiscrete or
-    MultiBinary.
+      MultiBinary.
     * ``metadata["autoreset_mode"]`` is NEXT_STEP or SAME_STEP. A DISABLED env becomes SAME_STEP: its ended rows are
       reset right after the step.
     * Reward is float32 ``(E,)``, flags are bool ``(E,)``, on the env's device. The caller owns all returned arrays.
@@ -38,7 +38,7 @@ def as_vector_env(
       an episode; only the rows of ended episodes are meaningful. If the env hides it, ``final_obs`` is missing, and
       the stream's ``known`` is False in the rows whose next observation is lost.
     * ``reset(options={"reset_mask": mask})`` resets the masked rows, returns all rows, and does not modify
-    ``options``.
+      ``options``.
     * Actions may be NumPy or torch; a wrong row count, shape or dtype raises an exception.
 
     Args:

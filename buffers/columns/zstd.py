@@ -40,8 +40,7 @@ class ZstdColumn(Column):
         dtype: dtype of the values, any.
         device: device of decoded values, default ``"cpu"``; compressed rows stay on the host.
         level: zstd level, 1 to 22, default 3. Higher ones save a few percent of Atari frames and take 2 to 4 times
-            the
-            time to write, none to read.
+            the time to write, none to read.
         threads: maximum number of threads, default that of torch.
 
     Raises:

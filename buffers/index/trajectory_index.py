@@ -261,10 +261,12 @@ class TrajectoryIndex(Ring):
     ) -> Tensor:
         """Draw ``count`` slots, with replacement, of marked rows at which slices start; int64 ``[count]``.
 
-        A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly; the slice begins at the row at or
-        before it that ``marks`` (bool ``[capacity]``, by slot) marks, or, where the ring has dropped that, at the first
-        marked one. Rows after the last start needed to reach the trajectory's end are not drawn; the last slice may
-        be short, unless ``strict``.
+        A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly. The slice begins at the last row up
+        to the drawn one that ``marks`` (bool ``[capacity]``, by slot) marks, or at the trajectory's first marked row
+        if the ring has dropped that one.
+
+        The last start is the first marked row whose slice reaches the end of the trajectory, and that slice may be
+        short; with ``strict``, it is the last marked row with ``length`` rows. Rows are drawn up to the mark after it.
 
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough and marked where a slice could start.
@@ -360,7 +362,8 @@ class TrajectoryIndex(Ring):
         return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
-        """Return first slots (int64) of trajectories shortened below ``length`` by dropping rows from ``head`` on."""
+        """Return first slots (int64) of the trajectories that have fewer than ``length`` rows, but some, since the ring
+        dropped the rows from number ``head`` on; possibly also of trajectories that were shorter before."""
         claimed, count = self._claimed
         # Only trajectories that claim has just shortened, if it dropped the rows from head on; else all.
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))

@@ -28,9 +28,9 @@ class SliceSampler(Sampler):
     replacement. Slices run across the windows of a collector and the writes of interleaved workers, never across
     trajectories or the write head.
 
-    In the sample, the first row of each slice has ``is_init`` True, and the last row has ``done`` True, and
-    ``truncated`` True unless it is terminated. Other rows keep the env's flags. These entries are always in the
-    sample, so code that splits at ``is_init`` or ``done`` separates the slices.
+    In the sample, the first row of each slice has ``is_init`` True, whatever was stored, and the last row has ``done``
+    True, and ``truncated`` True unless it is terminated. Other rows keep the stored flags. These entries are always in
+    the sample, so code that splits at ``is_init`` or ``done`` separates the slices.
 
     Args:
         num_slices: slices per sample; ``slice_len`` is then ``batch_size // num_slices``.
@@ -61,8 +61,8 @@ class SliceSampler(Sampler):
         cache_values, compile, use_gpu: accepted for compatibility, without effect.
         start_key: bool entry that marks the rows at which slices may begin. Default ``("collector", "has_state")`` if
             present: ``Collector(state_stride=m)`` marks the rows with recurrent states. A slice then begins at the
-            last marked row not after the drawn one; the last slice of a trajectory may be shorter (not with
-            ``strict_length``). None: anywhere.
+            last marked row up to the drawn one. A trajectory's last slice may be shorter than ``slice_len`` by up to
+            the distance of two marks (not with ``strict_length``). None: anywhere.
         max_policy_lag: draw only slices whose rows all have a ``("collector", "policy_version")`` at most this much
             below the newest one (`policy_version`); relative probabilities do not change.
 

@@ -168,15 +168,12 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             sample.
         fill: draw enough slices for ``batch_size`` rows; the next sample continues with the rest of a cut slice.
             False: draw ``batch_size // slice_len`` slices, so a sample with short ones has fewer rows. Default True.
-        end_key, end_keys: mark the last row of an episode.
-        traj_key: constant within a trajectory.
-        truncated_key: marked at the end of slices.
+        end_key, end_keys, traj_key, truncated_key: see `SliceSampler`.
         strict_length: draw only slices of ``slice_len`` rows: shorter trajectories are skipped, and with
             ``by="start"`` rows before and after the full slices are left out of the pass. Default False.
         shuffle: draw the order of each pass. Default True. False: in storage order of the slices' first rows, and
             with ``by="start"`` cut from the first row on.
-        pad_output: see `SliceSampler`.
-        init_key: marked at the start of slices.
+        pad_output, init_key: see `SliceSampler`.
         by: ``"trajectory"`` (default) or ``"start"``, see above.
         cache_values, compile, use_gpu: accepted for compatibility, without effect.
         max_policy_lag: skip slices with a row that is too old, see `SliceSampler`; a newer version begins a new pass.

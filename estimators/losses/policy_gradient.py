@@ -249,7 +249,7 @@ class PolicyGradientLoss(LossModule):
         clip_value: clipping distance of the value from the one in the batch, above 0; the larger of the clipped and
             the unclipped critic loss is used. Default: None (or False), no clipping.
         normalize_advantage: normalise the advantage to zero mean and unit deviation over the rows that count.
-        Default: False.
+            Default: False.
         separate_losses: the critic loss does not train parameters shared with the actor. Default: False.
         burn_in, reduction, diagnostics: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``, True.
         functional: stored as an attribute, without effect: the loss always calls the networks themselves, so they may

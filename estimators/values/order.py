@@ -73,7 +73,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
         observed: keys of the observations; those without a next entry are left out.
 
     Raises:
-        ValueError: a row's next observation is not that of the next row.
+        ValueError: a row's next observation is the observation of a row other than the next one.
     """
     count, size = at.ends.numel(), batch.batch_size
     if count < 2:

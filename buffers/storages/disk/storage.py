@@ -82,8 +82,8 @@ class DiskStorage(ColumnStorage):
         flush_rows: publish rows once this many are buffered. Default: a full file.
         flush_seconds: publish rows this long after the first buffered one. Default: no limit.
         read_only: read the folder's current rows without writing; other processes may write to it.
-        sync: :meth:`flush` syncs to disk, safe from a power loss. If False, files only survive the process. Default
-            True.
+        sync: :meth:`flush` syncs to disk, safe from a power loss. If False, flushed rows survive only the end of the
+            process. Default True.
         segment_bytes: bytes of rows per file, buffered in memory. Default 64 MiB.
         verify: read all rows once and verify their checksums. Default False: only headers are verified.
 

@@ -46,7 +46,8 @@ def run_ends(
 
     Raises:
         KeyError: none of the three markers is in the batch.
-        TypeError: ``is_init`` or ``done`` is not bool; the batch is not a tensordict, or a key is none.
+        TypeError: ``is_init`` or ``done`` is not bool; the batch is not a tensordict, or a key is not a string or
+            tuple of strings.
         ValueError: the batch has no batch dimension.
 
     >>> import torch

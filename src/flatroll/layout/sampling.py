@@ -65,7 +65,7 @@ def draw(
 
     Returns:
         sample ``[*shape, *B, *E]``, log-probability ``[*shape, *B]``, and what transforms made the sample of; None
-        where there is not a transform.
+        if there is no transform.
 
     >>> from torch.distributions import Normal, TanhTransform
     >>> dist = TransformedDistribution(Normal(torch.tensor(12.0), 0.3), TanhTransform())

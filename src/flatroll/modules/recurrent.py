@@ -202,9 +202,9 @@ class GRUModule(RecurrentModule):
     * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True and written
       back to its in_key, so that a stored batch has the state before each step. A missing state is zeros if all rows
       are is_init rows.
-    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, separated by
-    :func:`flatroll.layout.run_starts`. Each run starts from the state stored at its first row, which the rollout used
-    there: the recorded outputs are recomputed without padding.
+    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, which begin at the rows of
+      :func:`flatroll.layout.run_starts`. Each run starts from the state stored at its first row, which the rollout
+      used there: the recorded outputs are recomputed without padding.
       With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
 
     The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row

@@ -111,7 +111,12 @@ def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
-    """Check options that depend on one another."""
+    """Check options that depend on one another; warn about ``split_trajs``.
+
+    Raises:
+        ValueError: an option needs trajectory ids and there are none, or ``split_trajs`` with a replay buffer.
+        TypeError: ``interruptor`` has no ``is_set()``.
+    """
     if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
         raise TypeError(
             "interruptor must have a method is_set(), as threading.Event and multiprocessing.Event have, got "

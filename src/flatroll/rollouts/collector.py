@@ -88,7 +88,7 @@ class Collector(Facts):
         max_frames_per_traj: truncate episodes after this many steps (adds a StepCounter).
         init_random_frames: take random actions in the first rows, rounded up to a whole vector step; the policy's
             other outputs are recorded unchanged. Default 0.
-        reset_at_each_iter: reset the env before each batch.
+        reset_at_each_iter: reset the env before each batch, unless rows left over from the last one fill it.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
         postproc: function applied to each batch; its result is yielded. `final` refers to the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.

@@ -212,7 +212,7 @@ class PoolWindow(Window):
     def restart(self, surplus_from: Array, keep: bool = False) -> None:
         """Clear the window except for the open cells and the remaining transitions of the given envs.
 
-        A number instead of an array keeps no transitions.
+        ``surplus_from`` is int64, numbers of envs; any number instead keeps the open cells only.
         """
         left = surplus_from if isinstance(surplus_from, np.ndarray) else self._all[:0]
         ends = self._open

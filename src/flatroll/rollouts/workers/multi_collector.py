@@ -287,7 +287,10 @@ class MultiCollector(Facts):
 
     @property
     def final(self) -> TensorDict | None:
-        """The next observations that no row of the last batch holds, see `Collector.final`."""
+        """The next observations that no row of the last batch holds, with ``compact_obs=True``; see `Collector.final`.
+
+        ``"row"`` counts the rows of the whole batch. None if a replay buffer took the batch.
+        """
         return self._supply.delivery.final
 
     @property

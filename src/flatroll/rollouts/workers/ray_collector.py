@@ -50,8 +50,8 @@ class RayCollector(MultiCollector):
         workers_per_actor: with more than 1, each actor holds a `MultiCollector` with this many processes and requests
             as many CPUs; it returns their windows, or with ``sync`` one joint share. Default 1.
         num_threads: torch threads in each worker. Default 1.
-        start_timeout: seconds until an actor must be placed on a node and have its env. Default 300. step_timeout,
-        cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
+        start_timeout: seconds until an actor must be placed on a node and have its env. Default 300.
+        step_timeout, cat_results, preemptive_threshold, update_at_each_batch: as in `MultiCollector`. Stacks and
             preemption need ``workers_per_actor=1``.
         seed: each actor derives its own seeds from it for env, torch, NumPy and random actions. With ``sync`` runs
             are reproducible bit for bit. Default None.
@@ -69,7 +69,7 @@ class RayCollector(MultiCollector):
     Raises:
         ImportError: Ray is not installed.
         ValueError, TypeError: arguments are wrong or cannot be pickled; the message names them.
-        MemoryError: the windows in flight may exceed the object store; the message says by how much.
+        MemoryError: the windows in flight may exceed the object store; the message gives both sizes.
         TimeoutError: an actor was not ready in time, for example for lack of resources.
         WorkerDied: an actor died (`flatroll.sharing`).
 
@@ -220,7 +220,13 @@ class RayCollector(MultiCollector):
         super().update_policy_weights_(policy_or_weights)
 
     def stats(self) -> dict[str, Any]:
-        """Return `MultiCollector.stats` and counts of actors and windows in flight."""
+        """Return `MultiCollector.stats` and statistics of the actors.
+
+        Returns:
+            The entries of `MultiCollector.stats`; ``rows_held``, ``windows`` and ``policy_lag`` over all actors;
+            ``actors_made`` and ``actors_lost``; and ``collectors``, for each actor: its ``writer``, ``frames`` and
+            ``windows``, and ``in_flight``, its windows that are being collected or wait in the object store.
+        """
         stats, team, tallies = super().stats(), self._supply.gatherer.team, self._supply.tallies
         seen = [tally for tally in tallies if tally.lag_count]
         lag_sum, count = sum(tally.lag_sum for tally in seen), sum(tally.lag_count for tally in seen)

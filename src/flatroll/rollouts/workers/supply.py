@@ -146,7 +146,10 @@ class Supply:
             self._thread.raise_error()
 
     def close(self, timeout: float, keep_transport: bool = False) -> None:
-        """Stop thread and workers within about ``timeout`` seconds; does nothing in a forked copy of the owner."""
+        """Stop thread and workers within about ``timeout`` seconds; does nothing in a forked copy of the owner.
+
+        A second call does nothing, or finishes what Ctrl-C interrupted.
+        """
         if os.getpid() != self.owner:
             return
         self.closed = True

@@ -141,10 +141,17 @@ class Link(Protocol):
     name: str
 
     def ask(self, rows: int, limit: int) -> None:
-        """Request windows of ``rows`` rows, up to ``limit`` in total (or `WITHOUT_END`); ignores dead workers."""
+        """Request one window of ``rows`` rows if ``Job.sync``, else windows until the next `ask`.
+
+        The worker stops once it has collected ``limit`` rows in total (`WITHOUT_END`: no limit). If it is dead, this
+        does nothing; `receive` raises the error.
+        """
 
     def go_on(self, windows: int) -> None:
-        """Allow up to ``windows`` more windows if not ``Job.sync``; no-op if `Window.release` frees slots."""
+        """Allow up to ``windows`` more windows; called before each wait if not ``Job.sync``.
+
+        Does nothing in a transport whose workers continue whenever `Window.release` frees a slot.
+        """
 
     def cut(self) -> None:
         """Make it deliver the current window with the rows collected so far."""
@@ -165,7 +172,11 @@ class Link(Protocol):
         """
 
     def quiet(self, since: float, limit: float) -> float:
-        """Return the seconds since its current step began, or since ``since``; only compared with ``limit``."""
+        """Return the seconds since its current step began, or since ``since`` if no step is running.
+
+        ``since`` is a time of ``time.monotonic``. The result may be inexact, as long as it is right whether it is at
+        least ``limit``.
+        """
         ...
 
     def not_ready(self, limit: float) -> str:
@@ -217,10 +228,16 @@ class Transport(Protocol):
         ...
 
     def wait(self, links: Sequence[Any], timeout: float | None, wake: "Wake | None" = None) -> None:
-        """Wait for a message or death of one of these workers, for ``wake``, or for ``timeout`` seconds."""
+        """Wait for a message or death of one of these workers, for ``wake``, or for ``timeout`` seconds.
+
+        No message is read, so an interrupt loses nothing. It may return early.
+        """
 
     def end(self, links: Sequence[Any], timeout: float) -> None:
-        """Stop these workers within ``timeout`` seconds; a second call finishes an interrupted one."""
+        """Stop these workers, which have ``timeout`` seconds to end a step and close their envs.
+
+        A second call does nothing, or finishes an interrupted one.
+        """
 
     def close(self) -> None:
         """Close what the transport itself has started; a second call does nothing."""

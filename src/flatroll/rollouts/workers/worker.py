@@ -80,7 +80,10 @@ class WindowMaker:
         self.collector.frames_per_batch, self.collector.total_frames = rows, limit
 
     def make(self, waited: float) -> tuple[Note, list[Mapping[Any, Tensor]]]:
-        """Collect a window; return its note and its columns and *final*, without columns at the limit."""
+        """Collect a window; return its note, and the columns of its rows and of its *final* if there is one.
+
+        There are no columns once the limit is reached. ``waited`` is passed on in the note.
+        """
         collector, watch = self.collector, self._watch
         watch.begin_window()
         batch = next(collector, None)
