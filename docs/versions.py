@@ -38,8 +38,8 @@ PACKAGES = {
     "pandas": "`flatroll.export`",
     "pyarrow": "`flatroll.export`",
     "zstandard": "compressed columns",
-    "pettingzoo": "[games of several agents](agents.md)",
-    "vmas": "[games of several agents](agents.md)",
+    "pettingzoo": "[multi-agent games](agents.md)",
+    "vmas": "[multi-agent games](agents.md)",
     "triton": '`recurrent_backend="triton"`, Linux only',
     "stable-baselines3": "`trainers.sb3`",
     "sb3-contrib": "`trainers.sb3_recurrent`",
@@ -47,7 +47,7 @@ PACKAGES = {
     "rsl-rl-lib": "`trainers.rsl_rl`",
     "tianshou": "`trainers.tianshou`",
     "rl-games": "`trainers.rl_games`",
-    "torchrl": "`trainers.torchrl`; compared with in tests",
+    "torchrl": "`trainers.torchrl`, and comparisons in tests",
 }
 
 

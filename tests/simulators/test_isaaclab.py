@@ -1,4 +1,4 @@
-"""Isaac Lab's own episode code, with its managers, over a double of the simulator: carts that are pushed."""
+"""Isaac Lab's own episode code, with its managers, with a fake simulator of carts that are pushed."""
 
 from typing import Any
 
@@ -257,7 +257,7 @@ def test_rows_are_the_states_of_the_double(kind: str, final_obs: bool, report: A
     trace = trace_of(env, lambda: env.sim.after)
     batch = rollout(stream, policy, num_steps=STEPS, seed=0)
     counts = compare(batch, "policy", trace, ENVS)
-    name = f"Isaac Lab, {kind} env over a double" + (", compute_final_obs" if final_obs else "")
+    name = f"Isaac Lab, {kind} env, fake simulator" + (", compute_final_obs" if final_obs else "")
     report.add(name, "isaaclab", "SameStep", counts)
     assert (counts.rows, counts.false) == (ENVS * STEPS, 0)
     assert counts.known + counts.unknown > 4 * ENVS

@@ -390,7 +390,7 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
             f"flag must be bool, with the first dims of the column {tuple(column.shape)} on {column.device}, got "
             f"{flag.dtype} {tuple(flag.shape)} on {flag.device}"
         )
-    arrays = _readable_arrays((column,), (flag,), alike=False) if column.numel() else None
+    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
@@ -413,20 +413,19 @@ def _readable_arrays(
     columns: Sequence[Tensor],
     flags: Sequence[Tensor],
     factors: Sequence[Tensor | float] = (),
-    *,
-    alike: bool = True,
 ) -> list[Any] | None:
     """Return factors, columns and flags as NumPy arrays for a compiled loop; None if it cannot be used.
 
-    It requires plain CPU tensors without gradients, columns of one compiled dtype, and, if ``alike``, columns and flags
-    of one shape, since a loop does not check bounds. Columns and flags are copied only if they are not contiguous,
-    factors ``[N]`` or of the columns' shape never.
+    It requires plain CPU tensors without gradients, columns of one shape and one compiled dtype, and flags of their first
+    dims, since a loop does not check bounds. Columns and flags are copied only if they are not contiguous, factors
+    ``[N]`` or of the columns' shape never.
     """
     tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
     if not all(isinstance(x, Tensor) for x in tensors):
         return None
     dtype = columns[0].dtype
-    if alike and any(x.shape != columns[0].shape for x in (*columns, *flags)):
+    shape = columns[0].shape
+    if any(x.shape != shape for x in columns) or any(x.shape != shape[: x.ndim] for x in flags):
         return None
     if any(x.dtype is not torch.bool for x in flags) or any(x.layout is not torch.strided for x in tensors):
         return None
@@ -436,10 +435,11 @@ def _readable_arrays(
         return None
     if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
         return None
-    arrays, shape = [], columns[0].shape
+    arrays: list[Any] = []
     for factor in factors:
         if isinstance(factor, Tensor):
-            if factor.ndim and factor.shape != shape:
+            wide = zip(factor.shape[::-1], shape[::-1], strict=False)
+            if factor.ndim > len(shape) or any(n not in (1, m) for n, m in wide):
                 return None
             arrays.append(factor.detach().to(dtype).expand(shape).numpy())
         elif not isinstance(factor, (int, float)):
