@@ -416,9 +416,9 @@ def _readable_arrays(
 ) -> list[Any] | None:
     """Return factors, columns and flags as NumPy arrays for a compiled loop; None if it cannot be used.
 
-    It requires plain CPU tensors without gradients, columns of one shape and one compiled dtype, and flags of their first
-    dims, since a loop does not check bounds. Columns and flags are copied only if they are not contiguous, factors
-    ``[N]`` or of the columns' shape never.
+    It requires plain CPU tensors without gradients, columns of one shape and one compiled dtype, and flags of their
+    first dims, since a loop does not check bounds. Columns and flags are copied only if they are not contiguous,
+    factors ``[N]`` or of the columns' shape never.
     """
     tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
     if not all(isinstance(x, Tensor) for x in tensors):
