@@ -330,7 +330,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
 
 
 def _noted_shape(name: str, record: bytes) -> list[int]:
-    """The shape of a row that the metadata of a field notes; ValueError if it is none."""
+    """Return the shape of a row in a field's metadata; ValueError if it is invalid."""
     try:
         shape = json.loads(record)
     except (ValueError, RecursionError):
