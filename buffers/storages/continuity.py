@@ -107,7 +107,7 @@ class Compared(NamedTuple):
     def of(
         cls, storage: Storage, pool: NextPool | None, plain: "HostColumns[NestedKey] | None"
     ) -> "Compared":
-        """Find them for a storage with columns, of which ``plain`` are in host memory, and its `NextPool`, if any."""
+        """Find them for a storage with columns, the ``plain`` ones in host memory, and its `NextPool`, if any."""
         columns = storage.columns
         if pool is not None:  # the pairs that are kept once
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}

@@ -299,7 +299,7 @@ class MappedColumn(TensorColumn):
 
     def __init__(self, path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path = path
-        # Kept for `prefetch`; the tensor keeps the mapping alive by itself.
+        # Kept for `prefetch`; the tensor itself keeps the mapping alive.
         self._memory: mmap.mmap | None = None
         size = rows * math.prod(shape) * dtype.itemsize
         if size:
@@ -358,7 +358,7 @@ def frames_in_file(
     """A column of ``frames`` frames in the next file: ``first``, then numbered ones beside it; ``files`` gets it."""
     number = next(numbers)
     path = first.with_suffix(f".{number}.frames") if number else first
-    files.append(path)  # before it is made, so that a file of which only a part fits is removed, too
+    files.append(path)  # before it is made, so that a partly written file is removed, too
     column = MappedColumn(path, 0, dtype, torch.Size(shape))
     column.grow(frames)
     return column

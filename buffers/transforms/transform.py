@@ -265,7 +265,7 @@ def looks_ahead(transform: TransformLike) -> int:
 
 
 def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
-    """Return the transform that chooses rows of trajectories, which may stand in a `Compose`; None without one.
+    """Return the transform that chooses rows of trajectories, which may be in a `Compose`; None without one.
 
     Raises:
         ValueError: there are two.

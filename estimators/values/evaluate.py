@@ -127,7 +127,7 @@ class NetworkInputs:
         is_init_key: entry that marks run starts for recurrent modules.
         observed: keys of the observations.
         next_observed: keys of the next observations.
-        states: recurrent states, of which only the one at a run's first row is read.
+        states: recurrent states; only those at the first rows of runs are read.
         recurrent: the network remembers, so the rows of a run must reach it together.
     """
 

@@ -145,7 +145,7 @@ class Budgeted(Interleaved):
     Shapes are static and nothing syncs with the device. The observation behind each bootstrapped end stands right
     behind its row and moves the rows behind it one place on. A row counts (``valid``) if there is a place behind it.
     The rows moved out do not, and the trace of the last row that counts is cut there. Places left over repeat the
-    last row; nobody reads their values. ``position`` of a row that has no place is the series' last one.
+    last row; their values are not read. ``position`` of a row that has no place is the series' last one.
 
     Attributes:
         placed: bool ``[N]``, whether a row has a place.

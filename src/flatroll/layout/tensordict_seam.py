@@ -299,7 +299,7 @@ def build_distribution(
     batch: TensorDictBase,
     outputs: Mapping[NestedKey, Any] | None = None,
 ) -> Distribution:
-    """Return ``sampler.get_dist(batch)``, where entries of ``outputs`` stand for those of the batch.
+    """Return ``sampler.get_dist(batch)``, where entries of ``outputs`` replace those of the batch.
 
     >>> from torch.distributions import Normal
     >>> sampler = ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=Normal)
@@ -415,6 +415,6 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
 
 
 def _parts(own: Mapping[str, Any]) -> list[TensorDictModuleBase]:
-    """The parts of a sequence with these attributes, which stand in a ModuleList or a ModuleDict."""
+    """Return the parts of a sequence with these attributes, which are in a ModuleList or a ModuleDict."""
     parts: Any = own["_modules"]["module"]
     return list(parts._modules.values())

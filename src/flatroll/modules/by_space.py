@@ -512,7 +512,7 @@ class _Trunk(NamedTuple):
     """The parts of a network in front of its heads.
 
     Attributes:
-        parts: modules, the last of which writes ``features``.
+        parts: modules; the last one writes ``features``.
         features: their key.
         width: their size.
         has_mask: whether the observation holds a mask of the legal actions, which the parts do not read.

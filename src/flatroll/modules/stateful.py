@@ -311,7 +311,7 @@ def run_with_burn_in(
         head_out, head_after = over_runs(rows.index_select(0, first), part, starts.index_select(0, first))
     if not len(rest):
         return head_out, head_after
-    # where the entry rows stand in the rest, and where the rows before them stand in the head
+    # positions of the entry rows in the rest, and of the rows before them in the head
     entered = entry.index_select(0, rest)
     at = entered.nonzero().squeeze(1)
     before = torch.searchsorted(first, rest.index_select(0, at) - 1)

@@ -167,14 +167,14 @@ class Placement:
     """
 
     count: int  # lanes
-    run: Ints  # of which run each piece is
+    run: Ints  # run of each piece
     skipped: Ints  # rows of its run before the piece
     lane: Ints
     x: Ints  # its left edge
     width: Ints  # its rows
     xlabel: str
     heads: Ints  # int64 [count], the first real row of each lane
-    continuous: bool = False  # whether runs stand end to end
+    continuous: bool = False  # whether runs are drawn end to end
 
     def at(self, runs: Ints, rows: Ints) -> tuple[npt.NDArray[Any], Ints]:
         """Return the x position and the lane of row ``rows[k]`` of run ``runs[k]``."""

@@ -35,7 +35,7 @@ class RunIndex:
         first: int64 ``[R]``, the first row of each run, in rank order.
         last: int64 ``[R]``, its last row.
         order: int64 ``[N]``, the row at each packed position, or None where all runs have one length:
-            the batch is then ``[R, T]`` as it stands.
+            the batch is then ``[R, T]`` without reordering.
         place: int64 ``[N]``, the packed position of each row (the inverse of ``order``), or None.
     """
 
@@ -76,7 +76,7 @@ def run_index(starts: Tensor) -> RunIndex:
     first_ranked = first[by_rank]
     order = place = None
     if sorted_lengths[0] != sorted_lengths[-1]:
-        # step t begins at the sum of the steps before it; within a step rows stand by the rank of their run
+        # step t begins at the sum of the steps before it; within a step rows are ordered by the rank of their run
         rank = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(first.numel()))
         run = starts.cumsum(0) - 1
         row = torch.arange(rows)
