@@ -123,7 +123,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"it is no JSON: {error}") from None
+            raise DamagedFileError(f"it is not JSON: {error}") from None
         if depth(fields) > DEEPEST:
             raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
         try:
