@@ -215,8 +215,9 @@ class UpdateStep:
             if len({x.device for x in gradients}) > 1:
                 nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
             else:  # the same in half of its time
-                norm = torch.stack(torch._foreach_norm(gradients)).norm()
-                torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+                norm = torch.stack(torch._foreach_norm(gradients)).norm()  # pyright: ignore[reportPrivateImportUsage]
+                factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
 

@@ -343,7 +343,8 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         named = isinstance(batch, tuple) and isinstance(name, str)
         if isinstance(batch, list) and not isinstance(name, int):
             raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")
-        batch = getattr(batch, name) if named else batch[name]
+        place: Any = batch
+        batch = getattr(place, str(name)) if named else place[name]
     return batch
 
 

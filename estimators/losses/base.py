@@ -213,7 +213,7 @@ class LossModule(TensorDictModuleBase):
         if not is_tensor_collection(tensordict):
             if tensordict is not None and not isinstance(tensordict, Tensor):
                 checks.need_rows(tensordict)
-            columns = () if tensordict is None else (tensordict, *args)
+            columns: Any = () if tensordict is None else (tensordict, *args)
             return self._call_on_columns(*columns, **entries)
         if torch.compiler.is_compiling():
             losses = super().__call__(tensordict, *args, **entries)
@@ -221,7 +221,7 @@ class LossModule(TensorDictModuleBase):
             try:
                 losses = super().__call__(tensordict, *args, **entries)
             except checks.BLAMED as error:
-                checks.blame_entries(type(self).__name__, tensordict, self.readable_keys, error)
+                checks.blame_entries(self, tensordict, self.readable_keys, error)
                 raise
         selected = self._out_keys_apparent
         return losses if selected is self._out_keys else losses.select(*selected)

@@ -423,7 +423,8 @@ class ValueEstimator(TensorDictModuleBase):
                 try:
                     reward, advantage, target, values = self._estimate_series(*arguments)
                 except BLAMED as error:
-                    blame_entries(type(self).__name__, series, self.in_keys, error)
+                    entries: list[Any] = self.in_keys
+                    blame_entries(self, series, entries, error)
                     raise
         if dim != last:
             reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))

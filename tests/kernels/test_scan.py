@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,15 @@ def test_strided_and_half_inputs() -> None:
     half = b.bfloat16()
     assert segmented_scan(0.9, half, ends).dtype is torch.bfloat16
     assert segmented_scan(0.9, torch.ones(0), torch.ones(0, dtype=torch.bool)).shape == (0,)
+
+
+@pytest.mark.parametrize("decay", [0.9, (6,), (6, 1), (6, 4), ()], ids=str)
+def test_features_run_in_the_compiled_loop(decay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = decay if isinstance(decay, float) else torch.rand(decay)
+    b, ends = torch.randn(6, 4), torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.bool)
+    expected = segmented_scan(a, b.requires_grad_(), ends).detach()
+    monkeypatch.setattr(scan, "_doubling", None)  # the form for devices, forty times slower here
+    torch.testing.assert_close(segmented_scan(a, b.detach(), ends), expected)
 
 
 def test_longest_saves_passes_and_changes_no_result() -> None:

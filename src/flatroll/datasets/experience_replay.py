@@ -64,36 +64,36 @@ class DatasetOptions(TypedDict, total=False):
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     """A data set as a replay buffer: its rows stay on disk and are read-only.
 
-    The class itself opens a folder that `flatroll.datasets.convert` or `preprocess` made; its subclasses know the files
-    of published sets. They fetch them once, convert them once into ``<root>/<dataset_id>``, and open that folder from
-    then on. A conversion that was interrupted is begun anew: a folder is there whole or not at all.
+    The class itself opens a folder made by `flatroll.datasets.convert` or `preprocess`. Subclasses read the files of
+    published sets: they fetch them once, convert them once into ``<root>/<dataset_id>``, and later open that folder.
+    Conversions are atomic: an interrupted one starts over.
 
     Args:
-        dataset_id: name of the set; here, or where it is the path of a converted folder, that folder.
-        batch_size: rows of a sample; with ``split_trajs`` trajectories. Default: that of each `sample` call.
+        dataset_id: name of the set, or path of a converted folder.
+        batch_size: rows per sample; with ``split_trajs``, trajectories. Default: set by each `sample` call.
         root: folder of the converted sets. Default: ``~/.cache/flatroll/<kind of set>``.
-        download: True to fetch and convert a set that is not there, ``"force"`` to do so in any case, False to use
-            what is there. Default True.
-        fetch: function ``(dataset_id, folder)`` that gets the set's files, where no library does it: it puts them into
-            ``folder``, which is removed after the conversion, or returns the path of those it has. `fetch_url` helps.
-        download_url: instead of ``fetch``, where a mirror has the set's files: the address of the file, or a list of
-            them, ``"https://HOST/{dataset_id}.hdf5"``; ``{dataset_id}`` stands for the name.
-        sampler: default `RandomSampler`; any other will do, such as `SliceSampler`.
+        download: True to fetch and convert a missing set, ``"force"`` to do so always, False to use only an existing
+            one. Default True.
+        fetch: function ``(dataset_id, folder)`` that gets the set's files, if no library does: it writes them into
+            ``folder``, which is removed after the conversion, or returns the path of existing files. See `fetch_url`.
+        download_url: instead of ``fetch``, the address of the set's file on a mirror, or a list of addresses, such as
+            ``"https://HOST/{dataset_id}.hdf5"``; ``{dataset_id}`` is replaced by the name.
+        sampler: default `RandomSampler`; any sampler can be used, such as `SliceSampler`.
         writer: default `ImmutableDatasetWriter`.
         collate_fn, prefetch, transform, generator: see `ReplayBuffer`.
-        pin_memory: put samples into page-locked memory, from which a GPU copies faster. Nothing without a GPU.
+        pin_memory: put samples into page-locked memory, from which a GPU copies faster. Ignored without a GPU.
         split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
-            (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
+            (`split_trajectories`). Discouraged: a `SliceSampler` needs no padding.
         priority_key: see `TensorDictReplayBuffer`.
         verify: read and check all rows when the folder is opened; see `DiskStorage`. Default False.
         codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
         FileNotFoundError: the data set does not exist, and ``download`` is False or there is no way to fetch it.
-        ValueError: ``dataset_id`` is unknown, or leads out of ``root``; the folder is none of a data set, or was made
-            with other arguments of the conversion.
-        BlockingIOError: another process converts the set right now.
-        ImportError: a library is missing that reads the files; the message names the extra.
+        ValueError: ``dataset_id`` is unknown, or its path is outside ``root``; the folder does not contain a data set,
+            or was converted with other arguments.
+        BlockingIOError: another process is converting the set.
+        ImportError: a library that reads the files is missing; the message names the extra.
 
     >>> import tempfile
     >>> from tensordict import TensorDict
@@ -202,7 +202,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             fetch_url(url.replace("{dataset_id}", quote(dataset_id)), folder, max_bytes=free)
 
     def _check_known(self) -> None:
-        """Raise ValueError if the name is none of `available_datasets`."""
+        """Raise ValueError if the name is not in `available_datasets`."""
         if self.available_datasets and self.dataset_id not in self.available_datasets:
             raise unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)
 
@@ -292,25 +292,25 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     ) -> "BaseDatasetExperienceReplay":
         """Transform all rows once, in several processes, and store them on disk; return the new data set.
 
-        A piece that is done stays: a call that was interrupted goes on where it was when it is made again with the
-        same function, of the same code, defaults, closure and data. One that holds what cannot be compared (an open
-        file, a lock) begins anew each time. The new set is there when all of it is.
+        Finished pieces are kept: repeating an interrupted call with the same function (the same code, defaults, closure
+        and data) resumes it. A function with values that cannot be compared (an open file, a lock) starts over each
+        time. The new set appears only once it is complete.
 
         Args:
-            fn: function of a flat batch ``[n]``, consecutive rows as they are stored, that returns a batch ``[n]``.
-                It may change entries, add some and leave some out; not the number or order of rows.
-            num_workers: number of processes. Default: none, all is done here.
-            dest: folder of the new set. Default: it takes the place of this one, also for objects that are made of
-                the same arguments later, unless with ``download="force"``.
-            num_chunks: into how many pieces the set is cut. Default: its files, of 32 MiB.
+            fn: function from a flat batch ``[n]``, consecutive stored rows, to a batch ``[n]``. It may change, add and
+                remove entries, but not the number or order of rows.
+            num_workers: number of processes. Default: none, this process does the work.
+            dest: folder of the new set. Default: it replaces this set, also for objects created later with the same
+                arguments, except with ``download="force"``.
+            num_chunks: number of pieces. Default: the set's files, of 32 MiB.
             num_frames: use only this many first rows, to try ``fn``.
             mp_start_method: ``"spawn"``, ``"forkserver"`` or ``"fork"``. Default ``"spawn"``, for which a script needs
                 ``if __name__ == "__main__"``.
-            progress: show a bar. Default: where the error stream is a terminal.
+            progress: show a bar. Default: if stderr is a terminal.
 
         Raises:
-            ValueError: ``fn`` returns no flat batch of n rows, or other entries for other pieces.
-            FileExistsError: ``dest`` is there.
+            ValueError: ``fn`` does not return a flat batch of n rows, or its entries differ between pieces.
+            FileExistsError: ``dest`` exists.
         """
         place = self.data_path if dest is None else Path(dest)
         preprocess(
@@ -333,8 +333,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Return the rows for `torch.utils.data.DataLoader`; its workers divide the files among themselves.
 
         Args:
-            batch_size: rows of a batch; the last one of a file may have fewer. Default: that of the buffer.
-            shuffle: files in random order, and their rows; anew in each pass, as ``torch.manual_seed`` says.
+            batch_size: rows per batch; the last one of a file may have fewer. Default: the buffer's.
+            shuffle: shuffle files, and the rows of each file, in each pass; seeded by ``torch.manual_seed``.
 
         >>> import tempfile
         >>> from torch.utils.data import DataLoader

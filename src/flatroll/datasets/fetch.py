@@ -13,13 +13,13 @@ def fetch_url(
 
     Args:
         url: the address, ``http``, ``https`` or ``file``.
-        path: of the file to be made; a folder for a file of the address' last name in it.
+        path: the new file; or a folder, in which the file gets the last name of the address.
         max_bytes: refuse to write more.
-        timeout: seconds without any answer after which it is given up. Default 60.
-        progress: show a bar. Default: where the error stream is a terminal.
+        timeout: seconds without any response until it fails. Default 60.
+        progress: show a bar. Default: if stderr is a terminal.
 
     Raises:
-        ValueError: there are more bytes, or the address is of another kind.
+        ValueError: there are more bytes than ``max_bytes``, or the kind of address is not supported.
         OSError: the server does not respond, or the response is an error or incomplete; no file is left.
 
     >>> import tempfile

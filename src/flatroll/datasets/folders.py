@@ -38,9 +38,9 @@ class RowPiece(NamedTuple):
     """Consecutive rows ``[N]``.
 
     Attributes:
-        columns: ``[N, ...]`` by key, without the next entries that ``tails`` tells.
-        ends: int64 ``[E]``, ascending: the rows whose next entry is not the root entry of the row after, as far as the
-            source told; the last of them is row N - 1. Empty without ``tails``.
+        columns: ``[N, ...]`` by key, without the next entries that follow from ``tails``.
+        ends: int64 ``[E]``, ascending: the rows whose next entry may differ from the root entry of the next row; the
+            last of them is row N - 1. Empty without ``tails``.
         tails: next entries of these rows ``[E, ...]``, by root key.
     """
 
@@ -59,7 +59,7 @@ class RowPiece(NamedTuple):
     def following(self, rows: Tensor) -> Columns:
         """Return the next entries ``[M, ...]`` of ``rows`` (int64 ``[M]``, ascending) by root key."""
         last = int(self.ends[-1])
-        # Where each of the rows stands among `ends`, if it is one of them.
+        # Position in `ends` of each row that is in it.
         places = torch.searchsorted(self.ends, rows)
         known = (self.ends[places] == rows).nonzero().squeeze(-1)
         found: Columns = {}
@@ -112,7 +112,7 @@ class _PieceMemory:
 
     def __init__(self, like: Mapping[NestedKey, Tensor | Array], piece_bytes: int) -> None:
         self.kinds = {key: (value.dtype, value.shape[1:]) for key, value in like.items()}
-        # from here on tensors, so that torch's names of the dtypes stand in `columns`
+        # tensors from here on, so that `columns` has torch's dtypes
         rows = {key: _tensor(value[:0]) for key, value in like.items()}
         self.roots = state_pairs(rows)
         # Whether next entries of all batches so far were views of the root entries, so that no file needs them.
@@ -124,7 +124,7 @@ class _PieceMemory:
         self.columns = {
             key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
         }
-        # Memory that is never written to takes no memory: as many tails as rows would fit.
+        # Room for as many tails as rows; untouched pages take no memory.
         self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
         self.ends: list[int] = []
 
@@ -146,7 +146,7 @@ class _PieceMemory:
             self._unshift()
 
     def fill(self, columns: Mapping[NestedKey, Tensor | Array], first: int, count: int) -> int:
-        """Copy rows of a batch from ``first`` on, as many as fit, and return the first one that is left."""
+        """Copy rows of a batch from ``first`` on, as many as fit; return the first remaining row."""
         stop = min(count, first + self.rows - self.used)
         end = self.used + stop - first
         for key, value in columns.items():
@@ -246,14 +246,15 @@ def write_folder(
     """Write rows, each piece as a segment; the arguments and errors of `convert`.
 
     Args:
-        kinds: forms of entries that are not kept as they are.
-        layout: how rows are kept, if another folder says so already.
+        kinds: forms of entries that are not stored plainly.
+        layout: the form of all entries, if another folder determines it.
         first: number of the first row.
     """
     target = Path(path).resolve()
     _check_place(target, overwrite)
     files.make_folder(target.parent, synced=True)
-    # A piece is a file, whatever its size: merging would write it again. Names are synced once, with the manifest.
+    # Each piece becomes a file, whatever its size, since merging would rewrite it. Names are synced once, with the
+    # manifest.
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
             layout = layout or _layout_of(piece, kinds or {})
@@ -391,9 +392,9 @@ def convert(
 ) -> int:
     """Write flat batches to a folder of segments for `BaseDatasetExperienceReplay`; return the number of rows.
 
-    The folder has another name while it is written (``.<name>.part`` beside it), so under ``path`` stands all of it
-    or nothing; what a killed call left behind is begun anew by the next one. Memory holds one segment at a time. Next
-    observations that are those of the row after are not written twice. `flatroll.buffers.DiskStorage` reads the folder.
+    The folder is written under a temporary name (``.<name>.part`` beside it) and renamed when complete; after a killed
+    call the next one starts over. Memory holds one segment at a time. Next observations that equal the next row's are
+    not written twice. `flatroll.buffers.DiskStorage` reads the folder.
 
     Args:
         batches: flat batches ``[N]`` of the same entries (or their tensors by key, or arrays by dotted name):

@@ -32,7 +32,7 @@ Function = Callable[[TensorDictBase], TensorDictBase]
 #: Opens a folder: what it returns gives rows by their numbers.
 OpenRows = Callable[[Path], Any]
 _DATA = (bool, int, float, str, bytes, tuple, list, dict, set, np.ndarray, torch.Tensor)
-_DEEPEST = 40  # of objects within objects that are told apart
+_DEEPEST = 40  # nesting depth of objects that are compared
 
 
 def preprocess(
@@ -53,14 +53,14 @@ def preprocess(
     parts = dest.parent / f".{dest.name}.parts"
     stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
     first = parts / str(bounds[0][0])
-    # Pieces of another function, or of other rows, or those that a process that died was removing.
+    # Remove pieces of another function or of other rows, or ones that a dead process was removing.
     there = [path for path in parts.iterdir() if path.name.isdigit()] if parts.exists() else []
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
-    # The first piece says how rows are kept; it is made here.
+    # The first piece determines the rows' form; it is created here.
     work = _Work(open_rows(source), fn, parts, stamp, None)
     forms = _load(source)[0].forms
-    # What is compressed stays so; frames that were stacked may be no stacks any more.
+    # Compressed entries stay compressed; entries that were frame stacks may no longer be stacks.
     work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
     with progress_bar(bounds[-1][1], progress, "preprocessing") as bar:
         bar.update(work.do(bounds[0]))
@@ -131,7 +131,7 @@ _worker: _Work
 
 def _begin_work(rest: bytes, tensors: list[torch.Tensor]) -> None:
     global _worker
-    torch.set_num_threads(1)  # the processes are as many as the cores; and OpenMP does not survive a fork
+    torch.set_num_threads(1)  # there is a process per core, and OpenMP does not survive a fork
     open_rows, source, fn, parts, stamp, layout = unpack(rest, tensors)
     _worker = _Work(open_rows(source), fn, parts, stamp, Layout.from_json(layout))
 
@@ -243,7 +243,7 @@ def _names_of(code: CodeType) -> set[str]:
 class RowsDataset(IterableDataset[TensorDictBase]):
     """The rows of a converted folder in batches, for ``DataLoader(rows, batch_size=None, collate_fn=rows.collate)``.
 
-    Each worker reads the files whose turn it is, so every row comes once in a pass. Rows come as they are stored.
+    The workers divide the files among themselves, so a pass has every row once. Rows are returned as stored.
 
     Args:
         open_rows: opens the folder, in each worker.
@@ -282,5 +282,5 @@ class RowsDataset(IterableDataset[TensorDictBase]):
 
     @staticmethod
     def collate(batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch as it is, for the argument ``collate_fn`` of the loader, which would take it apart."""
+        """Return the batch unchanged; pass it as the loader's ``collate_fn``, whose default would split the batch."""
         return batch

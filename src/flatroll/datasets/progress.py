@@ -8,8 +8,8 @@ def progress_bar(total: int | None, progress: bool | None, what: str, unit: str 
 
     Args:
         total: expected count; None if unknown.
-        progress: True for a bar, False for none, None for one where the error stream is a terminal.
-        what: stands in front of the bar.
+        progress: True for a bar, False for none, None for one if stderr is a terminal.
+        what: label of the bar.
         unit: what is counted. Default ``"row"``.
 
     >>> with progress_bar(10, False, "converting") as bar:

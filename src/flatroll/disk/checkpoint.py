@@ -65,27 +65,27 @@ class Stateful(Protocol):
 class Checkpoint:
     """Saves the state of a whole run to a folder, in versions, and loads the newest.
 
-    A save is there as a whole or not at all, whatever the process is killed by, and writes of the buffer only the rows
-    that are new since the one before. Whatever has ``state_dict`` and ``load_state_dict`` can be part of it, as long as
-    its state is data: see `state_tree.pack`. No pickle is written or read.
+    Saves are atomic: if the process is killed, the folder still holds a complete version. Of the buffer only rows added
+    since the last save are written. A part is any object with ``state_dict`` and ``load_state_dict`` whose state is
+    plain data, see `state_tree.pack`. No pickle is written or read.
 
-    A run that loads goes on as if it had never stopped, as far as its env allows: the env's own state is not saved, so
-    a collector resets it, and trajectories that were open are cut. Save between batches.
+    A loaded run continues exactly, except for the env: its state is not saved, so a collector resets it, and open
+    trajectories are cut. Save between batches.
 
     Args:
-        path: of the folder, which the first save makes.
+        path: the folder; the first save creates it.
         buffer: a `ReplayBuffer` or `ReplayBufferEnsemble`.
         collector: a `Collector`.
         policy: a module.
-        optimizer: of torch.
+        optimizer: a torch optimizer.
         rng: whether to save the global generators of torch (CPU and CUDA), NumPy and Python, default True.
-        keep: versions that stay, default 2.
-        sync: return from `save` when the data are on the disk, safe from a power loss, default True.
-        overwrite: begin anew in a folder with a version that was not loaded, default False.
-        others: more parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
+        keep: number of versions kept in the folder, default 2.
+        sync: flush to disk before `save` returns, safe from a power loss, default True.
+        overwrite: start over in a folder with a version that was not loaded, default False.
+        others: further parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
 
     Raises:
-        TypeError: a part without ``state_dict`` and ``load_state_dict``, or a buffer under another name.
+        TypeError: a part lacks ``state_dict`` or ``load_state_dict``, or a buffer is given under another name.
 
     >>> import tempfile
     >>> from torch import nn
@@ -140,12 +140,12 @@ class Checkpoint:
         """Publish a version; return its number.
 
         Args:
-            extra: more values of your own, such as the number of steps: data that `load` returns.
+            extra: further values, such as the number of steps, which `load` returns.
 
         Raises:
-            TypeError: a part's state holds something that is no data; the message names it.
+            TypeError: a part's state has a value that is not plain data; the message names it.
             FileExistsError: the folder has a version that was neither loaded nor saved by this object.
-            OSError: the disk is full, or failed; the versions before stay.
+            OSError: the disk is full or failed; the previous versions are intact.
         """
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}

@@ -1,7 +1,7 @@
 """All file operations: the other modules of this room access files only through these functions.
 
-A test replaces them one by one: it records what a save does, plays the record back up to any point, and lets any
-operation fail. So the others call them as ``files.write(...)``, never by a name of their own.
+A test replaces them one by one: it records a save, replays the record up to any point, and makes any operation fail.
+Therefore other modules call ``files.write(...)`` and do not import the functions by name.
 """
 
 import ctypes
@@ -195,15 +195,15 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
     """Write a file atomically: an interrupted write leaves no file.
 
     Args:
-        folder: where it goes.
-        name: one that no file there has.
-        chunks: its bytes.
-        synced: return once it is on the disk.
-        named: and its name, too; False leaves that to a `sync_folder`, one for several files.
+        folder: folder of the file.
+        name: an unused name.
+        chunks: the bytes.
+        synced: flush the file to disk before returning.
+        named: also flush its name; if False, call `sync_folder` once for several files.
 
     Raises:
-        OSError: the disk is full or failed. Nothing of the file is left: who tries again writes it anew, since the
-            system may forget what a failed fsync did not write.
+        OSError: the disk is full or failed. The file is removed: a retry must write it again, since the system may
+            drop what a failed fsync did not write.
     """
     temporary, path = folder / f"{name}{TEMPORARY}", folder / name
     made = [temporary]

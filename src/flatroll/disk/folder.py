@@ -67,7 +67,7 @@ class Listing(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "Listing":
-        """List a folder; FileNotFoundError or NotADirectoryError if it is none."""
+        """List a folder; FileNotFoundError or NotADirectoryError if it is not a folder."""
         rows, versions, others, foreign = [], [], [], []
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
@@ -116,29 +116,29 @@ class Folder:
     """Rows and versions of a state in a folder, with atomic saves.
 
     Rows are a log: row r is the r-th that was ever written. `append` publishes rows as one immutable file, a
-    *segment*; `publish` writes a version, which names the segments, and holds a state: JSON and tensors. A writer has
-    the folder for itself; any number of readers may look meanwhile.
+    *segment*; `publish` writes a version, which names the segments and holds a state: JSON and tensors. One writer has
+    exclusive access; any number of readers may read meanwhile.
 
     Args:
-        path: of the folder. A writer makes it if it is missing.
+        path: the folder. A writer creates it if it is missing.
         write: whether to write; the folder is locked until `close`.
-        sync: return from `append` and `publish` once the data are on the disk, safe from a power loss. With False they
-            are safe from the end of the process only. Default True.
-        log: whether rows are safe when `append` returns, for `recover`. With False they are when `publish` does, which
-            syncs the names of all files at once. Default True.
-        keep: number of versions that stay. Default 2.
-        overwrite: begin anew in a folder that holds rows or versions, which go as new versions come. Default False: a
-            writer goes on from what it has loaded.
-        resume: the version that this run loaded or published last, so that it may go on from there without `load`; or
-            the (closed) folder that did, then nothing is read again.
-        segment_bytes: segments below this are merged as they gather. Default 32 MiB.
-        segment_rows: segments of this many rows are full, whatever their bytes. Default: no limit.
-        max_bytes: refuse to load a version whose files have more. Default: no limit.
+        sync: flush to disk before `append` and `publish` return, safe from a power loss. If False, data survive only
+            the end of the process. Default True.
+        log: whether rows are safe when `append` returns, for `recover`. If False, they are safe when `publish` returns,
+            which syncs the names of all files at once. Default True.
+        keep: number of versions to keep. Default 2.
+        overwrite: start over in a folder with rows or versions; new versions replace them. Default False: a writer
+            continues from what it has loaded.
+        resume: the version that this run loaded or published last, to continue from it without `load`; or the closed
+            `Folder` that did so, in which case nothing is read again.
+        segment_bytes: smaller segments are merged over time. Default 32 MiB.
+        segment_rows: segments with this many rows are full, whatever their bytes. Default: no limit.
+        max_bytes: refuse to load a version with larger files. Default: no limit.
 
     Raises:
-        FileNotFoundError: there is no such folder to read.
-        BlockingIOError: another writer has it.
-        ValueError: it holds other files and none of its own.
+        FileNotFoundError: the folder to read does not exist.
+        BlockingIOError: another writer has it open.
+        ValueError: it contains other files only.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as path:
@@ -178,7 +178,7 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # whatever the program's folder is later
+        self.path = file_path("path", path).absolute()  # the working directory may change
         flags(write=write, sync=sync, log=log, overwrite=overwrite)
         if resume is not None:
             expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
@@ -269,11 +269,11 @@ class Folder:
         """Read the newest version, or the one of this number: its state, and where its rows are (`read_rows`).
 
         Args:
-            number: of the version. Default: the newest.
-            strict: raise if the newest version is damaged. Default False: warn, and read the one before it.
+            number: number of the version. Default: the newest.
+            strict: raise if the newest version is damaged. Default False: warn and read the previous one.
 
         Raises:
-            FileNotFoundError: there is no version, or not this one; the message lists those there are.
+            FileNotFoundError: there is no version, or not this one; the message lists the existing ones.
             DamagedFileError: all versions are damaged, or one with ``strict``; the message names the files.
             ValueError: a later version of the package is needed, or the files have more than ``max_bytes``.
         """
@@ -398,9 +398,9 @@ class Folder:
 
         Raises:
             ValueError: ``first`` leaves a hole, a column does not fit, or the folder is open for reading.
-            TypeError: a dtype that files cannot hold.
-            FileExistsError: the folder holds what this run has not loaded.
-            OSError: the disk is full or failed; the rows before stand.
+            TypeError: files cannot store a dtype.
+            FileExistsError: the folder has data that this run has not loaded.
+            OSError: the disk is full or failed; existing rows are intact.
         """
         with self._turn:
             self._begin_change(change=False)
@@ -438,18 +438,18 @@ class Folder:
         """Publish a version with the rows appended so far and a state, and remove all but ``keep`` versions.
 
         Args:
-            state: what JSON can say; floats come back exactly.
-            tensors: the other part of the state, of any shapes.
+            state: JSON values; floats are restored exactly.
+            tensors: the rest of the state, tensors of any shapes.
             head: number of the version's first row. Default: `head`.
-            extra: anything else for JSON, which `flatroll inspect` shows.
+            extra: further JSON values, which `flatroll inspect` shows.
 
         Returns:
-            the number and line of the version: what ``resume`` takes.
+            the number and line of the version, for ``resume``.
 
         Raises:
             TypeError, ValueError: ``state`` is not JSON, or a dtype cannot be stored.
-            FileExistsError: the folder holds what this run has not loaded.
-            OSError: the disk is full or failed; the version before stands.
+            FileExistsError: the folder has data that this run has not loaded.
+            OSError: the disk is full or failed; the previous version is intact.
         """
         with self._turn:
             self._begin_change(change=False)
@@ -496,7 +496,7 @@ class Folder:
 
         Raises:
             ValueError: they are not, or a column does not fit.
-            OSError: the disk is full or failed; the rows before stand.
+            OSError: the disk is full or failed; existing rows are intact.
         """
         with self._turn:
             self._begin_change(change=False)
@@ -513,20 +513,20 @@ class Folder:
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Use another folder's segments as this folder's rows; files on the same disk are linked, not copied.
 
-        Segments of the same rows and checksums stay, the others go, once a version is published: until then the one
-        before stands, and `recover` finds its rows.
+        Own segments with the same rows and checksums are kept; the others are removed once a version is published.
+        Until then the previous version is valid, and `recover` finds its rows.
 
         Args:
-            segments: end to end, as `segments` of the other folder gives them.
+            segments: consecutive segments, from `segments` of the other folder.
 
         Raises:
-            OSError: the disk is full or failed; the rows before stand.
+            OSError: the disk is full or failed; existing rows are intact.
         """
         with self._turn:
             self._begin_change()
             own = {segment.contents: segment for segment in self._segments}
             adopted: list[Segment] = []
-            line = secrets.token_hex(4)  # of its own: rows of the version before may have the same numbers
+            line = secrets.token_hex(4)  # a new line: rows of the previous version may have the same numbers
             for segment in segments:
                 name = RowsName(segment.first, segment.end, line, 0)
                 adopted.append(own.get(segment.contents) or segment.share(self.path, name, synced=self._sync))
@@ -636,8 +636,8 @@ class Folder:
         listing = Listing.of(self.path)
         unused = {name for name in listing.rows if str(name) not in needed}
         inside = find_covered(unused, listing.rows) if unused else set()
-        # Manifests before their files: a kill leaves no version that misses some. A power loss may, of those that are
-        # not kept: they need no sync of their own.
+        # Remove manifests before their files, so that a kill leaves no version with missing files. A power loss may
+        # leave one, but only of versions that are not kept; therefore no extra sync is needed.
         loose = [
             name for name in (*map(manifest_name, listing.versions), *listing.others) if name not in needed
         ]
@@ -715,7 +715,7 @@ class Folder:
         return segments
 
     def read_version(self, number: int) -> LoadedVersion:
-        """Read a version: its state, and the headers of its rows' files. This run goes on as before.
+        """Read a version: its state, and the headers of its rows' files. The state of this object does not change.
 
         Raises:
             DamagedFileError: a file is missing or damaged.
@@ -753,9 +753,11 @@ class Folder:
     def _find_rows(
         self, listing: Listing, *, settled: bool, strict: bool
     ) -> tuple[Manifest | None, str, list[Segment]]:
-        """The newest version, the line of the files, and all rows that were published, end to end: those of that
-        version, and those in files listed after them. A file that is gone is lost if ``settled``, else a
-        MissingFileError; what is lost is a warning, or a DamagedFileError if ``strict``."""
+        """Find the newest version, the line of the files, and the segments of all published rows, in order.
+
+        These are the rows of that version and those in files after them. A missing file is lost if ``settled``, else a
+        MissingFileError; losses are a warning, or a DamagedFileError if ``strict``.
+        """
 
         def lose(text: str) -> None:
             if strict:
@@ -845,15 +847,15 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
 
 
 def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
-    """Position of the first of the last segments that should become one; the last position if none should.
+    """Return the position of the first of the last segments to merge; the last position if none should be merged.
 
-    Segments of at least ``whole.rows`` rows or ``whole.bytes`` bytes stay as they are. Of the shorter ones at the end,
-    all are merged once they make a whole segment together; before, as many as have `FAN_IN` times the bytes of the
+    Segments of at least ``whole.rows`` rows or ``whole.bytes`` bytes are not merged. The shorter ones at the end are
+    all merged once they form a whole segment together; until then, as many as have `FAN_IN` times the bytes of the
     largest of them.
 
     Args:
-        sizes: of all segments in order; the last one is about to be written.
-        whole: of a segment that is not short.
+        sizes: sizes of all segments in order; the last one is about to be written.
+        whole: size of a whole segment.
 
     >>> part, whole = Size(10, 100), Size(10_000, 100_000)
     >>> first_to_merge([whole, *[part] * 31], whole), first_to_merge([whole, *[part] * 32], whole)

@@ -34,7 +34,7 @@ class Trajectories(NamedTuple):
     Args:
         lengths: int64 ``[n]``, numbers of rows.
         returns: float64 ``[n]``, sums of rewards; None without a column of one reward per row.
-        ended: bool ``[n]``, whether the last row is done; None without a column that says so.
+        ended: bool ``[n]``, whether the last row is done; None without such a column.
     """
 
     lengths: Tensor
@@ -61,9 +61,9 @@ class Report(NamedTuple):
 
     Args:
         text: a description.
-        damage: what is wrong, a line each; empty if all is well.
-        trajectories: None without rows, or without a column that says where they begin or end.
-        title: name of the folder, and how many rows it has.
+        damage: one line per problem; empty if there is none.
+        trajectories: None without rows, or without a column that marks their starts or ends.
+        title: name of the folder and its number of rows.
         files: rows of each file, in order.
         versions: rows of each version, the newest first.
     """
@@ -161,7 +161,7 @@ def save_picture(report: Report, file: Path) -> None:
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra.
-        ValueError: there are no trajectories, or matplotlib does not know the file's ending.
+        ValueError: there are no trajectories, or matplotlib does not support the file's suffix.
     """
     try:
         from matplotlib.figure import Figure
@@ -276,10 +276,10 @@ def _table(columns: Schema) -> list[str]:
 
 
 def _trajectories(folder: Folder) -> Trajectories | None:
-    """Lengths and returns of runs by the boundary rule; rows of padding count as a trajectory of their own.
+    """Return lengths and returns of runs by the boundary rule; padding counts as a separate trajectory.
 
-    A trajectory that was written in several runs, as those of several envs are, is joined again: a run goes on with
-    the run before it of the same id, unless that is done or this one begins with ``is_init``.
+    Runs of the same trajectory, such as those of interleaved envs, are joined: a run continues the previous run of its
+    id, unless that one is done or this one begins with ``is_init``.
     """
     columns: dict[tuple[str, ...], Tensor] = {}
     first = folder.segments[0].first

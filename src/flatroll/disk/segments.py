@@ -151,8 +151,8 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
     """Return the size of columns of equal length.
 
     Raises:
-        ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not fit.
-        TypeError: a name is not a string, or a column no tensor.
+        ValueError: there is no column, their numbers of rows differ, or the lengths of a ragged one do not match.
+        TypeError: a name is not a string, or a column is not a tensor.
     """
     if not isinstance(columns, Mapping):
         raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
@@ -430,7 +430,7 @@ def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int
     """
     if not len(rows) or not size:
         return []
-    # Rows that are less than a page apart are one stretch.
+    # Rows less than a page apart form one stretch.
     gaps = np.flatnonzero(np.diff(rows) > 1 + mmap.PAGESIZE // size)
     begins = (first + rows[np.concatenate([[0], gaps + 1])] * size) // mmap.PAGESIZE * mmap.PAGESIZE
     ends = first + (rows[np.concatenate([gaps, [len(rows) - 1]])] + 1) * size

@@ -20,7 +20,7 @@ from flatroll.layout.export import optional_package
 from flatroll.layout.trajectories import nested_values
 
 _DEEPEST = 64  # levels of nesting, written and read
-_MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a bound of its own
+_MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a separate limit
 _WORTH = 1024  # bytes from which on compressing is tried
 _TRIAL = 2**16  # bytes compressed first, to see whether the rest is worth it
 _MOST_BITS = 13_000  # of an integer: Python reads 4300 digits
@@ -50,14 +50,14 @@ def pack(tree: Any, *, compress: bool = True, host: bool = True) -> tuple[Any, d
         tree: the values.
         compress: store arrays and tensors that shrink by a tenth or more compressed: with zstd at level 1, without
             the extra ``zstd`` with zlib. Default True.
-        host: bring tensors to the CPU. Default True; with False they stay on their devices, uncompressed.
+        host: copy tensors to the CPU. Default True; if False, they stay on their devices, uncompressed.
 
     Returns:
-        the JSON value, and the tensors by the names that it mentions: contiguous, no two of them of one memory.
+        the JSON value, and the tensors that it names: contiguous, without shared memory.
 
     Raises:
-        TypeError: a value of another kind, named by its path.
-        ValueError: more than 64 levels of nesting, as those of a tree that contains itself.
+        TypeError: a value is of another kind; the message has its path.
+        ValueError: there are more than 64 levels of nesting, for example in a tree that contains itself.
 
     >>> text, tensors = pack({("next", "reward"): [1, 0.5, torch.zeros(2)], 3: None})
     >>> unpack(text, tensors)
@@ -90,7 +90,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34)
 def to_plain(tree: Any) -> Any:
     """Return a tree as plain values and tensors, which torch loads without unpickling; `from_plain` is the inverse.
 
-    What no `pack` takes, such as an object of the caller's own, stays as it is.
+    Values that `pack` does not support, such as custom objects, are kept unchanged.
 
     >>> to_plain([np.zeros(1)])
     (['list', [['array', '0.raw', '<f8', [1]]]], {'0.raw': tensor([0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)})
@@ -165,7 +165,7 @@ class Packer:
         self._pairs.append([name, self.value(value, f"state[{name!r}]", 1)])
 
     def value(self, value: Any, path: str, depth: int) -> Any:
-        """The JSON form: null, true, integers and strings stand for themselves, anything else is [kind, ...]."""
+        """Return the JSON form: null, bools, integers and strings as such, anything else as [kind, ...]."""
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -376,7 +376,7 @@ class _Unpacker:
         return made
 
     def _memory(self, name: Any, size: int) -> Array:
-        """The ``size`` bytes of the tensor ``name``, uint8 in memory of their own."""
+        """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
         stored = self._tensors.get(name) if isinstance(name, str) else None
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
             raise damaged(f"its tree names the tensor {str(name)[:40]!r}, which is not there")

@@ -1,10 +1,10 @@
 """Safetensors files with checksums: header, writing, reading and mapping.
 
 A file has 8 bytes with the length of its header, the header (JSON), and the tensors' bytes end to end. Any tool that
-reads safetensors reads it. In the header's metadata stand the checksum of each tensor and, at a fixed place, the crc32
-of the header itself, so that no flipped bit goes unnoticed.
+reads safetensors reads it. The header's metadata has the checksum of each tensor and, at a fixed place, the crc32 of
+the header itself, so that every flipped bit is detected.
 
-Source: the page of the safetensors project on its format.
+Source: the safetensors project's description of its format.
 """
 
 import errno
@@ -62,7 +62,7 @@ _LENGTH = 8  # bytes before the header: its length
 # Bytes read before updating the checksum, so that they are still in the cache.
 _AT_ONCE = 1 << 20
 _ALIGNED = 64  # the tensors' bytes begin at a multiple of this
-# The header begins with these bytes, and then come the 8 hexadecimal digits of its own crc32 (taken with zeros there).
+# The header begins with these bytes and the 8 hexadecimal digits of its crc32 (computed with zeros there).
 _BEFORE_CHECKSUM = b'{"__metadata__":{"checksum":"'
 _NO_CHECKSUM = "00000000"
 
@@ -72,7 +72,7 @@ class DamagedFileError(ValueError):
 
 
 class MissingFileError(DamagedFileError):
-    """A required file is missing: somebody removed it, or a writer did after its name was read."""
+    """A required file is missing, perhaps removed by a writer after its name was read."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -114,10 +114,10 @@ class Header:
     """The header of a file.
 
     Args:
-        entries: name to where the tensor stands.
+        entries: position of each tensor by name.
         metadata: strings by name, without those that this module writes itself.
-        checksum: crc32 of the header, and by that of all that it says about the tensors.
-        size: of the whole file, in bytes.
+        checksum: crc32 of the header, which covers the tensors' checksums.
+        size: size of the whole file in bytes.
     """
 
     entries: dict[str, Entry]
@@ -137,12 +137,12 @@ def encode(
     """Return the header and the bytes of a file.
 
     Args:
-        tensors: name to the pieces of a tensor, which stand in the file one after the other along the first dimension.
-            They are not copied where they are contiguous, so they must not change until the file is written.
+        tensors: the pieces of each tensor by name, which are concatenated along the first dimension. Contiguous pieces
+            are not copied, so they must not change until the file is written.
         metadata: strings for the header.
 
     Raises:
-        TypeError: files cannot hold a tensor's dtype.
+        TypeError: files cannot store a tensor's dtype.
 
     >>> header, chunks = encode({"x": [torch.zeros(2, 3), torch.ones(1, 3)]}, {"by": "hand"})
     >>> header.entries["x"].shape, header.size == sum(memoryview(chunk).nbytes for chunk in chunks)
@@ -154,7 +154,7 @@ def encode(
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
-    # Those of large words first: each begins at a multiple of its own.
+    # Tensors with large words first, so that each is aligned to its word size.
     kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
     for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
@@ -212,7 +212,7 @@ def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     """Context manager: open a file of a folder; yield descriptor and size. Errors about its contents name it.
 
     Raises:
-        DamagedFileError: it is missing, no plain file, cannot be read by the disk, or the block says so.
+        DamagedFileError: the file is missing, not a regular file, unreadable, or the block raises this error.
     """
     try:
         descriptor, size = files.open_to_read(folder / name)

@@ -51,7 +51,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     """Decorate with ``numba.njit``, cached on disk, or in memory if no directory is writable.
 
     Args:
-        options: of ``numba.njit``, besides ``cache`` and ``nogil``.
+        options: options of ``numba.njit``, besides ``cache`` and ``nogil``.
 
     >>> @compiled()
     ... def twice(x):
@@ -65,7 +65,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         function.__qualname__ = f"{name}-{_HASH}"  # Numba names the file on disk by it
         try:
             kernel = numba.njit(cache=True, nogil=True, **options)(function)
-        except RuntimeError:  # Numba found no writable place: each process compiles for itself
+        except RuntimeError:  # no writable directory: each process compiles for itself
             kernel = numba.njit(nogil=True, **options)(function)
         function.__qualname__ = kernel.__qualname__ = name
         if _notice.kernels is not None:

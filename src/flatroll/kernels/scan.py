@@ -1,10 +1,10 @@
 """Backward recursions within the runs of a column: segmented scan, lambda-returns, GAE, V-trace.
 
-Each stands here twice. The loops at the end (``_..._loop``) are compiled by Numba at their first call and take one
-pass over float32 or float64 columns on the CPU; the torch form takes everything else (other dtypes and devices,
+Each is implemented twice. The loops at the end (``_..._loop``) are compiled by Numba at their first call and make one
+pass over float32 or float64 columns on the CPU; the torch form handles everything else (other dtypes and devices,
 gradients, ``torch.compile``) in log2(longest run) passes, without a host sync.
 
-What the loops fill comes from ``np.empty``, not from torch: NumPy asks the system for huge pages, and at tens of
+The loops' outputs are allocated by ``np.empty``, not by torch: NumPy asks the system for huge pages, and at tens of
 megabytes the first touch of an array from ``torch.empty``, or from ``np.empty_like``, costs twice what a scan does.
 """
 
@@ -25,27 +25,27 @@ _COMPILED_DTYPES = (torch.float32, torch.float64)
 def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int | None = None) -> Tensor:
     """Compute ``y[i] = b[i] + a[i] * y[i + 1]`` backward in each run, ``y[i] = b[i]`` at its end.
 
-    Nothing crosses the end of a run, nor a row at which ``a`` is 0, NaN and inf included. Differentiable in ``a``
-    and ``b`` (twice, too): the gradient is the same scan run forward in time, so it keeps two arrays and no
-    intermediate passes. Where ``a[i]`` is 0, its gradient is that of any other number, from ``y[i + 1]``; only if
-    that is NaN or inf, and so has not been read, it is 0.
+    Nothing crosses the end of a run or a row at which ``a`` is 0, not even NaN or inf. Differentiable in ``a`` and
+    ``b``, also twice: the gradient is the same scan run forward in time, so it saves two arrays and no intermediate
+    passes. Where ``a[i]`` is 0, its gradient is computed from ``y[i + 1]`` as usual, but is 0 if ``y[i + 1]`` is NaN or
+    inf.
 
-    On the CPU, float32 and float64 run one Numba loop over the rows; everything else, and ``torch.compile``,
-    runs log2(longest run) passes of plain torch without a host sync.
+    On the CPU, float32 and float64 use one Numba loop over the rows; everything else, and ``torch.compile``, uses
+    log2(longest run) passes of plain torch without a host sync.
 
     Args:
         a: decay; a number, a tensor ``[N]`` (one per row) or one that broadcasts to ``b``.
         b: floating tensor ``[N, *F]``.
         ends: bool tensor ``[N]``, True on the last row of each run. The very last row always ends one.
-        longest: an upper bound on the rows of a run, if known: it saves passes of the torch form and changes
-            no result. A run longer than it is summed wrongly. Default: ``N``.
+        longest: an upper bound on the rows of a run, if known: it saves passes of the torch form and does not change
+            the result. Results are wrong for runs that are longer. Default: ``N``.
 
     Returns:
         tensor of the shape, dtype and device of ``b``.
 
     Raises:
         TypeError: ``b`` is not floating, or ``ends`` not bool.
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not match.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
 
 
 def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
-    """``a`` in a shape that broadcasts to ``b`` from the left; raises what :func:`segmented_scan` names."""
+    """Return ``a`` in a shape that broadcasts to ``b`` from the left; raises the errors of :func:`segmented_scan`."""
     for name, x in (("b", b), ("ends", ends)):
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
@@ -103,13 +103,13 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
 
 
 def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """The scan with no gradient, in the form that suits the device."""
+    """Compute the scan without gradients, in the form that suits the device."""
     arrays = _readable_arrays((b,), (ends,), (a,))
     if arrays is None:
         return _doubling(a, b, ends, longest)
     decay, summand, closed = arrays
     y = np.empty(b.shape, summand.dtype)
-    flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, which the loop runs over inside
+    flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, the inner loop
     machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
     return torch.from_numpy(y)
 
@@ -118,19 +118,19 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     """The scan in plain torch: after the pass of stride ``k``, a row holds the sum over ``2 k`` rows.
 
     ``y_2k[i] = y_k[i] + a_k[i] * y_k[i + k]`` and ``a_2k[i] = a_k[i] * a_k[i + k]``, as long as the run of row i
-    goes on for k rows.
+    continues for k rows.
     """
     shape = (-1, *[1] * (b.ndim - 1))
-    # Whether the run of row i still holds row i + k, for the stride k of the pass.
+    # Whether row i + k is in the run of row i, for the stride k of the pass.
     goes_on = torch.cat([~ends[:-1], torch.zeros_like(ends[-1:])]).view(shape)
     row_wise = isinstance(a, Tensor) and a.ndim == b.ndim and a.shape[0] > 1
-    # Whether no decay from row i to row i + k - 1 is 0. The product a_k does not say: it may fall to 0 by rounding.
+    # Whether no decay from row i to row i + k - 1 is 0. The product a_k is not enough: it may underflow to 0.
     reads: Any = a != 0
     k = 1
     while k < longest:
         head = a[:-k] if row_wise else a  # type: ignore[index]  # a tensor where row_wise
-        # Selected, not multiplied by 0: a NaN or inf behind the end of a run, or behind a decay of 0, must not come
-        # across it. Behind a decay of 0 a finite number is multiplied all the same, for the gradient of the decay.
+        # Selected, not multiplied by 0: a NaN or inf after the end of a run, or after a decay of 0, must not cross it.
+        # A finite number after a decay of 0 is still multiplied, for the gradient of the decay.
         open_ = goes_on[:-k] & (b[k:].isfinite() | (reads[:-k] if row_wise else reads))
         carried = torch.where(goes_on[:-k], head * torch.where(open_, b[k:], 0.0), 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
@@ -157,15 +157,15 @@ class _Scan(torch.autograd.Function):
         y, ends, *rest = ctx.saved_tensors
         a = rest[0] if rest else ctx.number
         row_wise = bool(rest) and a.ndim == y.ndim and a.shape[0] > 1
-        # db runs forward in time: flipped, it is the same scan, its decay one row earlier (a[i - 1] at row i), and a
-        # run ends where it began: at the first row, and behind each end.
+        # db runs forward in time: flipped, it is the same scan with the decay one row earlier (a[i - 1] at row i), and
+        # runs end where they began: at the first row, and after each end.
         before = torch.cat([a[:1], a[:-1]]).flip(0) if row_wise else a
         first = torch.cat([torch.ones_like(ends[:1]), ends[:-1]]).flip(0)
         db = segmented_scan(before, grad.flip(0), first, longest=ctx.longest).flip(0)
         if not ctx.needs_input_grad[0]:
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
-        # NaN and inf count only where the row behind was read, and where this row counts.
+        # NaN and inf count only if the next row was read, and if this row has a gradient.
         inside = inside & (y[1:].isfinite() | ((db[:-1] != 0) & ((a[:-1] if row_wise else a) != 0)))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
         # Summed over the rows and features that share a number.
@@ -185,8 +185,8 @@ def residual_scan(
 ) -> tuple[Tensor, Tensor]:
     """Accumulate TD residuals b: ``y[i] = b[i] + decay * y[i + 1]``, ``y[i] = b[i]`` where a run ends (GAE).
 
-    ``b[i] = reward[i] + gamma * next_value[i] - value[i]``, in which ``next_value`` counts as 0 where
-    ``terminated``. What a factor of 0 multiplies is not read. One fused pass takes 0.6 of the time of four.
+    ``b[i] = reward[i] + gamma * next_value[i] - value[i]``, where ``next_value`` is taken as 0 where ``terminated``.
+    Values multiplied by a factor of 0 are ignored, even NaN. One fused pass takes 0.6 of the time of four.
 
     Args:
         gamma, decay: a number or a tensor ``[N]``.
@@ -230,10 +230,10 @@ def return_scan(
     *,
     longest: int | None = None,
 ) -> Tensor:
-    """The lambda-return ``y[i] = reward[i] + gamma * ((1 - lmbda) * next_value[i] + lmbda * y[i + 1])``.
+    """Compute the lambda-return ``y[i] = reward[i] + gamma * ((1 - lmbda) * next_value[i] + lmbda * y[i + 1])``.
 
-    At the end of a run ``lmbda`` counts as 0. ``next_value`` counts as 0 where ``terminated``, and what a factor of
-    0 multiplies is not read.
+    At the end of a run ``lmbda`` is taken as 0, and where ``terminated`` ``next_value`` is. Values multiplied by a
+    factor of 0 are ignored, even NaN.
 
     Args:
         gamma, lmbda: a number or a tensor ``[N]``.
@@ -261,7 +261,7 @@ def return_scan(
         reward=reward,
         next_value=next_value,
     )
-    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end, as at the last row.
+    # Weight of a row's own next value: 1 - lmbda inside a run, 1 at its end and at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
     bootstrap = readable(next_value, gamma * share, terminated) * share
@@ -283,10 +283,10 @@ def vtrace_scan(
     """Compute V-trace targets and advantages backward in each run.
 
     ``target[i] = value[i] + rho[i] * (reward[i] + gamma * next_value[i] - value[i])
-    + gamma * c[i] * (target[i + 1] - value[i + 1])``, the last summand inside a run only, and
+    + gamma * c[i] * (target[i + 1] - value[i + 1])``, the last summand only inside a run, and
     ``advantage[i] = rho[i] * (reward[i] + gamma * target[i + 1] - value[i])``, with ``next_value[i]`` for
-    ``target[i + 1]`` at the end of a run. ``next_value`` counts as 0 where ``terminated``, and what a factor of 0
-    multiplies is not read.
+    ``target[i + 1]`` at the end of a run. ``next_value`` is taken as 0 where ``terminated``, and values
+    multiplied by a factor of 0 are ignored, even NaN.
 
     Args:
         gamma: a number or a tensor ``[N]``.
@@ -319,16 +319,16 @@ def vtrace_scan(
     bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * readable(reward + gamma * readable(bootstrap, gamma) - value, rho)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
-    # The row behind is in the same run, but at its end, as at the last row: there it is what the run bootstraps from.
+    # The next row's target inside a run; the bootstrap value at its end and at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     next_target = readable(torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]])), gamma)
     return rho * readable(reward + gamma * next_target - value, rho), target
 
 
 def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) -> Tensor:
-    """Return ``x`` with 0 where ``hidden``, and where it is NaN or inf and its factor is 0: 0 times it is 0, too.
+    """Return ``x`` with 0 where ``hidden``, and where it is NaN or inf and its factor is 0, so that the product is 0.
 
-    Finite numbers stay where the factor is 0, so that the factor gets its gradient.
+    Finite numbers are kept where the factor is 0, so that the factor gets its gradient.
 
     >>> import torch
     >>> readable(torch.tensor([float("inf"), 2.0]), torch.zeros(2)).tolist()
@@ -341,7 +341,7 @@ def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) ->
 
 
 def _check_columns(factors: dict[str, Tensor | float], flags: dict[str, Tensor], **columns: Tensor) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless these go together; for what no loop may read."""
+    """Raise TypeError or ValueError, naming the argument, unless these match; for arguments of the torch form."""
     first, like = next(iter(columns.items()))
     for name, x in (columns | flags).items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -390,14 +390,14 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
             f"flag must be bool, with the first dims of the column {tuple(column.shape)} on {column.device}, got "
             f"{flag.dtype} {tuple(flag.shape)} on {flag.device}"
         )
-    arrays = _readable_arrays((column,), (flag,), alike=False) if column.numel() else None
+    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
     out, rows = (
         np.empty(column.shape, numbers.dtype),
         (flags.size, -1),
-    )  # batch dims as one, features as another
+    )  # batch dims as one, feature dims as another
     machine_code(_zero_loop)(numbers.reshape(rows), flags.reshape(-1), out.reshape(rows))
     return torch.from_numpy(out)
 
@@ -413,20 +413,19 @@ def _readable_arrays(
     columns: Sequence[Tensor],
     flags: Sequence[Tensor],
     factors: Sequence[Tensor | float] = (),
-    *,
-    alike: bool = True,
 ) -> list[Any] | None:
-    """Factors, columns and flags as the NumPy arrays that a compiled loop reads; None if it may not.
+    """Return factors, columns and flags as NumPy arrays for a compiled loop; None if it cannot be used.
 
-    It may where all are plain CPU tensors without a gradient, the columns of one dtype that is compiled for; if
-    ``alike``, columns and flags have one shape, beyond which a loop would read other memory. Columns
-    and flags are copied only if they are not contiguous, factors ``[N]`` or of the columns' shape never.
+    It requires plain CPU tensors without gradients, columns of one shape and one compiled dtype, and flags of their
+    first dims, since a loop does not check bounds. Columns and flags are copied only if they are not contiguous,
+    factors ``[N]`` or of the columns' shape never.
     """
     tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
     if not all(isinstance(x, Tensor) for x in tensors):
         return None
     dtype = columns[0].dtype
-    if alike and any(x.shape != columns[0].shape for x in (*columns, *flags)):
+    shape = columns[0].shape
+    if any(x.shape != shape for x in columns) or any(x.shape != shape[: x.ndim] for x in flags):
         return None
     if any(x.dtype is not torch.bool for x in flags) or any(x.layout is not torch.strided for x in tensors):
         return None
@@ -436,15 +435,16 @@ def _readable_arrays(
         return None
     if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
         return None
-    arrays, shape = [], columns[0].shape
+    arrays: list[Any] = []
     for factor in factors:
         if isinstance(factor, Tensor):
-            if factor.ndim and factor.shape != shape:
+            wide = zip(factor.shape[::-1], shape[::-1], strict=False)
+            if factor.ndim > len(shape) or any(n not in (1, m) for n, m in wide):
                 return None
             arrays.append(factor.detach().to(dtype).expand(shape).numpy())
         elif not isinstance(factor, (int, float)):
             return None
-        else:  # one number in memory, which strides of 0 show at every row
+        else:  # one number in memory, repeated for every row by strides of 0
             number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
@@ -460,11 +460,10 @@ def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
     return code
 
 
-# The loops go backward from the last row. In each, `y` is what the row behind has accumulated. Both the sum within
-# a run and the one at its end are computed and one is selected: a branch would be guessed wrong at every other short
-# run, and 0 * NaN must cross neither an end nor a factor of 0. So loads stand outside of conditions, too, and flags are
-# joined by "|" ("or" would branch): the compiler then selects. Arrays are [N], factors of any stride, unless they say
-# otherwise.
+# The loops go backward from the last row; `y` is the value accumulated up to the next row. Both the sum inside a run
+# and the one at its end are computed and one is selected: a branch would be mispredicted at every other short run, and
+# 0 * NaN must not cross an end or a factor of 0. Therefore loads are outside of conditions, and flags are joined by "|"
+# ("or" would branch), so that the compiler emits selects. Arrays are [N], factors of any stride, unless noted.
 
 
 def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
@@ -504,9 +503,9 @@ def _residual_loop(
     advantage: Array,
     target: Array,
 ) -> None:
-    """Residual, scan and target in one pass."""
+    """Compute residual, scan and target in one pass."""
     zero = reward.dtype.type(0)
-    y = zero  # the row behind the last: it adds nothing
+    y = zero  # nothing is accumulated after the last row
     for i in range(reward.shape[0] - 1, -1, -1):
         ahead, discount, trace = next_value[i], gamma[i], decay[i]
         bootstrap = zero if terminated[i] | (discount == zero) else ahead
@@ -526,11 +525,11 @@ def _return_loop(
     ends: Array,
     returns: Array,
 ) -> None:
-    """The lambda-return: ``1 - lmbda`` of the bootstrap inside a run, all of it at its end."""
+    """Compute the lambda-return: ``1 - lmbda`` of the bootstrap inside a run, all of it at its end."""
     zero, one = reward.dtype.type(0), reward.dtype.type(1)
     last = reward.shape[0] - 1
-    # Begun with the last row's bootstrap, of which that row takes lmbda as it would of a next return: together with
-    # its own share of 1 - lmbda this is all of it, so the last row need not be marked as an end.
+    # Starts with the last row's bootstrap value: the row uses lmbda of it in place of a next return and 1 - lmbda as
+    # its own bootstrap, together all of it, so the last row need not be marked as an end.
     y = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
         ahead, discount, decay = next_value[i], gamma[i], lmbda[i]
@@ -555,11 +554,11 @@ def _vtrace_loop(
     advantage: Array,
     target: Array,
 ) -> None:
-    """Corrected residuals, scan, target, and the advantage over the target of the row behind."""
+    """Compute corrected residuals, their scan, the target, and the advantage from the next row's target."""
     zero = reward.dtype.type(0)
     last = reward.shape[0] - 1
     y = zero
-    # What the row behind is worth: its target, and for the last row what that bootstraps from.
+    # The next row's target; for the last row its bootstrap value.
     behind = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
         ahead, discount, weight = next_value[i], gamma[i], rho[i]
@@ -577,9 +576,9 @@ def _vtrace_loop(
 
 
 def _zero_loop(column: Array, flag: Array, out: Array) -> None:
-    """Fill ``out [N, F]`` with ``column [N, F]``, and with 0 where ``flag [N]``."""
+    """Fill ``out [N, F]`` with ``column [N, F]``, with 0 where ``flag [N]``."""
     zero = column.dtype.type(0)
-    if column.shape[1] == 1:  # one loop, which the compiler makes a vector of
+    if column.shape[1] == 1:  # one loop, which the compiler vectorises
         for i in range(column.shape[0]):
             number = column[i, 0]
             out[i, 0] = zero if flag[i] else number

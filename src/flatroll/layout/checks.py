@@ -524,12 +524,12 @@ BLAMED = (RuntimeError, TypeError, IndexError, AttributeError)
 
 
 def blame_entries(
-    caller: str, batch: TensorDictBase, keys: Iterable[str | tuple[str, ...]], error: Exception
+    caller: object, batch: TensorDictBase, keys: Iterable[str | tuple[str, ...]], error: Exception
 ) -> None:
     """Say which entry of a batch is at fault, after a call has failed; nothing is looked at before that.
 
     Args:
-        caller: whose call has failed.
+        caller: the object whose call has failed.
         batch: what it was called with.
         keys: the entries that it reads.
         error: how it failed; a note says which dtype, shape and device each entry has.
@@ -540,7 +540,7 @@ def blame_entries(
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict({"reward": torch.zeros(2, dtype=torch.complex64)}, [2])
-    >>> blame_entries("GAE", batch, ["reward"], RuntimeError())
+    >>> blame_entries(object(), batch, ["reward"], RuntimeError())
     Traceback (most recent call last):
     ...
     TypeError: batch['reward'] must be a dense tensor of real numbers, got torch.complex64, torch.strided
@@ -554,7 +554,7 @@ def blame_entries(
             except (TypeError, ValueError) as wrong:
                 raise wrong from error
             read.append(f"{key!r}: {shown(column)}")
-    error.add_note(f"{caller} read {', '.join(read)}")
+    error.add_note(f"{type(caller).__name__} read {', '.join(read)}")
 
 
 def legal_options(

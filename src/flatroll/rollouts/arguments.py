@@ -106,9 +106,8 @@ def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
     """How probabilistic modules choose; ValueError for a name that is none of tensordict's."""
     if isinstance(exploration_type, InteractionType):
         return exploration_type
-    return InteractionType(
-        one_of("exploration_type", exploration_type, [kind.value for kind in InteractionType])
-    )
+    kinds: Any = InteractionType
+    return InteractionType(one_of("exploration_type", exploration_type, [kind.value for kind in kinds]))
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class Memory:
     """Anonymous memory shared by processes through a file descriptor.
 
-    It cannot leak or clash: the system frees it when the last process that has it open or mapped is gone, killed or
-    not. On Linux it is a ``memfd``, elsewhere a temporary file that is unlinked at once.
+    It cannot leak or collide: the system frees it when the last process that has it open or mapped ends, even if
+    killed. On Linux it is a ``memfd``, elsewhere a temporary file that is unlinked at once.
 
-    A forked process has it as it is. Any other process gets it in a message of a `Channel`.
+    A forked process inherits it. Send it to other processes in a message of a `Channel`.
 
     Args:
         size: number of bytes, all 0 at first.
 
     Raises:
-        MemoryError, OSError: there is no room for so much.
+        MemoryError, OSError: there is not enough memory.
 
     >>> memory = Memory(16)
     >>> memory.map[3:5] = b"ab"
@@ -127,7 +127,7 @@ class Table:
 
         Args:
             columns: tensors or NumPy arrays by key.
-            rows: room for so many rows. Default: N.
+            rows: number of rows to make room for. Default: N.
 
         Raises:
             ValueError: the columns have different numbers of rows, or a data type that no memory is laid out for.

@@ -72,7 +72,7 @@ class Channel:
         """Send a message.
 
         Raises:
-            Closed: nobody can receive it any more.
+            Closed: the other end has closed.
             TypeError, pickle.PicklingError, …: the content cannot be pickled; nothing is sent.
         """
         file = io.BytesIO(bytes(_HEADER.size))
@@ -286,7 +286,7 @@ class Door:
         return None
 
     def fileno(self) -> int:
-        """The descriptor; ready for reading when somebody enters, and when the door was closed."""
+        """Return the descriptor; ready for reading if a process connects or the door was closed."""
         return self._socket.fileno()
 
     def shut(self) -> None:
@@ -358,7 +358,7 @@ class Forgets(Protocol):
     """Something with descriptors that belong to one process."""
 
     def forget(self) -> None:
-        """Close this process's copies of the descriptors; the other process's stay as they are."""
+        """Close this process's copies of the descriptors; those of the other process stay open."""
 
 
 def forget_in_children(holder: Forgets) -> None:

@@ -26,16 +26,16 @@ BLOCK, WINDOW, FREE = "mailbox: block", "mailbox: window", "mailbox: free"  # ki
 class Outbox:
     """The end that writes. A window is one or more tables, each with its own number of rows.
 
-    The memory is laid out for the first window, and anew, larger, for a window that does not fit. Rows are copied
-    once, into their slot; a message of some bytes says so. Where no slot is free, `put` waits until the reader
-    gives one back.
+    The memory is allocated for the first window, and again, larger, for a window that does not fit. Rows are copied
+    once, into their slot; a message of a few bytes announces them. If no slot is free, `put` waits until the reader
+    releases one.
 
     Attributes:
         place: block and slot of the last window.
 
     Args:
         channel: the writer's end of a channel to the reader.
-        slots: number of windows that may be under way: written and not yet given back. Default 2.
+        slots: maximum number of windows that are written and not yet released. Default 2.
 
     >>> import torch
     >>> here, there = Channel.pair()
@@ -54,7 +54,7 @@ class Outbox:
         self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table
         self._number = -1  # of the block
         self.place = -1, -1
-        self._free: list[int] = []  # slots of it that nobody reads
+        self._free: list[int] = []  # its free slots
         self._under_way = 0  # windows not returned yet, also of older blocks
 
     def put(self, *tables: "Mapping[Key, torch.Tensor]", note: Any = None) -> None:
@@ -62,10 +62,10 @@ class Outbox:
 
         Args:
             tables: tensors ``[N, *S]`` by key, N the same within a table. Without any key: no rows.
-            note: anything small that is to come with the window.
+            note: a small value to send with the window.
 
         Raises:
-            Closed: the reader is gone.
+            Closed: the reader has exited.
             ValueError: the columns of a table have different numbers of rows.
         """
         rows = [row_count(table) if table else 0 for table in tables]
@@ -124,8 +124,8 @@ class Outbox:
 class Window:
     """A window from `Outbox.put`: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
 
-    The tensors look at the writer's memory. They are good until `release`, or until the end of a ``with`` block;
-    afterwards the writer writes other rows there. `copy` gives tensors to keep.
+    The tensors are views of the writer's memory. They are valid until `release` or the end of a ``with`` block;
+    afterwards the writer overwrites them. `copy` returns tensors to keep.
     """
 
     #: Whether the tensors own their memory, after `keep`.

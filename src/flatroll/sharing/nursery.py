@@ -86,15 +86,15 @@ class Nursery:
     """Starts workers quickly and terminates all of them at the end.
 
     A helper process imports ``preload`` once, with a single thread and CUDA untouched, and forks each worker from
-    itself: a fork of this process would copy locks that its threads hold and a CUDA context that cannot work. The first
-    worker waits for these imports, each further one takes some milliseconds.
+    itself: a fork of this process would copy locks held by its threads and an unusable CUDA context. The first worker
+    waits for these imports, each further one takes a few milliseconds.
 
-    Workers end with this process, however it ends: the helper kills them when its channel is closed, or when this
-    process is gone. Each worker has a process group of its own: Ctrl-C reaches this process only, and the children that
-    a worker has go with it. Several threads may use a nursery at once, each worker by one of them at a time.
+    Workers end with this process, however it ends: the helper kills them when its channel is closed or this process has
+    exited. Each worker has its own process group: Ctrl-C only reaches this process, and a worker's children are killed
+    with it. Several threads may use a nursery, but each worker only by one thread at a time.
 
     Args:
-        start_method: ``"fork"`` as said, or ``"spawn"``: each worker is a fresh interpreter, for what cannot be
+        start_method: ``"fork"``, see above, or ``"spawn"``: each worker is a new interpreter, for code that cannot be
             forked. Default None: fork on Linux, spawn elsewhere, where system libraries may not be used after a fork.
         preload: modules to import before the forks.
         num_threads: threads that torch and the libraries of linear algebra may use in a worker. With fork the
@@ -152,7 +152,7 @@ class Nursery:
         worker = self._helper.start(number, name or f"worker {number}")
         try:
             worker.channel.send(RUN, (function, arguments, self.num_threads))
-        except Closed:  # it is dead already: receive() says so
+        except Closed:  # it is dead already; receive() raises
             pass
         except BaseException as error:
             worker.kill()
@@ -168,7 +168,7 @@ class Nursery:
         return worker
 
     def prepare(self) -> None:
-        """Wait until workers can be started; errors as those of `start`. `start` waits by itself."""
+        """Wait until workers can be started; same errors as `start`, which also waits."""
         self._helper.prepare()
 
     @property
@@ -211,10 +211,10 @@ class Nursery:
         return ready
 
     def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
-        """Stop these workers and drop them; workers that have exited are no error.
+        """Stop these workers and drop them; workers that have exited are ignored.
 
-        Each sees its channel closed, and may use the time to close its env. What is left after ``timeout`` seconds is
-        killed. In a forked copy of the owner nothing happens. A call that was interrupted may be made again.
+        Each sees its channel closed, and may use the time to close its env. Workers that remain after ``timeout``
+        seconds are killed. Does nothing in a forked copy of the owner. An interrupted call may be repeated.
         """
         if not self._helper.is_mine():
             return
@@ -285,12 +285,12 @@ class Worker:
         return True
 
     def sources(self) -> list[Channel]:
-        """What can be read once it has sent something more, or ended, if `has_news` has said that there is nothing."""
-        # Once its end of the channel is closed, only the helper can still say how it ended.
+        """Return what becomes readable when it sends a message or ends; call it after `has_news` has returned False."""
+        # Once its end of the channel is closed, only the helper can report how it ended.
         return [self.report] if self.channel.ended else [self.channel, self.report]
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send it a message. Ignores that it is gone: the next `receive` raises."""
+        """Send it a message. If it has ended, do nothing: the next `receive` raises."""
         with suppress(Closed):
             self.channel.send(kind, content)
 

@@ -56,7 +56,7 @@ class Calls(Protocol):
         """Return a result, or a `Failure`. Its arrays are read-only views of the object store: copy them at once.
 
         Raises:
-            WorkerDied: the actor, or the node that held the result, is gone.
+            WorkerDied: the actor or the node that held the result has died.
         """
 
     def put(self, value: Any) -> Any:
@@ -81,8 +81,8 @@ class RayCalls:
     dashboard, with a bounded object store. ``close()`` ends a cluster that was started here, and no other.
 
     Args:
-        config: arguments of ``ray.init``; those that only a starter may give are left out where a cluster is joined.
-        cpus: CPUs that actors will ask for: a local cluster has as many, also where the machine has fewer cores.
+        config: arguments of ``ray.init``; those for starting one are ignored when it joins a cluster.
+        cpus: number of CPUs of a local cluster, as many as actors will request, even if the machine has fewer cores.
 
     Raises:
         ImportError: Ray is not installed; the message names the extra.
@@ -100,7 +100,7 @@ class RayCalls:
                 self._ray.init(**{"address": "auto", **joining})
                 return
         except ConnectionError as error:
-            # Ray's words where nobody names a cluster; one that is named and does not answer is an error.
+            # Ray's message if no cluster is named; a named one that does not answer is an error.
             if "address" in given or "any running Ray instance" not in str(error):
                 raise
         store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
@@ -173,8 +173,8 @@ def import_ray() -> Any:
 def _on_loopback() -> Iterator[None]:
     """Let a local Ray listen on 127.0.0.1 only.
 
-    On Linux it would take the address that other machines see, and replaces 127.0.0.1 by it where that is asked for.
-    On macOS and Windows this switch of Ray's is off by itself.
+    On Linux it would use the address visible to other machines, even if 127.0.0.1 is requested. On macOS and Windows
+    this switch of Ray's is off by default.
     """
     from ray._private import ray_constants  # pyright: ignore[reportMissingImports]
 
@@ -213,7 +213,7 @@ class Packed:
     Attributes:
         shape: its batch size.
         columns: an array for each entry, by key.
-        dtypes: the torch dtype of columns of which NumPy has none; their arrays hold the bits as int16.
+        dtypes: torch dtype of columns whose dtype NumPy lacks; their arrays hold the bits as int16.
     """
 
     shape: tuple[int, ...]
@@ -227,9 +227,9 @@ class Packed:
 
 
 def pack_batches(value: Any) -> Any:
-    """Return tensordicts, also those in tuples, as `Packed`, and anything else as it is.
+    """Convert tensordicts, also in tuples, to `Packed`; return anything else unchanged.
 
-    Arrays look at the memory of tensors on the CPU.
+    Arrays share memory with tensors on the CPU.
 
     Raises:
         TypeError: an entry is not a tensor.
@@ -257,7 +257,7 @@ def pack_batches(value: Any) -> Any:
 
 
 def unpack_batches(value: Any) -> Any:
-    """Return what `pack_batches` was given, in memory of its own: nothing looks at the object store any more."""
+    """Invert `pack_batches`; the result owns its memory and does not refer to the object store."""
     if isinstance(value, tuple):
         return tuple(map(unpack_batches, value))
     if not isinstance(value, Packed):

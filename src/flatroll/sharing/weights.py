@@ -19,9 +19,9 @@ _BEGUN, _DONE = 0, 1  # numbers in the header
 class SharedWeights:
     """The state dict of a policy in shared memory, with a version number that counts the updates.
 
-    One process publishes; any number of others fetch, each at its own pace. Nobody waits for anybody, and nobody
-    gets a mixture of two versions: version v stands in copy v % 2, and who has read copy v % 2 reads it again if
-    version v + 2 was begun meanwhile. A writer that is killed leaves the version before.
+    One process publishes; any number of others fetch, each at its own pace. No process waits for another, and none
+    gets a mixture of two versions: version v is in copy v % 2, and a reader reads the copy again if writing of version
+    v + 2 began meanwhile. If a writer is killed, the previous version stays valid.
 
     Args:
         state: tensors by name, as ``module.state_dict()`` gives them. They are version 0.

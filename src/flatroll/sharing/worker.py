@@ -138,7 +138,7 @@ def run(channel: Channel) -> int:
     except BaseException as error:
         try:
             channel.send(FAILED, Failure.of(error))
-        except Closed:  # nobody is there to read it
+        except Closed:  # the other end has closed
             return 0
         return 1
     finally:
@@ -205,14 +205,14 @@ def run_helper(
             prepare_forks(preload)
         control.send(READY)
         helper.serve()
-    except (Closed, SystemExit):  # the parent is gone; a signal
+    except (Closed, SystemExit):  # the parent has exited; a signal
         pass
     except BaseException as error:
         with suppress(Closed):
             control.send(BROKEN, Failure.of(error))
     finally:
         helper.kill_all()
-        # An ordinary exit would run the exit functions of whatever was loaded.
+        # A normal exit would run the exit functions of all loaded modules.
         os._exit(0)
 
 
@@ -244,8 +244,8 @@ def thread_count() -> int:
 class Helper:
     """Forks workers on request. Each is the leader of a process group, so that its own children go with it.
 
-    What becomes of a worker is reported on a channel of its own, so that threads of the parent that wait for different
-    workers never read each other's reports.
+    Each worker's end is reported on a separate channel, so that threads of the parent that wait for different workers
+    never read each other's reports.
     """
 
     def __init__(self, control: Channel, parent: int, fork: bool) -> None:
@@ -325,7 +325,7 @@ class Helper:
     def _reap(self) -> None:
         """Report workers that ended, and kill what they leave behind."""
         for number, pid in list(self._pids.items()):
-            # Looked at before it is waited for: until then nobody else can get the number.
+            # Checked without reaping it: until it is reaped, its pid cannot be reused.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             kill_group(pid)
@@ -351,9 +351,9 @@ def kill_group(pid: int) -> None:
 
 
 def death_of(pid: int) -> Any:
-    """Something with a descriptor that is ready to read once the process is gone; None where the system has none."""
+    """Return an object with a descriptor that is readable once the process has exited; None if not supported."""
     if hasattr(os, "pidfd_open"):
-        with suppress(OSError):  # an old kernel, a container that forbids it, or the process is gone
+        with suppress(OSError):  # an old kernel, a container that forbids it, or the process has exited
             return open(os.pidfd_open(pid), "rb", buffering=0)
     if hasattr(select := importlib.import_module("select"), "kqueue"):
         queue = select.kqueue()

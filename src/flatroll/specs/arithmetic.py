@@ -59,7 +59,7 @@ def check_holds(dtype: torch.dtype | None, least: int, most: int) -> None:
 
 
 class Limits(NamedTuple):
-    """Bounds to draw between, float64 and broadcastable to the values; infinite where there is none."""
+    """Bounds to draw between, float64 and broadcastable to the values; infinite where unbounded."""
 
     low: Tensor
     high: Tensor
@@ -72,7 +72,7 @@ class Limits(NamedTuple):
 
 
 def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torch.Generator | None) -> Tensor:
-    """Draw float64 numbers: uniform between two bounds, exponential from one, normal where there is none.
+    """Draw float64 numbers: uniform between two bounds, exponential from one bound, normal without bounds.
 
     ``whole`` numbers are uniform with both ends. The arithmetic is in float64, so that the widest bounds of narrower
     dtypes do not overflow.

@@ -137,7 +137,7 @@ class Bounded(NumberSpec, Ranged):
         """Return the spec with integer bounds marked that are only the limits of their dtype, for `rand`.
 
         Args:
-            below, above: bool, of the spec's shape: where there is no lower, no upper bound.
+            below, above: bool, of the spec's shape, True where there is no lower or no upper bound.
         """
         opened = {"open_below": below, "open_above": above}
         opened = {name: shorten(flags.to(self.device)).clone() for name, flags in opened.items()}
@@ -162,7 +162,7 @@ class Bounded(NumberSpec, Ranged):
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
         """Draw values ``[*shape, *self.shape]`` as Gymnasium's Box does.
 
-        Uniform between two bounds (whole numbers with both ends), exponential from one, normal where there is none.
+        Uniform between two bounds (integers include both), exponential from one bound, normal without bounds.
         """
         assert self.dtype is not None
         limits = self._cache.get("draws")
@@ -258,7 +258,7 @@ class Unbounded(NumberSpec):
 
     @property
     def open_ends(self) -> tuple[bool, bool]:
-        """Whether there is no lower, no upper bound besides those of a dtype without sign."""
+        """Whether there is no lower bound, and no upper one, besides those of an unsigned dtype."""
         assert self.dtype is not None
         return self.dtype.is_signed, self.dtype.is_signed
 

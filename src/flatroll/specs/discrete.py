@@ -275,7 +275,7 @@ class Encoded(TensorSpec):
         """Flags of categories, which are numbers or an array of them.
 
         Raises:
-            OutsideSpec: there is no such category.
+            OutsideSpec: the category does not exist.
         """
         return self._flags(self.categories.encode(value, ignore_device=ignore_device))
 

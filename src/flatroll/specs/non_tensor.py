@@ -22,7 +22,7 @@ class NonTensor(TensorSpec):
         device: of the tensordicts that hold it, default None.
         dtype: not used, None.
         example_data: what `zero`, `one` and, without a space, `rand` give.
-        batched: whether each element of the batch holds data of its own. Default False: one for all.
+        batched: whether each element of the batch has its own data. Default False: one value for all.
         feature_dims: how many of the last dims one element covers, instead of ``batched``.
         space: the Gymnasium space of the data, which then are drawn from it and checked by it.
 
@@ -58,7 +58,7 @@ class NonTensor(TensorSpec):
 
     @property
     def feature_dims(self) -> int:
-        """How many of the last dims one element covers: none if batched, else all, or as many as were given."""
+        """Number of trailing dims that one element covers: 0 if batched, else all or the given number."""
         if self.batched:
             return 0
         return self.ndim if self._feature_dims is None else min(self._feature_dims, self.ndim)

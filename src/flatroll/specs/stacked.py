@@ -23,7 +23,7 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
     """Stack specs along a new dim: equal ones are expanded, others become `Stacked` or `StackedComposite`.
 
     Raises:
-        ValueError: there is none, or they are of other classes, dtypes, devices or numbers of dims.
+        ValueError: there are no specs, or they differ in class, dtype, device or number of dims.
 
     >>> from flatroll.specs import Bounded
     >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 1, (3,))]).shape
@@ -203,7 +203,7 @@ class Parallel(TensorSpec):
 
     @override
     def enumerate(self, use_mask: bool = False) -> Any:
-        """The first value of each spec, the second of each, and so on; all must have as many."""
+        """Iterate over the first values of all specs, the second ones, and so on; all must have equally many."""
         listed = [spec.enumerate(use_mask) for spec in self.specs]
         if any(len(values) != len(listed[0]) for values in listed):
             raise ValueError(
@@ -404,7 +404,7 @@ def consolidate_spec(
     """Return a spec whose stacks have the same keys everywhere; missing keys get specs of size 0.
 
     Args:
-        spec: any spec; it stays as it is.
+        spec: any spec; not modified.
         recurse_through_entries: nested Composites, too.
         recurse_through_stack: the Composites of a stack, too.
 
@@ -441,7 +441,7 @@ def consolidate_spec(
 
 
 def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
-    """A spec of size 0 for data that are not there, with as many dims."""
+    """Return a spec of size 0 for missing data, with the same number of dims."""
     first = specs[0]
     if any(type(spec) is not type(first) for spec in specs):
         raise ValueError(f"specs of one key must be of one class, got {first!r} and others")

@@ -206,7 +206,7 @@ class TensorSpec(ABC):
             ) from error
 
     def reshape(self, *shape: Shape) -> Self:
-        """Give the batch dims another shape of as many elements."""
+        """Reshape the batch dims, keeping the number of elements."""
         outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
         try:
             sizes = self._frame.reshape(outer).shape
@@ -451,7 +451,7 @@ class TensorSpec(ABC):
             )
 
     def project(self, value: Any) -> Any:
-        """Return a value that is inside as it is, or else the closest one inside. It never leaves NaN."""
+        """Return a value inside the spec unchanged, else the closest one inside, never NaN."""
         if self.is_in(value):
             return value
         dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
@@ -529,7 +529,7 @@ class TensorSpec(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no categories to pick by")
 
     def cardinality(self) -> int | float:
-        """Number of values, batch dims left aside; ``inf`` where there is no end to them."""
+        """Number of values, ignoring batch dims; ``inf`` if unlimited."""
         return float("inf")
 
     def enumerate(self, use_mask: bool = False) -> Any:
@@ -584,7 +584,7 @@ class TensorSpec(ABC):
 
 
 class Ranged(TensorSpec):
-    """Base of specs whose entries lie between two numbers, both included."""
+    """Base class of specs whose entries are between two numbers, both included."""
 
     _whole = True  # only whole numbers are allowed, also in a dtype of floats
     _range_text = "{} to {}"

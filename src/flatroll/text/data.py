@@ -43,7 +43,7 @@ class PromptData(TensorClass):
         """Return only the prompts: continuations are replaced by padding, with mask 0.
 
         Args:
-            pad_token_id: what stands there. Default: 0, as nothing reads what the mask leaves out.
+            pad_token_id: token at padding. Default: 0; masked tokens are never read.
         """
         places = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
         prompt = places <= self.prompt_rindex.unsqueeze(
@@ -113,7 +113,7 @@ class RewardData(TensorClass):
 
 
 class PairwiseDataset(TensorClass):
-    """Pairs of texts of which one is preferred.
+    """Pairs of texts, one of which is preferred.
 
     Args:
         chosen_data: `RewardData` of the better ones, batch size ``[B]``.
@@ -154,7 +154,7 @@ class PairwiseDataset(TensorClass):
             tokenizer=tokenizer,
         )
         data = loader.load()
-        half = len(data) // 2  # chosen texts stand before rejected ones
+        half = len(data) // 2  # chosen texts come before rejected ones
         halves: list[dict[str, Any]] = [
             {key: column[part] for key, column in data.items()} for part in (slice(half), slice(half, None))
         ]

@@ -32,8 +32,8 @@ class TokenizedDatasetLoader:
         pre_tokenization_hook: called with the data set before it is tokenized; returns a data set. Default: None.
         root_dir: folder of the cache. Default: ``~/.cache/flatroll/text``.
         from_disk: whether ``dataset_name`` is a folder written by ``save_to_disk``. Default: False.
-        valid_size: of a split whose name begins with "valid", at most so many rows are taken. Default: 2000.
-        num_workers: processes that tokenize. Default: this one alone.
+        valid_size: maximum number of rows of a split whose name begins with "valid". Default: 2000.
+        num_workers: number of processes that tokenize. Default: only this one.
         tokenizer_class: its ``from_pretrained`` gives the tokenizer. Default: ``transformers.AutoTokenizer``.
         tokenizer_model_name: name or folder it is called with. Default: ``"gpt2"``.
         tokenizer: the tokenizer itself, in place of the two arguments before.
@@ -182,8 +182,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     """Iterate over an iterable endlessly.
 
     Args:
-        iterator: what can be gone through more than once (a list, a replay buffer, a DataLoader), or an
-            iterator that never ends.
+        iterator: an iterable that can be repeated (a list, a replay buffer, a DataLoader), or an infinite iterator.
 
     Raises:
         ValueError: while iterating, when the iterable gives nothing, or an iterator that cannot start again has ended.

@@ -112,7 +112,7 @@ class ConstantKLController(KLControllerBase):
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
     ) -> float:
-        """Return the coefficient, whatever the arguments; set it on the model again."""
+        """Return the coefficient, ignoring the arguments, and set it on the model."""
         if self.model is not None:
             self.model.kl_coef = self.coef
         return self.coef
@@ -128,9 +128,10 @@ class AdaptiveKLController(KLControllerBase):
 
     Args:
         init_kl_coef: the first coefficient, positive.
-        target: the KL to hold, positive, in the unit of what `update` is given (per token from `RolloutFromModel`).
-        horizon: after so many steps with a KL far off the target the coefficient has changed by 20 %.
-        model: object whose attribute ``kl_coef`` follows the coefficient. Default: None.
+        target: the KL to hold, positive, in the unit of the values passed to `update` (per token from
+            `RolloutFromModel`).
+        horizon: number of steps, with a KL far from the target, in which the coefficient changes by 20 %.
+        model: object whose attribute ``kl_coef`` is set to the coefficient. Default: None.
 
     Raises:
         ValueError: a number is not positive and finite.

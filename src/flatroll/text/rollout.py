@@ -41,28 +41,28 @@ class RolloutFromModel:
         reward_model: called with ``input_ids=, attention_mask=`` ``[B, L]``; returns rewards of tokens, which are not
             used, and scores ``[B]`` or ``[B, 1]``.
         kl_coef: weight of the KL penalty. Default: 0.1.
-        max_new_tokens: T, the most tokens of a continuation. Default: 50.
+        max_new_tokens: T, maximum number of tokens of a continuation. Default: 50.
         score_clip: the difference of scores is clipped to this, on both sides. Default: 10.
-        kl_scheduler: what `step_scheduler` asks for the next ``kl_coef``. Default: None, it stays.
-        num_steps: `step_scheduler` looks at the last so many rollouts. Default: at all since it was called.
-        eos_token_id: token, or list of tokens, that ends a text; an empty list for none. Default: what the model's
-            configuration says.
-        pad_token_id: token behind the end of texts. Default: what the model's configuration says, or else 0.
+        kl_scheduler: computes the next ``kl_coef`` in `step_scheduler`. Default: None, it is constant.
+        num_steps: number of last rollouts that `step_scheduler` uses. Default: all since its last call.
+        eos_token_id: token, or list of tokens, that ends a text; an empty list for none. Default: that of
+            the model's configuration.
+        pad_token_id: token after the end of texts. Default: that of the model's configuration, or else 0.
         generation_config: transformers' GenerationConfig; tokens then come from ``model.generate``. Default: None.
         flat: whether `rollout_from_data` returns a flat batch ``[N]``, a row for each token, or a padded one
             ``[B, T]``. Default: False.
         kl_estimator: ``"k1"`` (default), ``"k2"`` or ``"k3"``.
         allow_off_policy: whether ``generation_config`` may change the distribution (top-k, temperature, greedy).
-            Log-probabilities are those of the model all the same. Default: False.
-        generator: source of randomness. Default: torch's own, which ``generation_config`` uses always.
-        writer: number that keeps the trajectory ids of several objects apart. Default: 0.
+            Log-probabilities are those of the model in any case. Default: False.
+        generator: source of randomness. Default: torch's global one, which is always used with ``generation_config``.
+        writer: number that makes the trajectory ids of several objects distinct. Default: 0.
 
     Attributes:
         sequences: the texts that rows of flat batches refer to.
 
     Raises:
-        ValueError: an argument is out of range, ``generation_config`` changes the distribution unasked, or nobody says
-            what ends a text.
+        ValueError: an argument is out of range, ``generation_config`` changes the distribution without
+            ``allow_off_policy``, or no token that ends a text is known.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class RolloutFromModel:
 
         With ``flat=True``, a flat marked batch ``[N]`` with a row for each generated token, texts end to end:
 
-        * ``observation``, int64 ``[N, 2]``: what was known, as the number of the text in ``self.sequences`` and how
-          many of its tokens; a `TextModule` reads it. ``("next", "observation")`` likewise.
+        * ``observation``, int64 ``[N, 2]``: the context, as the number of the text in ``self.sequences`` and the
+          number of its tokens read so far; a `TextModule` reads it. ``("next", "observation")`` likewise.
         * ``action``, int64 ``[N]``: the token; ``action_log_prob`` ``[N]``.
         * under ``"next"``, ``reward`` and its parts ``reward_raw`` (the score) and ``reward_kl`` ``[N, 1]``.
         * the marks ``is_init``, ``step_count``, trajectory ids, and under ``"next"`` ``terminated``, ``truncated``,
@@ -241,9 +241,9 @@ class RolloutFromModel:
         return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
 
     def step_scheduler(self) -> float:
-        """Ask the scheduler for the next ``kl_coef``, by the mean KL of the rollouts since the last call.
+        """Update ``kl_coef`` by the scheduler, from the mean KL of the rollouts since the last call.
 
-        Without a scheduler the coefficient stays as it is.
+        Without a scheduler the coefficient does not change.
 
         Raises:
             ValueError: there is a scheduler, and no rollout since the last call.
@@ -257,7 +257,7 @@ class RolloutFromModel:
         return self.kl_coef
 
     def _places(self, lengths: Tensor) -> Tensor:
-        """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
+        """Return the positions of the T tokens of each continuation, after the prompt, int64 ``[B, T]``."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
 
     def _scores(self, batch: PromptData, generated: Tensor, written: Tensor) -> Tensor:

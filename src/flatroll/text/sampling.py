@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from flatroll.text.sequences import last_logits
 
-#: Entries of a generation config that leave the model's distribution as it is, whatever their value.
+#: Entries of a generation config that never change the model's distribution.
 _HARMLESS = {
     "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id",
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config",
@@ -31,7 +31,7 @@ def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tens
     Args:
         input_ids: int64 ``[B, L]``.
         lengths: int64 ``[B]``.
-        pad: token that stands on the left.
+        pad: token for padding on the left.
 
     Returns:
         tokens and mask, int64 ``[B, longest]``.
@@ -64,13 +64,13 @@ def sample_tokens(
         model: causal language model of transformers, with a cache of keys and values.
         prompts: int64 ``[B, L]``, left-padded.
         mask: int64 ``[B, L]``, 0 at padding.
-        max_new_tokens: at most so many tokens are drawn, T.
+        max_new_tokens: T, maximum number of tokens to draw.
         eos: tokens that end a row.
-        pad: token that stands behind the end of a row.
+        pad: token after the end of a row.
         generator: source of randomness. Default: torch's own.
 
     Returns:
-        tokens int64 ``[B, T]`` and their log-probabilities ``[B, T]``, 0 behind the end.
+        tokens int64 ``[B, T]`` and their log-probabilities ``[B, T]``, 0 after the end.
     """
     rows, length = prompts.shape
     tokens = torch.full((rows, max_new_tokens), pad, device=prompts.device)

@@ -36,7 +36,7 @@ class Sequences:
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._bounds = torch.zeros(
             1, dtype=torch.int64
-        )  # sequence k stands at tokens bounds[k] to bounds[k + 1]
+        )  # sequence k has the tokens bounds[k] to bounds[k + 1]
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -89,7 +89,7 @@ class Sequences:
 
         Args:
             numbers: int64 ``[K]``.
-            length: cut to so many tokens. Default: the longest one's.
+            length: number of tokens to cut to. Default: that of the longest one.
 
         Raises:
             KeyError: a sequence is not kept.
@@ -146,8 +146,8 @@ def _whole_numbers(name: str, column: Tensor, device: torch.device | None = None
 class TextModule(TensorDictModuleBase):
     """Runs a causal language model over the texts of rows, and writes its output at each row.
 
-    Each distinct sequence goes through the model once, however many of its rows are there, whole runs, slices or
-    single rows in any order. Sequences are padded on the right inside of this pass, where nothing looks at the padding.
+    Each distinct sequence is passed through the model once, for any number of its rows: whole runs, slices or single
+    rows in any order. Sequences are padded on the right in this pass; the padding has no effect.
 
     Args:
         model: a model of transformers whose output has ``logits`` ``[K, L, F]``: a causal language model, or, for

@@ -15,12 +15,12 @@ class TensorDictTokenizer:
 
     Args:
         tokenizer: a tokenizer of transformers.
-        max_length: longer texts are cut to so many tokens, shorter ones padded on the right.
+        max_length: number of tokens to which longer texts are cut and shorter ones padded on the right.
         key: entry with the text, a string or a list of B strings. Default: ``"text"``.
-        padding: ``"max_length"`` (default), or what else transformers takes: ``"longest"`` (of this batch), False.
+        padding: ``"max_length"`` (default), or another option of transformers: ``"longest"`` (of this batch), False.
         truncation: whether texts are cut. Default: True.
         return_tensordict: whether to return a tensordict of tensors, or else a dict of lists. Default: True.
-        device: where the tensors are to be. Default: the CPU.
+        device: device of the tensors. Default: the CPU.
 
     Calling it returns int64 entries ``input_ids`` and ``attention_mask`` ``[B, max_length]``, batch size ``[B]``
     (``[max_length]`` and ``[]`` for a single string).
@@ -117,7 +117,7 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
 
     Calling it returns, besides ``input_ids`` and ``attention_mask``:
 
-    * ``prompt_rindex``, int64 ``[B]``: index of the prompt's last token, -1 if it has none of its own.
+    * ``prompt_rindex``, int64 ``[B]``: index of the prompt's last token, -1 if the prompt has no token.
     * ``valid_sample``, bool ``[B]``: the prompt has a token, and the text was not cut: it is shorter than
       ``max_length``, or its last token is the end-of-sequence token.
 

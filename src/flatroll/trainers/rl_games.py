@@ -129,7 +129,7 @@ class FinalObservations:
     >>> Runner().algo_factory.register_builder("exact_ppo", lambda **given: ExactPPO(**given))
 
     Raises:
-        TypeError: the agent is none of the two, or has a central value network, which needs states.
+        TypeError: the agent is of another kind, or has a central value network, which needs states.
     """
 
     gamma: float
@@ -159,7 +159,7 @@ class FinalObservations:
         observations, rewards, dones, infos = parent.env_step(actions)
         if "final_obs" not in infos:
             raise KeyError("infos has no 'final_obs': make the env with flatroll.trainers.rl_games.register")
-        # Without "time_outs" the agent adds nothing of its own.
+        # Without "time_outs" the agent adds no bootstrap value itself.
         time_outs = infos["time_outs"].to(rewards.device).unsqueeze(1)
         infos = {key: value for key, value in infos.items() if key != "time_outs"}
         self._worth = torch.zeros_like(rewards)

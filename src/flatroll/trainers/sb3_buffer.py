@@ -121,7 +121,7 @@ class FlatReplayBuffer(ReplayBuffer):
         n_envs: number of envs E.
         optimize_memory_usage: must stay False.
         handle_timeout_termination: rows that end by ``"TimeLimit.truncated"`` in their info are not terminal.
-        compact: keep observations once (see `LazyTensorStorage`); False keeps next observations apart.
+        compact: store observations once (see `LazyTensorStorage`); False stores next observations separately.
         frame_stack: frames per stack, for observations ``[frames, ...]`` whose frames are to be kept once; a dict by
             key for Dict spaces.
         codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
@@ -202,7 +202,7 @@ class FlatReplayBuffer(ReplayBuffer):
         make: Callable[..., buffers.Storage] = (
             storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         )
-        # A pickle stores a window that is not full, for which the ring gives up a whole one: that must be to spare.
+        # A pickle stores an incomplete window, for which the ring drops a whole one, so there must be room for it.
         rows = -(-(steps + window - 1) // window) * window * n_envs
         options = self._encodings(frame_stack, codec)
         self.flat = buffers.ReplayBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)

@@ -37,7 +37,7 @@ def unpadded(model: Model) -> Model:
         The model.
 
     Raises:
-        TypeError: it is no such model, or has a rollout buffer or a policy that replaces what is replaced here.
+        TypeError: it is another kind of model, or its rollout buffer or policy overrides a method replaced here.
 
     >>> from sb3_contrib import RecurrentPPO
     >>> model = unpadded(RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=64, batch_size=32, device="cpu"))
@@ -83,7 +83,7 @@ def process_sequence(
         lstm: the policy's LSTM.
 
     Returns:
-        Outputs ``[N, H]`` and states, which nobody reads in training.
+        Outputs ``[N, H]`` and states, which are not used in training.
     """
     if not isinstance(lstm_states, RowStates):
         padded: tuple[Tensor, Any] = RecurrentActorCriticPolicy._process_sequence(
@@ -102,7 +102,7 @@ def flat_samples(buffer: Any, batch_inds: Any, env_change: Any, env: Any = None)
 
     Args:
         buffer: sb3-contrib's, its arrays as ``[rows, ...]``, env after env.
-        batch_inds: int ``[N]``, the rows; they follow one another, but for one place where they begin anew.
+        batch_inds: int ``[N]``, the rows; consecutive, with at most one wrap-around.
         env_change: ``[rows, 1]``, 1.0 at the first row of each env.
         env: not used.
 

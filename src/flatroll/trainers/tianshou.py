@@ -121,7 +121,7 @@ def to_buffer(
 
     Args:
         rows: flat batch ``[N]``, or a buffer of flatroll's with trajectory ids and ``"step_count"``, whose rows are
-            brought together trajectory by trajectory.
+            grouped by trajectory.
         size: capacity. Default: the number of rows.
         final, cuts: see `to_batch`.
 
@@ -271,7 +271,7 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
     order = steps.argsort(stable=True)
     order = order[ids[order].argsort(stable=True)]
     rows, ids, steps = rows[order], ids[order], steps[order]
-    # Rows that are no longer there leave a gap, at which a run must end.
+    # Dropped rows leave a gap, at which a run must end.
     gap = torch.ones(len(rows), dtype=torch.bool)
     gap[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)
     rows.set(IS_INIT, gap.unsqueeze(-1))

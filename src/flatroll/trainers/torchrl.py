@@ -1,6 +1,6 @@
 """`specs`: TorchRL specs of an environment's observations and actions, with the keys of flat batches.
 
-TorchRL's losses and buffers read flat batches as they are; see ``docs/torchrl.md``.
+TorchRL's losses and buffers read flat batches directly; see ``docs/torchrl.md``.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def specs(env: Any) -> Any:
         observation.
 
     Raises:
-        TypeError: a space is none of Box, Discrete, MultiDiscrete, MultiBinary and Dict.
+        TypeError: a space is not a Box, Discrete, MultiDiscrete, MultiBinary or Dict.
 
     >>> import gymnasium as gym
     >>> found = specs(gym.make_vec("CartPole-v1", num_envs=3))

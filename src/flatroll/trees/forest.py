@@ -58,25 +58,25 @@ class Edges(NamedTuple):
 class MCTSForest:
     """Collects transitions (observation, action) -> next observation, and extracts trees from them.
 
-    Equal observations are one *state*, so trajectories that meet share what follows: a forest is a graph, with
-    transpositions, and with cycles where an env has them. A transition seen again is counted; an action with two
-    outcomes has two transitions. Observations and actions are compared exactly. It lives in host memory, wherever
-    batches are.
+    Equal observations are one *state*, so trajectories that meet share their continuations: a forest is a graph, with
+    transpositions, and with cycles if the env has them. A transition seen again is counted; an action with two outcomes
+    has two transitions. Observations and actions are compared exactly. The forest is in host memory, whatever the
+    batches' device.
 
     Args:
-        data_map: an empty `TensorDictMap` whose in-keys name the observations and the actions. Default None. It only
-            says what the keys are, and gives ``max_size``; the forest keeps transitions in memory of its own.
+        data_map: an empty `TensorDictMap` whose in-keys name the observations and the actions. Default None. Only its
+            keys and ``max_size`` are used; the forest stores transitions in its own memory.
         node_map: an empty `TensorDictMap` whose in-keys name the observations, and by whose hash modules states are
             compared. Default None.
-        max_size: most distinct transitions; a batch that does not fit is refused whole. Default: of the maps, or no
-            limit.
+        max_size: maximum number of distinct transitions; a batch that does not fit is refused as a whole. Default:
+            that of the maps, or no limit.
         done_keys: names of the done flags under ``"next"``. Default ``"done"``, ``"terminated"``, ``"truncated"``.
         reward_keys: names of the rewards under ``"next"``, which are summed. Default ``"reward"``.
-        observation_keys: entries that make a state. Default: those of the first batch
+        observation_keys: entries that form a state. Default: those of the first batch
             (`flatroll.layout.observation_keys`).
-        action_keys: entries that make an action. Default ``"action"``.
+        action_keys: entries that form an action. Default ``"action"``.
         excluded_keys: entries, at the root or under ``"next"``, that are not stored.
-        consolidated: has no effect; columns are separate tensors always.
+        consolidated: accepted for compatibility, without effect.
 
     >>> forest = MCTSForest()
     >>> runs = [([0, 123, 392], [1, 2, 3], [123, 392, 989]), ([0, 123], [1, 6], [123, 235])]
@@ -367,8 +367,8 @@ class MCTSForest:
     def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
         """Extract the tree rooted at an observation. Each state is expanded once; see `Tree`.
 
-        It takes time and memory in the number of transitions that can be reached, whatever ways lead to them. A tree
-        shows the forest as it was when the tree was cut.
+        Time and memory are proportional to the number of reachable transitions, not of paths. A tree is a snapshot: it
+        does not change when the forest grows.
 
         Args:
             root: an observation, of batch size ``[]`` or ``[1]``.

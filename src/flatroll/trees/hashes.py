@@ -41,7 +41,7 @@ class HashToInt(nn.Module):
             int64 ``[N]``.
 
         Raises:
-            TypeError: keys of another dtype or shape than those numbered before.
+            TypeError: the keys differ in dtype or shape from those numbered before.
         """
         if extend:
             return self._rows.insert([key])
@@ -58,7 +58,7 @@ class HashToInt(nn.Module):
 
     @override
     def get_extra_state(self) -> dict[str, Any]:
-        """The keys in the order of their numbers; part of ``state_dict()``."""
+        """Return the keys, ordered by number, for ``state_dict()``."""
         return self._rows.state_dict()
 
     @override
@@ -69,8 +69,8 @@ class HashToInt(nn.Module):
 class SipHash(nn.Module):
     """Hashes rows to 64-bit integers: one fixed function, the same in every process and on every machine.
 
-    The name is that of the hash in Python whose place it takes. It is no cryptographic hash: it spreads rows evenly,
-    but somebody who wants two rows of one hash can make them. 0.0 and -0.0 have one hash, and so have all NaNs.
+    It is named after Python's hash, which it replaces. It is not cryptographic: it distributes rows evenly, but
+    collisions can be constructed. 0.0 and -0.0 have the same hash, and so have all NaNs.
 
     Args:
         as_tensor: return a tensor. Default True; False returns a list of ``bytes``, the rows themselves.
@@ -160,9 +160,9 @@ class BinaryToDecimal(nn.Module):
     """Reads rows of bits, the most significant first, as integers.
 
     Args:
-        num_bits: bits of a digit, of which a row has one or more: a row of digits is read as a number with the base
-            ``2 ** num_bits``, so that rows that differ give numbers that differ.
-        device: of the numbers.
+        num_bits: bits per digit. A row has one or more digits and is read as a number of base ``2 ** num_bits``, so
+            that different rows give different numbers.
+        device: device of the numbers.
         dtype: integer dtype of the numbers.
         convert_to_binary: count positive values as 1, all others as 0. Default False: all must be 0 or 1.
 
@@ -193,7 +193,7 @@ class BinaryToDecimal(nn.Module):
         """Read bits ``[*B, F]`` as numbers ``[*B]``.
 
         Raises:
-            ValueError: F is no positive multiple of ``num_bits``, or more bits than the dtype has, or a value is
+            ValueError: F is not a positive multiple of ``num_bits``, or exceeds the bits of the dtype, or a value is
                 neither 0 nor 1.
         """
         bits = features.shape[-1]

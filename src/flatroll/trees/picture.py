@@ -107,7 +107,7 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
 
 
 def _draw_boxes(ax: "Axes", shown: Shown) -> None:
-    """Vertices as boxes: a child stands to the right of its parent, as high as it has leaves."""
+    """Draw vertices as boxes: children to the right of their parent, with their number of leaves as height."""
     widths = np.array([max(vertex.num_steps, 1) for vertex in shown.trees])
     left, low, high = shown.x - widths, shown.spans[:, 1] - 0.5, shown.spans[:, 0] + 0.5
     shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)

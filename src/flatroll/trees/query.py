@@ -25,20 +25,20 @@ class QueryModule(TensorDictModuleBase):
     given. The hash of a row is a 64-bit integer that is the same in every process.
 
     Args:
-        in_keys: the entries that tell rows apart.
+        in_keys: the entries by which rows are compared.
         index_key: where positions are written, int64 ``[*B]``. Default ``"_index"``.
-        hash_key: where hashes are written, int64 ``[*B]``. Default ``"_hash"``.
-        hash_module: maps an entry's rows ``[N, *F]`` to ``[N]`` or ``[N, H]``; rows count as equal where its values
-            are. One for all entries (copied for each), or a list with one per entry. Default None: rows are equal
-            where the entries are.
+        hash_key: key under which hashes are written, int64 ``[*B]``. Default ``"_hash"``.
+        hash_module: maps an entry's rows ``[N, *F]`` to ``[N]`` or ``[N, H]``; rows are equal if its values
+            are. One module for all entries (copied for each), or a list with one per entry. Default None: rows are
+            equal if the entries are.
         hash_to_int: maps hashes ``[N]`` and a keyword ``extend`` to positions, as `HashToInt` does. Default: exact
             numbering inside this module.
         aggregator: maps the stacked hashes ``[N, len(in_keys)]`` to one hash ``[N]``; not used with one entry. Default:
-            rows are equal where all hashes are.
+            rows are equal if all hashes are.
         clone: write to a shallow copy. Default False: to the tensordict given.
 
     Raises:
-        ValueError: no ``in_keys``, or a list of hash modules of another length.
+        ValueError: there are no ``in_keys``, or the number of hash modules differs from theirs.
 
     >>> from tensordict import TensorDict
     >>> query = QueryModule(in_keys=["x", "y"])

@@ -1,4 +1,4 @@
-"""Rows of columns: `RowNumbers` numbers the distinct ones, `GrowingColumns` keeps them."""
+"""Rows of columns: `RowNumbers` numbers the distinct ones, `GrowingColumns` stores them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Kind = tuple[torch.dtype, torch.Size]
 
 
 class RowNumbers:
-    """Numbers the distinct rows of some columns; their dtypes and shapes are fixed by the first insertion.
+    """Numbers the distinct rows of some columns; the first insertion fixes dtypes and shapes.
 
     >>> rows = RowNumbers(["x"])
     >>> rows.insert([torch.tensor([3.0, 5.0, 3.0])])
@@ -32,20 +32,20 @@ class RowNumbers:
         return 0 if self.index is None else len(self.index)
 
     def insert(self, columns: Sequence[Tensor]) -> Tensor:
-        """The number of each row, int64 ``[N]``; new rows get new numbers."""
+        """Return the number of each row, int64 ``[N]``; new rows get new numbers."""
         return self.number(columns)[0]
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """The number of each row, int64 ``[N]``; -1 for unknown rows."""
+        """Return the number of each row, int64 ``[N]``; -1 for unknown rows."""
         return self.number(columns, extend=False)[0]
 
     def number(self, columns: Sequence[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
-        """Numbers and hashes, int64 ``[N]`` each, of the rows of columns ``[N, *F]``.
+        """Return the numbers and hashes, int64 ``[N]`` each, of the rows of columns ``[N, *F]``.
 
         Unknown rows get new numbers if ``extend``, else -1.
 
         Raises:
-            TypeError: a column is of another dtype or shape than in the rows before.
+            TypeError: a column has a different dtype or shape than before.
         """
         for name, column, kind in zip(self.names, columns, self.kinds or (), strict=False):
             if (column.dtype, column.shape[1:]) != kind:
@@ -64,14 +64,14 @@ class RowNumbers:
         return self.index.number(words, floats=floats, extend=extend)
 
     def truncate(self, count: int) -> None:
-        """Forget the rows with numbers from ``count`` on; with 0, also what kinds of columns they had."""
+        """Drop the rows with numbers from ``count`` on; with 0, also the columns' dtypes and shapes."""
         if self.index is not None:
             self.index.truncate(count)
         if not count:
             self.index = self.kinds = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, by number."""
+        """Return the rows, ordered by number."""
         return {"words": None if self.index is None else self.index.words.clone(), "kinds": self.kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class RowNumbers:
 
 
 class GrowingColumns:
-    """Rows of named columns in memory that doubles when it is full. The first rows fix names, dtypes and shapes.
+    """Rows of named columns in memory that doubles when full. The first rows fix names, dtypes and shapes.
 
     >>> rows = GrowingColumns()
     >>> rows.set(torch.tensor([0, 1]), {"x": torch.tensor([5.0, 6.0])})
@@ -105,7 +105,7 @@ class GrowingColumns:
         return list(self._columns)
 
     def check(self, columns: Mapping[NestedKey, Tensor]) -> None:
-        """Raise unless ``columns`` are of the names, dtypes and shapes of the rows before.
+        """Raise unless ``columns`` have the names, dtypes and shapes of the existing rows.
 
         Raises:
             KeyError: a column is missing.
@@ -122,13 +122,13 @@ class GrowingColumns:
                 )
 
     def set(self, at: Tensor, columns: Mapping[NestedKey, Tensor]) -> None:
-        """Write rows ``[N, *F]`` at the positions ``at`` (int64 ``[N]``, none twice), of old rows or right after them.
+        """Write rows ``[N, *F]`` at distinct positions ``at`` (int64 ``[N]``), over old rows or right after them.
 
-        Columns that the rows before do not have are left out. Call :meth:`check` first.
+        Columns that existing rows do not have are left out. Call :meth:`check` first.
         """
         if not at.shape[0]:
             return
-        # Whether they are the next positions, in order: then a slice is written, in a fraction of the time.
+        # Whether these are the next positions, in order: then a slice is written, which is much faster.
         rows = int(at.max()) + 1
         if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
             self.append(columns, len(at))
@@ -149,7 +149,7 @@ class GrowingColumns:
         self._count = rows
 
     def _reserve(self, columns: Mapping[NestedKey, Tensor], rows: int) -> None:
-        """Have room for so many rows of columns like these."""
+        """Make room for this many rows of columns like these."""
         if not self._columns:
             self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
         for key, stored in self._columns.items():
@@ -159,15 +159,15 @@ class GrowingColumns:
                 self._columns[key] = larger
 
     def get(self, at: Tensor) -> TensorDict:
-        """The rows at positions ``at`` (int64 ``[N]``), copied, as a tensordict ``[N]``."""
+        """Return copies of the rows at positions ``at`` (int64 ``[N]``) as a tensordict ``[N]``."""
         return nest({key: column[at] for key, column in self._columns.items()}, len(at))
 
     def column(self, key: NestedKey) -> Tensor:
-        """One column of all rows, ``[len, *F]``: a view, which the next :meth:`set` may leave behind."""
+        """Return one column of all rows, ``[len, *F]``: a view, which later :meth:`set` calls may not update."""
         return self._columns[plain_key(key)][: self._count]
 
     def clear(self) -> None:
-        """Forget all rows, their names, dtypes and shapes."""
+        """Remove all rows, names, dtypes and shapes."""
         self._count, self._columns = 0, {}
 
     def load(self, rows: TensorDictBase) -> None:
@@ -177,7 +177,7 @@ class GrowingColumns:
 
 
 def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) -> dict[NestedKey, Tensor]:
-    """The entries of a tensordict ``[*B]``, or those at ``keys``, as columns ``[N, *F]`` of all its rows.
+    """Return the entries of a tensordict ``[*B]``, or those at ``keys``, as columns ``[N, *F]`` of all its rows.
 
     >>> flat_columns(TensorDict({"next": {"x": torch.zeros(2, 3, 4)}}, [2, 3]))["next", "x"].shape
     torch.Size([6, 4])
@@ -193,7 +193,7 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
 
 
 def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Tensor]]:
-    """All tensors with their keys; ``rows.items(True, True)`` takes three times as long."""
+    """Iterate over all tensors with their keys; ``rows.items(True, True)`` takes three times as long."""
     for name, value in rows.items():
         if isinstance(value, TensorDictBase):
             yield from _leaves(value, *parents, name)

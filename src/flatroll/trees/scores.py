@@ -1,7 +1,8 @@
 """Scores of edges for tree search, and the update of a path: functions of flat tensors, one entry per edge.
 
-Edges are numbered as in `MCTSForest.edges`, and stay so when the forest grows; so do statistics that a search keeps.
-Each edge has a *parent*, the number of the state that it leaves; edges of several parents may be mixed.
+Edges are numbered as in `MCTSForest.edges`. Their numbers do not change when the forest grows, so a search can keep
+statistics by edge. Each edge has a *parent*, the number of the state that it leaves; edges of several parents may be
+mixed.
 """
 
 import torch
@@ -21,7 +22,7 @@ def puct(
     c: float = 1.25,
     unvisited: float = float("inf"),
 ) -> Tensor:
-    """AlphaZero's score, ``value + c * prior * sqrt(visits of the parent) / (1 + count)``.
+    """Compute AlphaZero's score, ``value + c * prior * sqrt(visits of the parent) / (1 + count)``.
 
     Silver et al., "Mastering chess and shogi by self-play" (2017). A parent's visits are the sum over its edges here.
 
@@ -32,7 +33,7 @@ def puct(
         parent: number of the state that each edge leaves, int64 ``[E]``.
         c: weight of the second term. Default 1.25.
         unvisited: value of edges with ``count`` 0. Default inf, so that each edge is visited once before any twice;
-            AlphaZero takes 0.
+            AlphaZero uses 0.
 
     Returns:
         float ``[E]``.
@@ -50,7 +51,7 @@ def puct(
 
 
 def ucb(value: Tensor, count: Tensor, parent: Tensor, c: float = 2**0.5) -> Tensor:
-    """The upper confidence bound, ``value + c * sqrt(log(visits of the parent) / count)``.
+    """Compute the upper confidence bound, ``value + c * sqrt(log(visits of the parent) / count)``.
 
     Kocsis and Szepesvári, "Bandit based Monte-Carlo planning" (2006).
 
@@ -74,7 +75,7 @@ def ucb(value: Tensor, count: Tensor, parent: Tensor, c: float = 2**0.5) -> Tens
 
 
 def _need_edges(**columns: Tensor) -> None:
-    """Raise unless all columns, of which one is ``parent``, are real tensors ``[E]`` on one device."""
+    """Raise unless all columns, including ``parent``, are real tensors ``[E]`` on one device."""
     need_tensors(**columns)
     parent = columns["parent"]
     if parent.ndim != 1 or parent.dtype not in _INTEGERS or parent.is_sparse:
@@ -89,13 +90,13 @@ def _need_edges(**columns: Tensor) -> None:
 
 
 def _visits(count: Tensor, parent: Tensor) -> Tensor:
-    """The sum of the counts of all edges with the same parent, ``[E]``."""
+    """Return the sum of the counts of all edges with the same parent, ``[E]``."""
     number = torch.unique(parent, return_inverse=True)[1]
     return torch.zeros_like(count).index_add_(0, number, count)[number]
 
 
 def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-    """The edge with the highest score of each parent; of equal ones the first.
+    """Find each parent's edge with the highest score; of equal ones the first.
 
     Args:
         score: float ``[E]`` without NaN.
@@ -131,18 +132,18 @@ def backup(
     reward: Tensor | None = None,
     gamma: float = 1.0,
 ) -> Tensor:
-    """Add the return of a simulation to the edges that it went through, in place.
+    """Add the return of a simulation to the edges of its path, in place.
 
-    The return of edge i of the path is ``G[i] = reward[i] + gamma * G[i + 1]``, and behind the last edge it is
-    ``value``. An edge that comes twice is counted twice.
+    The return of edge i of the path is ``G[i] = reward[i] + gamma * G[i + 1]``, and after the last edge it is
+    ``value``. An edge that occurs twice is counted twice.
 
     Args:
         path: numbers of the edges from the root on, int64 ``[L]``.
-        value: of the state behind the last edge; 0 if the episode terminated there.
+        value: value of the state after the last edge; 0 if the episode terminated there.
         count: visits of all edges ``[E]``, changed in place.
         total: sums of returns of all edges, float ``[E]``, changed in place; ``total / count`` is the mean value.
-        reward: of the path's edges, ``[L]``. Default: zeros.
-        gamma: discount of a step. Default 1.0.
+        reward: rewards of the path's edges, ``[L]``. Default: zeros.
+        gamma: discount per step. Default 1.0.
 
     Returns:
         the returns, ``[L]`` of the dtype of ``total``.
@@ -155,7 +156,7 @@ def backup(
     """
     no = torch.zeros(len(path), dtype=torch.bool)
     rewards = no.to(total.dtype) if reward is None else reward.to("cpu", total.dtype).reshape(len(path))
-    next_value = torch.full_like(rewards, float(value))  # read behind the last edge only
+    next_value = torch.full_like(rewards, float(value))  # read only after the last edge
     returns = return_scan(gamma, 1.0, rewards, next_value, no, no).to(total.device)
     count.index_add_(0, path, torch.ones_like(path, dtype=count.dtype))
     total.index_add_(0, path, returns)

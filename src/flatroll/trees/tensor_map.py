@@ -26,7 +26,7 @@ class TensorMap(ABC, Generic[K, V]):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all keys and values."""
+        """Remove all keys and values."""
 
     @abstractmethod
     def __getitem__(self, item: K) -> V: ...
@@ -39,30 +39,30 @@ class TensorMap(ABC, Generic[K, V]):
 
     @abstractmethod
     def contains(self, item: K) -> Tensor:
-        """Which keys are there, bool ``[*B]``."""
+        """Return which keys are in the map, bool ``[*B]``."""
 
     def __contains__(self, item: K) -> bool:
-        """Whether all keys of ``item`` are there."""
+        """Return whether all keys of ``item`` are in the map."""
         return bool(self.contains(item).all())
 
 
 class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBase]):
     """A dict for batches: keys are rows of tensordicts, compared by some of their entries, and so are values.
 
-    ``map[keys] = values`` writes, for keys of batch size ``[*B]``, a single row included, and writes their positions
-    and hashes into ``keys`` (`QueryModule`). Of equal keys in one batch the last one wins. ``map[keys]`` reads,
-    ``map.contains(keys)`` says which are there, ``len(map)`` counts the distinct keys. A write that fails changes
-    nothing.
+    ``map[keys] = values`` stores values for keys of batch size ``[*B]``, or for a single row, and writes the keys'
+    positions and hashes into ``keys`` (`QueryModule`). Of equal keys in one batch the last one wins. ``map[keys]``
+    returns values, ``map.contains(keys)`` returns which keys are in the map, ``len(map)`` is the number of distinct
+    keys. A write that fails changes nothing.
 
     Args:
         query_module: finds keys.
-        storage: an empty `Storage` of this map's own, of at least as many rows as there will be distinct keys.
-            Default: memory that grows.
+        storage: an empty `Storage` that nothing else uses, with room for all distinct keys. Default: memory that
+            grows.
         collate_fn: turns what the storage returns for a batch into a tensordict. Default: stacks lists.
-        out_keys: entries of values to keep. Default: all of the first ones.
-        write_fn: combines values: ``write_fn(new)`` for a new key, ``write_fn(new, old)`` for one that is there, both
+        out_keys: entries of values to store. Default: all entries of the first values.
+        write_fn: combines values: ``write_fn(new)`` for new keys, ``write_fn(new, old)`` for existing ones, all
             tensordicts ``[n]``, returns the values to store. Equal keys in one batch are combined one after another.
-        max_size: most distinct keys. Default: the storage's, or no limit.
+        max_size: maximum number of distinct keys. Default: the storage's, or no limit.
 
     >>> from tensordict import TensorDict
     >>> names = TensorDictMap(query_module=QueryModule(["x"]))
@@ -118,16 +118,16 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Build an empty map for keys and values like those given.
 
         Args:
-            source: keys, of which ``in_keys`` are read; for the check that they are there.
-            dest: values, for the check of ``out_keys``.
-            in_keys: entries that keys are compared by.
-            out_keys: entries of values to keep. Default: all.
-            max_size: most distinct keys. Default: no limit.
+            source: keys, only used to check that they have ``in_keys``.
+            dest: values, only used to check that they have ``out_keys``.
+            in_keys: entries by which keys are compared.
+            out_keys: entries of values to store. Default: all.
+            max_size: maximum number of distinct keys. Default: no limit.
             storage_constructor: called without arguments, returns the storage. Default: memory that grows.
             hash_module: see `QueryModule`. Default: keys are compared exactly.
             collate_fn: see `TensorDictMap`.
             write_fn: see `TensorDictMap`.
-            consolidated: has no effect; columns are separate tensors always.
+            consolidated: accepted for compatibility, without effect.
 
         Raises:
             KeyError: an entry is missing.
@@ -147,7 +147,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """Entries of the values; empty before the first write if they were not named."""
+        """Entries of the values; empty before the first write if not given."""
         if self._wanted is not None:
             return self._wanted
         return self._stored_keys
@@ -160,18 +160,18 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         return self._count
 
     def clear(self) -> None:
-        """Forget all keys and values. A storage that was passed in keeps its rows until others overwrite them."""
+        """Remove all keys and values. A given storage keeps its rows until they are overwritten."""
         self.query_module.clear()
         self._count, self._stored_keys = 0, []
         if isinstance(self.storage, GrowingColumns):
             self.storage.clear()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The values of keys ``[*B]``: the same as ``map[tensordict]``."""
+        """Return the values of keys ``[*B]``: the same as ``map[tensordict]``."""
         return self[tensordict]
 
     def contains(self, item: TensorDictBase) -> Tensor:
-        """Which keys ``[*B]`` are there, bool ``[*B]``."""
+        """Return which keys ``[*B]`` are in the map, bool ``[*B]``."""
         found = self._find(item)
         return ((found >= 0) & (found < len(self))).reshape(item.batch_size)
 
@@ -182,12 +182,12 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Return the values of keys.
 
         Args:
-            item: keys ``[*B]``; it is not changed.
-            default: the value of keys that are not there: a tensordict ``[]`` or ``[*B]`` with the values' entries, or
-                a number for all entries. Default None: they are an error.
+            item: keys ``[*B]``; not modified.
+            default: value for unknown keys: a tensordict ``[]`` or ``[*B]`` with the values' entries, or a number for
+                all entries. Default None: KeyError.
 
         Raises:
-            KeyError: unknown keys, and no default; the text counts them and names the first one.
+            KeyError: keys are unknown and there is no default; the message counts them and names the first one.
         """
         found = self._find(item)
         unknown = (found < 0) | (found >= len(self))
@@ -246,14 +246,14 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             query.write(item, at, hashes)
 
     def _write(self, at: Tensor, new: dict[NestedKey, Tensor], count: int) -> None:
-        """Write rows at positions, of which those from ``count`` on are new."""
+        """Write rows at positions; those from ``count`` on are new."""
         turn = occurrences(at)
         last = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64, device=at.device)
-        # Of equal positions, the row with the highest turn holds the value: the last one, or the result of all.
+        # Of equal positions, the row with the highest turn has the value to store: the last one, or all combined.
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}
-            before = torch.zeros_like(last)  # row of the turn before with each position
+            before = torch.zeros_like(last)  # row of the previous turn at each position
             for round_ in range(int(turn.max()) + 1 if len(at) else 0):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
@@ -273,7 +273,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             self._store(at[rows], {key: column[rows] for key, column in new.items()})
 
     def _store(self, at: Tensor, columns: dict[NestedKey, Tensor]) -> None:
-        """Put rows at ascending positions, of old rows or right after them."""
+        """Store rows at ascending positions, over old rows or right after them."""
         if isinstance(self.storage, GrowingColumns):
             self.storage.check(columns)
             self.storage.set(at, columns)
@@ -283,7 +283,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
     def _combine(
         self, new: dict[NestedKey, Tensor], rows: Tensor, old: dict[NestedKey, Tensor] | None
     ) -> None:
-        """Replace the given rows of ``new`` by what ``write_fn`` makes of them."""
+        """Replace the given rows of ``new`` by the results of ``write_fn``."""
         if not len(rows):
             return
         assert self.write_fn is not None
@@ -301,7 +301,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         return query.number(query.columns(item), extend=False)[0]
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The values; the keys are in the query module. Part of ``state_dict()``."""
+        """Return the values for ``state_dict()``; the keys are in the query module's."""
         values = self.storage.get(torch.arange(len(self))) if len(self) else None
         return {"values": None if values is None else dict(flat_columns(values))}
 

@@ -1,4 +1,4 @@
-"""`Tree`: a view of a forest from one state on."""
+"""`Tree`: a view of a forest, starting at one state."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A forest's transitions by the state that they leave, as trees read them."""
+    """A forest's transitions, grouped by the state that they leave."""
 
     offsets: list[int]
     order: list[int]
@@ -37,7 +37,7 @@ class Graph:
     done_keys: list[tuple[str, ...]]
 
     def leaving(self, state: int) -> list[int]:
-        """Numbers of the transitions that leave a state."""
+        """Return the numbers of the transitions that leave a state."""
         return self.order[self.offsets[state] : self.offsets[state + 1]]
 
 
@@ -45,11 +45,11 @@ class Vertices:
     """The vertices of one tree by their numbers, in breadth-first order; vertex 0 is the root.
 
     Attributes:
-        chains: transitions that lead from the parent's state to the vertex's, in order; of the root, those up to the
-            first branch.
-        states: the state at the end of each.
-        children: of each, the numbers of its children; None if it is not expanded.
-        parents: of each, the numbers of its parents.
+        chains: for each vertex, the transitions from the parent's state to its own, in order; for the root, those up
+            to the first branch.
+        states: the state at the end of each vertex.
+        children: for each vertex, the numbers of its children; None if it is not expanded.
+        parents: for each vertex, the numbers of its parents.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -72,10 +72,10 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
     entering = _count_entering(graph, root) if compact else {}
 
     def chain_from(edge: int) -> list[int]:
-        """The transition, and those after it up to a branch, a state that two transitions enter, or the root.
+        """Return the transition and those after it, up to a branch, a state that two transitions enter, or the root.
 
-        Every other state on the way is entered by one transition only, so that no chain comes back to itself, and
-        each transition is in one chain.
+        All other states on the way are entered by one transition only, so that no chain is a cycle, and each
+        transition is in one chain.
         """
         chain = [edge]
         while compact:
@@ -109,7 +109,7 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
 
 
 def _count_entering(graph: Graph, root: int) -> dict[int, int]:
-    """How many of the transitions that can be reached enter each state."""
+    """Count the reachable transitions that enter each state."""
     entering: dict[int, int] = {root: 0}
     stack = [root]
     while stack:
@@ -125,15 +125,15 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
 class Tree:
     """A vertex of a tree with its descendants, as returned by `MCTSForest.get_tree`.
 
-    A vertex is a transition and, in a compact tree, those after it up to the next branch; :attr:`rollout` has them,
-    and :attr:`node_data` the observation at their end. The root's rollout goes from the root's observation to the
-    first branch; it is None if the root branches at once. Each child in :attr:`subtree` begins with another transition:
-    another action, or another outcome of the same one.
+    A vertex is a transition and, in a compact tree, the transitions after it up to the next branch. :attr:`rollout`
+    has these rows, :attr:`node_data` the observation at their end. The root's rollout covers the transitions from the
+    root's observation to the first branch; it is None if the root branches at once. Each child in :attr:`subtree`
+    begins with a different transition: a different action, or a different outcome of the same action.
 
-    Ways that meet again lead to the same vertices: two parents share a child. A vertex that comes back to itself is
-    its own descendant. Lists of paths and of edges expand each vertex once, so they end.
+    Paths that meet share vertices, so a child may have several parents. In a cycle a vertex is its own descendant.
+    Lists of paths and of edges expand each vertex once, so they are finite.
 
-    Two trees are equal if they are the same vertex of the same tree. Build trees with `MCTSForest.get_tree`.
+    Two trees are equal if they are the same vertex of the same tree. Create trees with `MCTSForest.get_tree`.
     """
 
     __slots__ = ("_vertices", "node_id")
@@ -165,7 +165,7 @@ class Tree:
 
     @property
     def count(self) -> int:
-        """How often the vertex's first transition was seen; of the root, how often its state was left."""
+        """Number of times the vertex's first transition was seen; for the root, its state was left."""
         graph = self._vertices.graph
         if self.node_id:
             return int(graph.count[self._chain[0]])
@@ -174,33 +174,33 @@ class Tree:
 
     @property
     def visits(self) -> int:
-        """The same as :attr:`count`."""
+        """Alias of :attr:`count`."""
         return self.count
 
     @property
     def wins(self) -> float:
-        """The sum of the rewards of the vertex's first transition over its visits; of the root 0.0."""
+        """The sum of the rewards of the vertex's first transition over its visits; 0.0 for the root."""
         return float(self._vertices.graph.reward[self._chain[0]]) if self.node_id else 0.0
 
     @property
     def hash(self) -> int | None:
-        """A 64-bit hash of the vertex's first transition, the same in all forests; of the root None."""
+        """A 64-bit hash of the vertex's first transition, the same in all forests; None for the root."""
         return int(self._vertices.graph.hashes[self._chain[0]]) if self.node_id else None
 
     @property
     def index(self) -> Tensor:
-        """Numbers in the forest of the transitions that the children begin with, int64 ``[num_children]``."""
+        """Numbers of the children's first transitions in the forest, int64 ``[num_children]``."""
         edges = [self._vertices.chains[child][0] for child in self._child_ids]
         return torch.tensor(edges, dtype=torch.int64)
 
     @property
     def num_steps(self) -> int:
-        """Transitions of the vertex, rows of :attr:`rollout`."""
+        """Number of transitions of the vertex, the rows of :attr:`rollout`."""
         return len(self._chain)
 
     @property
     def rollout(self) -> TensorDict | None:
-        """The vertex's transitions as rows ``[T]``, as they were first seen; None of a root that branches at once."""
+        """The vertex's transitions as rows ``[T]``, as first seen; None for a root that branches at once."""
         return self._vertices.graph.rows.get(torch.tensor(self._chain)) if self._chain else None
 
     @property
@@ -219,7 +219,7 @@ class Tree:
             read: list[NestedKey] = [next_key(key) for key in keys]
         else:
             leaving = graph.leaving(self._vertices.states[self.node_id])
-            # A root that no transition leaves is the end of one.
+            # If no transition leaves the root, one enters it.
             edge = leaving[0] if leaving else graph.target.index(self._vertices.states[0])
             read = list(keys) if leaving else [next_key(key) for key in keys]
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
@@ -227,7 +227,7 @@ class Tree:
 
     @property
     def node_observations(self) -> TensorDict:
-        """The same as :attr:`node_data`."""
+        """Alias of :attr:`node_data`."""
         return self.node_data
 
     @property
@@ -254,12 +254,12 @@ class Tree:
 
     @property
     def selected_actions(self) -> Tensor | TensorDict | None:
-        """The actions that the children begin with, ``[num_children, *F]``; None without children."""
+        """The children's first actions, ``[num_children, *F]``; None without children."""
         return self._actions(self.index.tolist()) if self._child_ids else None
 
     @property
     def branching_action(self) -> Any:
-        """The vertex's first action, which led away from its parent; None without rollout."""
+        """The vertex's first action, taken in its parent's state; None without rollout."""
         return self._actions(self._chain[:1])[0] if self._chain else None
 
     @property
@@ -268,7 +268,7 @@ class Tree:
         return self._actions(self._chain[-1:])[0] if self._chain else None
 
     def fully_expanded(self, num_actions: int) -> bool:
-        """Whether so many different actions, or more, were taken here."""
+        """Return whether at least ``num_actions`` different actions were taken here."""
         actions = self.selected_actions
         if actions is None:
             return num_actions <= 0
@@ -284,32 +284,32 @@ class Tree:
 
     @property
     def subtree(self) -> "tuple[Tree, ...] | None":
-        """The children, in the order in which they were first seen; None if there are none."""
+        """The children in the order of their first visits; None if there are none."""
         return tuple(Tree(self._vertices, child) for child in self._child_ids) or None
 
     @property
     def num_children(self) -> int:
-        """How many children there are."""
+        """Number of children."""
         return len(self._child_ids)
 
     @property
     def parents(self) -> "tuple[Tree, ...]":
-        """All parents, the first found first; of a root that nothing leads back to none."""
+        """All parents, in the order in which they were found; empty for a root without a cycle."""
         return tuple(Tree(self._vertices, parent) for parent in self._vertices.parents[self.node_id])
 
     @property
     def parent(self) -> "Tree | None":
-        """The first of :attr:`parents`; None of the root."""
+        """The first of :attr:`parents`; None for the root."""
         return self.parents[0] if self.node_id else None
 
     def __contains__(self, other: "Tree") -> bool:
-        """Whether a vertex of this tree begins with the same transition as ``other``."""
+        """Return whether a vertex of this tree begins with the same transition as ``other``."""
         return any(vertex.hash == other.hash for vertex in self._walk())
 
     # -- all vertices ------------------------------------------------------------------------------------------------
 
     def _walk_paths(self) -> "Iterator[tuple[Tree, Path, bool]]":
-        """Vertices breadth first, with their paths, and whether they are seen for the first time."""
+        """Iterate over vertices breadth first: each with its path and whether this is its first visit."""
         seen = {self.node_id}
         queue: deque[tuple[int, Path, bool]] = deque([(self.node_id, (), True)])
         while queue:
@@ -324,22 +324,22 @@ class Tree:
         return (vertex for vertex, _, first in self._walk_paths() if first)
 
     def vertices(self, *, key_type: Literal["hash", "id", "path"] = "hash") -> "dict[Any, Tree]":
-        """All vertices, breadth first.
+        """Return all vertices, breadth first.
 
         Args:
-            key_type: keys are the hashes (default; None for the root), the numbers, or the paths. By paths, a vertex
-                that several ways lead to is listed for each of them, but what follows it only once.
+            key_type: ``"hash"`` (default; None for the root), ``"id"`` or ``"path"``. With ``"path"``, a vertex with
+                several paths is listed for each of them, but its descendants only once.
         """
         if one_of("key_type", key_type, ("hash", "id", "path")) == "path":
             return {path: vertex for vertex, path, _ in self._walk_paths()}
         return {vertex.hash if key_type == "hash" else vertex.node_id: vertex for vertex in self._walk()}
 
     def num_vertices(self, *, count_repeat: bool = False) -> int:
-        """How many vertices there are; with ``count_repeat``, how many paths of :meth:`vertices`."""
+        """Return the number of vertices, or with ``count_repeat`` the number of paths of :meth:`vertices`."""
         return sum(1 for _, _, first in self._walk_paths() if first or count_repeat)
 
     def edges(self) -> list[tuple[int, int]]:
-        """Pairs (number of the parent, number of the child), each once, breadth first."""
+        """Return the pairs (number of the parent, number of the child), each once, breadth first."""
         children = self._vertices.children
         pairs = (
             (vertex.node_id, child) for vertex in self._walk() for child in children[vertex.node_id] or ()
@@ -347,20 +347,20 @@ class Tree:
         return list(dict.fromkeys(pairs))
 
     def valid_paths(self) -> Iterator[Path]:
-        """Paths to the leaves, as numbers of children; a path also ends at a vertex that was met before."""
+        """Iterate over the paths to the leaves, as child indices; a path also ends at an already visited vertex."""
         for vertex, path, first in self._walk_paths():
             if not first or not vertex.num_children:
                 yield path
 
     def max_length(self) -> int:
-        """Vertices below this one on the longest of :meth:`valid_paths`."""
+        """Return the length of the longest of :meth:`valid_paths`."""
         return max(len(path) for path in self.valid_paths())
 
     def get_vertex(self, path: Path) -> "Tree":
-        """The vertex at the end of a path.
+        """Return the vertex at the end of a path.
 
         Raises:
-            IndexError: there is no such child.
+            IndexError: a child of the path does not exist.
         """
         vertex = self.node_id
         for depth, i in enumerate(path):
@@ -371,11 +371,11 @@ class Tree:
         return Tree(self._vertices, vertex)
 
     def get_vertex_by_id(self, id: int) -> "Tree":
-        """The vertex with a number; ValueError if this tree has none."""
+        """Return the vertex with this number; ValueError if this tree has none."""
         return self._first(f"node_id {id}", lambda vertex: vertex.node_id == id)
 
     def get_vertex_by_hash(self, hash: int | None) -> "Tree":
-        """The vertex with a hash; ValueError if this tree has none."""
+        """Return the vertex with this hash; ValueError if this tree has none."""
         return self._first(f"hash {hash}", lambda vertex: vertex.hash == hash)
 
     def _first(self, name: str, matches: "Callable[[Tree], bool]") -> "Tree":
@@ -385,7 +385,7 @@ class Tree:
         return found
 
     def rollout_from_path(self, path: Path) -> TensorDict | None:
-        """The transitions along a path, from this vertex's own on, as rows ``[T]``; None if there are none."""
+        """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none."""
         self.get_vertex(path)
         vertex, edges = self.node_id, list(self._chain)
         for i in path:
@@ -396,12 +396,12 @@ class Tree:
     # -- showing -----------------------------------------------------------------------------------------------------
 
     def to_string(self, node_format_fn: "Callable[[Tree], Any] | None" = None) -> str:
-        """One line per vertex below this one, depth first: its path, and what ``node_format_fn`` makes of it.
+        """Return one line per vertex below this one, depth first: its path and the result of ``node_format_fn``.
 
-        Lines are indented by their depth. A vertex met again is marked, and what follows it is not listed again.
+        Lines are indented by depth. Repeated vertices are marked, and their descendants are not listed again.
 
         Args:
-            node_format_fn: makes an object, which is printed, of a vertex. Default: its ``node_data`` as a dict.
+            node_format_fn: converts a vertex to a printable object. Default: its ``node_data`` as a dict.
         """
         lines: list[str] = []
         seen: dict[int, Path] = {self.node_id: ()}
@@ -436,17 +436,19 @@ class Tree:
 
         Args:
             backend: ``"matplotlib"``, the only one.
-            figure: ``"tree"`` (default): vertices are marks whose areas grow with their counts; lines are as wide as
-                counts of transitions, and dashed where they lead to a vertex that is drawn already. ``"box"``: vertices
-                are boxes, darker the higher their counts, as wide as they have steps and as high as they have leaves.
-            info: None. What labels tell, ``make_labels`` says.
-            make_labels: text of a vertex. Default: the action and the count, as long as there are few vertices.
+            figure: ``"tree"`` (default): the area of a vertex's mark grows with its count; the width of a line is the
+                count of transitions, and it is dashed if it leads to a vertex that is already drawn. ``"box"``:
+                vertices are boxes, darker for higher counts; the width is the number of steps, the height the number
+                of leaves.
+            info: must be None; set labels with ``make_labels``.
+            make_labels: function that returns the label of a vertex. Default: action and count if there are few
+                vertices.
             ax: axes to draw in. Default: those of a new figure.
-            max_vertices: draw the first so many vertices, breadth first, and say so. Default 400.
+            max_vertices: draw at most this many vertices, breadth first, and say so. Default 400.
 
         Raises:
             ImportError: matplotlib is missing; the message names the extra.
-            ValueError: another backend or figure, or ``info``.
+            ValueError: ``backend`` or ``figure`` is unknown, or ``info`` is given.
         """
         if backend != "matplotlib" or figure not in ("tree", "box") or info is not None:
             raise ValueError(

@@ -145,8 +145,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     Args:
         dataset_id: game and run, such as ``"Pong/5"``.
         batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the folder of the ``.gz`` files.
-            ``frame_stack={"observation": 4}`` gives stacks ``[4, 84, 84]``; on disk every frame stands once.
-        num_slices, slice_len: draw slices of games, so many or so long, instead of single rows.
+            ``frame_stack={"observation": 4}`` gives stacks ``[4, 84, 84]``; on disk every frame is stored once.
+        num_slices, slice_len: draw slices of games, this many or of this length, instead of single rows.
         strict_len: slices of the whole ``slice_len`` only. Default True.
         replacement: draw with replacement. Default True.
 

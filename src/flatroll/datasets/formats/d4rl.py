@@ -96,10 +96,10 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         from_env: take the arrays that ``env.get_dataset()`` returns, where ``fetch`` gives the env (or the arrays by
             name). Without ``fetch`` the env is ``gym.make(dataset_id)`` after ``import d4rl``: D4RL's own library,
             which needs the Gym and MuJoCo of 2021 and a Python of that time. Default False.
-        use_truncated_as_done: ``("next", "done")`` of a timeout is True. With False episodes end with terminals alone,
-            as far as done tells; where they are in the file tells ``is_init``. Default True.
-        direct_download: for the references' sake: None or True; ``d4rl.qlearning_dataset`` is not called, since what it
-            returns does not say where episodes were cut.
+        use_truncated_as_done: set ``("next", "done")`` at timeouts. If False, it is True only at terminals, and
+            ``is_init`` marks where episodes begin. Default True.
+        direct_download: None or True, for compatibility; ``d4rl.qlearning_dataset`` is not called, since its result
+            does not mark where episodes were cut.
         terminate_on_end: leave out last rows whose next observation is unknown, but for terminal ones, as
             `d4rl.qlearning_dataset` does. Default False (None).
 

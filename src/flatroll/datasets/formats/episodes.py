@@ -98,11 +98,11 @@ def episode_columns(
     """Return the columns ``[T, ...]`` of an episode of T steps, with all markers, by dotted name.
 
     Args:
-        number: of the episode in the set, its trajectory id.
-        states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` where the last next one is in no file: then it is the
+        number: number of the episode in the set, its trajectory id.
+        states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` if no file has the last next state: it is then the
             last state again, and ``("collector", "next_known")`` is False there.
-        others: further columns ``[T, ...]`` by dotted name; a next state among them is taken as it is.
-        reward: ``[T]``; floating dtypes stay, others become float32. None if there is none.
+        others: further columns ``[T, ...]`` by dotted name; a next state among them is used unchanged.
+        reward: ``[T]``; floating dtypes are kept, others become float32. None if there is none.
         terminated, truncated: ``[T]``.
     """
     length = len(terminated)

@@ -87,7 +87,7 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive, whose name, which may be a member of its own, is short."""
+    """A member of an archive whose name is short, even if it is stored in a separate member."""
 
     def _proc_member(self, archive: Any) -> Any:
         named = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
@@ -134,8 +134,8 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         max_bytes: all arrays together may have no more.
 
     Raises:
-        ValueError: it is no such file, or they have more.
-        pickle.UnpicklingError: it holds other things than dicts, text, numbers and arrays of numbers.
+        ValueError: the file is of another kind, or the arrays have more than ``max_bytes``.
+        pickle.UnpicklingError: it contains anything but dicts, text, numbers and arrays of numbers.
 
     >>> file = io.BytesIO()
     >>> np.save(file, {"rewards": np.ones(2)}, allow_pickle=True)
@@ -160,7 +160,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
                 f"{name} must hold a dict of arrays of numbers, got {type(key)} of {type(array)}"
             )
         arrays[key] = array.view(np.ndarray)
-    # One array may stand under many names, each of which is a column then.
+    # An array may have several names; each becomes a column.
     if sum(array.nbytes for array in arrays.values()) > max_bytes:
         raise pickle.UnpicklingError(f"{name}: the arrays have more than max_bytes={max_bytes}")
     return arrays

@@ -58,8 +58,8 @@ def read_h5(
 
     Args:
         path: of the file; all its datasets have one row for each row of the batch.
-        chunk_rows: rows to be read at a time. Default: as many as take 32 MiB.
-        max_bytes: what all columns may take in memory. Default: no bound but that of `h5_columns`.
+        chunk_rows: rows to read at a time. Default: 32 MiB.
+        max_bytes: limit for all columns in memory. Default: only that of `h5_columns`.
 
     Raises:
         ImportError: h5py is missing; the message names the extra.

@@ -1,7 +1,7 @@
 """LeRobot v3 folders, written and read with pyarrow alone, images as PNG cells; and `LeRobotExperienceReplay`.
 
 meta/info.json, meta/stats.json, meta/tasks.parquet
-meta/episodes/chunk-000/file-000.parquet   a row for each episode: its length, its task, where its frames stand
+meta/episodes/chunk-000/file-000.parquet   a row for each episode: its length, its task, the place of its frames
 data/chunk-000/file-000.parquet            a row for each step
 meta/flatroll.json, meta/flatroll_last.parquet   what LeRobot has no place for: keys, shapes, last observations
 """
@@ -94,8 +94,8 @@ def write_lerobot(
 
     ``observation`` is ``observation.state`` (``observation.image`` if it is one), other observations
     ``observation.<name>``; other entries have their dotted names. uint8 entries ``[H, W, C]`` and ``[C, H, W]`` of 1, 3
-    or 4 channels are images, stored as PNG, which loses nothing; video is not written. The next observation of an
-    episode's last row, which LeRobot does not keep, stands in a file beside.
+    or 4 channels are images, stored as lossless PNG; video is not written. The next observation of an
+    episode's last row, for which LeRobot has no place, is stored in an extra file.
 
     Args:
         source: the rows.
@@ -247,7 +247,7 @@ def _table(
 
 
 def _lists(pyarrow: ModuleType, array: Array) -> Any:
-    """Numbers as they are, vectors as lists of fixed size, more dimensions as lists of lists."""
+    """Convert numbers to a plain array, vectors to lists of fixed size, more dimensions to lists of lists."""
     if array.size == len(array):
         return pyarrow.array(array.reshape(-1))
     values = pyarrow.array(array.reshape(-1))
@@ -333,21 +333,21 @@ def _info(
 def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
     """Yield the episodes of a LeRobot v3 folder as flat batches ``[T]``.
 
-    Of a folder that `write_lerobot` did not write: columns stand under their dotted names (``observation.state`` as
-    ``("observation", "state")``), of the shapes that ``meta/info.json`` says, but for texts and what LeRobot counts;
-    ``task_index`` stays. The next observation of an episode's last row, which is in no file, is its own one, with
-    ``("collector", "next_known")`` False. A ``next.done`` is a termination where no ``next.truncated`` says otherwise,
-    and an episode that has none at its end is truncated; flags and rewards are ``[T, 1]``; rewards of whole numbers
-    become float32.
+    In a folder that `write_lerobot` did not write, columns get keys from their dotted names (``observation.state``
+    becomes ``("observation", "state")``) and the shapes in ``meta/info.json``; texts and LeRobot's counters are left
+    out, except ``task_index``. The next observation of an episode's last row, which is in no file, is the row's own
+    observation, with ``("collector", "next_known")`` False. ``next.done`` means termination unless ``next.truncated``
+    is set, and an episode without it at its end is truncated; flags and rewards are ``[T, 1]``; integer rewards become
+    float32.
 
     Args:
         path: of the folder.
-        max_bytes: what a row group of its files, and the frames of an episode, may take. Default 4 GiB.
+        max_bytes: limit for a row group of its files, and for the frames of an episode. Default 4 GiB.
 
     Raises:
-        ImportError: pyarrow is missing, or Pillow where there are images; the message names the extra.
-        FileNotFoundError: a file that the folder should have is missing.
-        ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
+        ImportError: pyarrow is missing, or Pillow if there are images; the message names the extra.
+        FileNotFoundError: a required file is missing.
+        ValueError: the version is not supported, there are videos, more than ``max_bytes``, or inconsistent files.
     """
     root = Path(path).absolute()
     with naming(root):
@@ -391,7 +391,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _check_features(features: object, path: Path) -> dict[str, Any]:
-    """What ``meta/info.json`` says of the columns, after a look at its form."""
+    """Return the columns' description in ``meta/info.json`` after checking its form."""
     if not isinstance(features, dict):
         raise ValueError(f"{path} does not say which columns there are ('features')")
     for name, about in features.items():
@@ -416,7 +416,7 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
-    """What `write_lerobot` noted of the entries, after a look at its form: somebody else may have written it."""
+    """Return `write_lerobot`'s description of the entries after checking its form, since it is untrusted."""
     for field in fields if isinstance(fields, list) else [None]:
         if not (
             isinstance(field, dict)

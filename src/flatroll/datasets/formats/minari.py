@@ -39,9 +39,9 @@ def write_minari(
 ) -> None:
     """Write a folder that `minari.MinariDataset` opens, one trajectory at a time.
 
-    An episode has T + 1 observations, T actions, rewards, terminations and truncations. All other columns stand in its
-    ``infos``, by dotted name, their last row twice, since Minari's infos are T + 1 long. Images are stored as they
-    are, not as JPEG.
+    An episode has T + 1 observations, T actions, rewards, terminations and truncations. All other columns are in its
+    ``infos``, by dotted name, with the last row repeated, since Minari's infos have length T + 1. Images are stored
+    raw, not as JPEG.
 
     Args:
         source: the rows.
@@ -174,10 +174,10 @@ def read_minari(
 ) -> Iterator[TensorDict]:
     """Yield the episodes of a Minari data set as flat batches ``[T]``.
 
-    Of a data set that `write_minari` did not write: Dict observations stand at the root by name, parts of Tuples by
+    In a data set that `write_minari` did not write, Dict observations are root entries by name, parts of Tuples by
     number; rewards, flags and ``is_init`` are ``[T, 1]``; ``("collector", "traj_ids")`` is the episode's number.
-    Infos of numbers are ``("info", name)`` and ``("next", "info", name)``, those that are missing at the reset (T
-    values, not T + 1) the latter only. Infos of text, and those that are not one a step, are left out.
+    Numeric infos are ``("info", name)`` and ``("next", "info", name)``, or only the latter if they are missing at the
+    reset (T values, not T + 1). Infos of text, and those without one value per step, are left out.
 
     Args:
         source: a `minari.MinariDataset`, or the path of a data set's ``data`` folder.
@@ -195,7 +195,7 @@ def read_minari(
 
 
 def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
-    """Return a `minari.MinariDataset` as it is, or that of a ``data`` folder."""
+    """Return a `minari.MinariDataset` unchanged, or open the one in a ``data`` folder."""
     if not isinstance(source, str | Path):
         if not hasattr(getattr(source, "storage", None), "metadata"):
             raise TypeError(f"source must be a MinariDataset or the path of its folder, got {shown(source)}")
@@ -292,14 +292,14 @@ def _observation_leaves(episode: "EpisodeData") -> dict[str, Array]:
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """A Minari data set in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
 
-    Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
-    by number. Episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
-    numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
+    Observations of a Dict space are root entries by name, of another space ``"observation"``; parts of a Tuple have
+    their number as name. ``("collector", "traj_ids")`` is the episode's number in the set. Numeric infos with one value
+    per step are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
     Minari stores images as JPEG by default (``jpeg_encoding=False`` disables it): decoded JPEGs are returned.
 
     Args:
-        dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. A set in a folder of yours comes in by
-            ``fetch=lambda name, folder: "PATH/data"``, under any name.
+        dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``. To read a set from your own folder, pass
+            ``fetch=lambda name, folder: "PATH/data"`` and any name.
         batch_size, options: see `BaseDatasetExperienceReplay`.
         load_from_local_minari: take the set from the folder in which Minari keeps those that were made or fetched here,
             and never fetch it. Default False: fetch it, unless it is there.

@@ -44,7 +44,7 @@ class ArrayStream:
             raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
         self.shape, self.rows = shape, next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        # Rows of nothing take no bytes here, but would in whatever is made for each row.
+        # Empty rows take no bytes here, but later one value per row is allocated.
         claimed = self.rows * max(1, self._row_bytes)
         if claimed > max_bytes:
             raise ValueError(
@@ -54,7 +54,7 @@ class ArrayStream:
         self._read = 0
 
     def read(self, rows: int) -> Array:
-        """Return the next rows, as many as there are up to ``rows``; ValueError if the stream ends before."""
+        """Return the next rows, at most ``rows``; ValueError if the stream ends too early."""
         count = min(rows, self.rows - self._read)
         values = np.empty((count, *self.shape[1:]), self.dtype)
         into, done = memoryview(values.reshape(-1).view(np.uint8)), 0  # type: ignore[arg-type]

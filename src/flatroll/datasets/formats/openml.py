@@ -35,7 +35,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     Args:
         features: `pandas.DataFrame` of N rows.
         label: `pandas.Series` of N rows; its classes are int64 ``0 … K - 1``.
-        one_hot: give a category as many columns as it has values, of zeros and ones. Default False.
+        one_hot: encode categories as one column of zeros and ones per value. Default False.
 
     Raises:
         ImportError: scikit-learn or pandas is missing; the message names the extra.

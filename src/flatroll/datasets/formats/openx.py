@@ -32,15 +32,15 @@ from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
 
 _OF_A_STEP = ("is_first", "is_last", "is_terminal", "observation", "reward")
-WINDOW = 16  # episodes in memory, of which a shuffled stream draws the next one
+WINDOW = 16  # episodes in memory, from which a shuffled stream draws
 
 
 def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     """Yield episodes of steps, as RLDS has them, as flat batches ``[T]``.
 
     Step t of an episode is ``{"observation", "action", "reward", "is_first", "is_last", "is_terminal", …}``: the reward
-    is that of its action, and the last step has an observation only, its action and reward say nothing. So T + 1
-    steps make T rows. Texts are left out. Steps without rewards make rows without ``("next", "reward")``.
+    is that of its action; the last step only has an observation, its action and reward are meaningless. T + 1 steps
+    therefore give T rows. Texts are left out. Steps without rewards give rows without ``("next", "reward")``.
 
     Some sets, demonstrations of Open X-Embodiment among them, have the reward of the goal at the last step, against
     that definition. It belongs to no action and is left out, with a warning if the episode has no other: give the
@@ -50,7 +50,7 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
 
     Raises:
-        ValueError: an episode without rows, steps that differ in their entries, or one that goes on after its last.
+        ValueError: an episode has no rows, its steps have different entries, or there are steps after its last one.
         KeyError: a step without observation.
 
     Source: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement Learning (2021).
@@ -118,31 +118,31 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     """An Open X-Embodiment data set, or any episodes of RLDS steps (`read_rlds`).
 
-    With ``streaming=True`` nothing is converted and nothing stored: episodes are read one after the other, and samples
-    are made of the next ones (`EpisodeStream`). A loop over the set ends after one pass; `sample` goes on without end.
+    With ``streaming=True`` nothing is converted or stored: episodes are read one after another, and samples consist of
+    the next ones (`EpisodeStream`). A loop over the set ends after one pass; `sample` repeats passes forever.
 
     Args:
         dataset_id: its name.
-        batch_size: rows of a sample. A stream gives whole episodes without it, or one slice of each.
+        batch_size: rows per sample. Without it, a stream returns whole episodes, or one slice of each.
         options: see `BaseDatasetExperienceReplay`; ``fetch`` gives an iterable of episodes, such as the one that the
-            set's own library returns, or the path of a LeRobot folder. A stream takes ``fetch`` (which is called again
+            set's own library returns, or the path of a LeRobot folder. A stream accepts ``fetch`` (called again
             for each pass if it returned an iterator), ``transform``, ``collate_fn``, ``pin_memory`` and ``generator``.
-        shuffle: with False rows, or slices, come in the order of the set, once each in a pass. Default True. Of a
-            stream episodes come in order, or drawn from a window of 16 of them.
-        num_slices, slice_len: draw slices of episodes, so many or so long, instead of single rows. The slices of a
-            stream begin at random places, one in each episode of a pass.
-        pad: pad short slices, which needs ``strict_length=False``. Default None: do not. Of a stream the value of the
-            padded rows, True for 0, whatever ``strict_length`` says.
-        replacement: draw with replacement. Default True; of a stream False.
-        streaming: read the episodes without a folder. Default None, which is False.
-        strict_length: slices of the whole ``slice_len`` only. Default True: shorter episodes are left out, and of a
-            stream an error. With False they give all of their rows.
+        shuffle: if False, rows or slices are in the order of the set, each once per pass. Default True. A stream draws
+            episodes from a window of 16, or with False reads them in order.
+        num_slices, slice_len: draw slices of episodes, this many or of this length, instead of single rows. In a stream
+            slices begin at random positions, one in each episode of a pass.
+        pad: pad short slices, which needs ``strict_length=False``. Default None: no padding. For a stream it is the
+            value of padded rows, True for 0, and does not depend on ``strict_length``.
+        replacement: draw with replacement. Default True; False for a stream.
+        streaming: read the episodes without a folder. Default None, which means False.
+        strict_length: only slices of the full ``slice_len``. Default True: shorter episodes are left out; in a stream
+            they are an error. If False, they give all of their rows.
 
     Attributes:
         stream: the `EpisodeStream`; None without ``streaming``.
 
     Raises:
-        ValueError: arguments that exclude each other, or that a stream cannot take.
+        ValueError: arguments exclude each other, or a stream does not support one.
         FileNotFoundError: the episodes were not found.
 
     Example, three steps of one episode and two of another at a time, without a folder::
@@ -247,7 +247,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             folder = self._folder
             fetched = self._fetch_with(self.dataset_id, folder)
             fetched = folder if fetched is None else fetched
-            # Each pass reads it again, wherever the program is then.
+            # Each pass reads it again; the working directory may have changed.
             self._source = Path(fetched).absolute() if isinstance(fetched, str | Path) else fetched
         source = self._source
         if isinstance(source, Iterator):
@@ -311,16 +311,16 @@ class EpisodeStream:
 
     Args:
         open_episodes: returns the episodes of one pass, flat batches ``[T]`` with all markers, new ones at each call.
-        shuffle: take episodes in random order, as far as a window of 16 of them allows. False: as they come.
-        num_slices: slices of a batch, each of ``batch_size / num_slices`` rows and of another episode.
-        slice_len: rows of a slice; a batch has ``batch_size / slice_len`` of them, each of another episode.
-        pad: value of the rows that are added to slices of shorter episodes; flags are False there, and
-            ``("collector", "mask")``, which all rows have then, is, too. True: 0. None or False: do not pad.
-        strict_length: refuse episodes that are shorter than a slice. False: give all of their rows.
-        generator: of all draws, on the CPU; None: torch's global one.
+        shuffle: draw episodes in random order from a window of 16. False: in order.
+        num_slices: slices per batch, each of ``batch_size / num_slices`` rows and of a different episode.
+        slice_len: rows per slice; a batch has ``batch_size / slice_len`` slices, each of a different episode.
+        pad: value of the rows appended to slices of shorter episodes; their flags are False, and so is their
+            ``("collector", "mask")``, an entry that all rows then have. True: 0. None or False: no padding.
+        strict_length: refuse episodes that are shorter than a slice. False: use all of their rows.
+        generator: CPU generator of all draws; None: torch's global one.
 
     Raises:
-        ValueError: both ``num_slices`` and ``slice_len``, or a number below 1.
+        ValueError: both ``num_slices`` and ``slice_len`` are given, or a number is below 1.
     """
 
     def __init__(
@@ -346,8 +346,8 @@ class EpisodeStream:
     def batches(self, batch_size: int | None = None) -> Iterator[TensorDictBase]:
         """Yield the batches of one pass over the episodes; the last one may have fewer rows.
 
-        Without slices and with a ``batch_size``, batches are of one slice of so many rows if the stream is shuffled,
-        else of consecutive rows, each once. Without ``batch_size`` they are whole episodes, or one slice of each.
+        Without slices and with a ``batch_size``, each batch is one slice of that many rows if the stream is shuffled,
+        else consecutive rows, each once. Without ``batch_size`` batches are whole episodes, or one slice of each.
 
         Raises:
             ValueError: ``batch_size`` cannot be divided into slices, or an episode is too short.
@@ -355,7 +355,7 @@ class EpisodeStream:
         return self._batches(self._pass(), batch_size)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """Return the next batch of `batches`, of passes without end; with another ``batch_size`` a new pass begins.
+        """Return the next batch of `batches`, repeating passes forever; a different ``batch_size`` begins a new pass.
 
         Raises:
             ValueError: as `batches`; there are no episodes.

@@ -59,15 +59,14 @@ class Source(NamedTuple):
 def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = None) -> Source:
     """Return the rows of a flat batch, or those that a buffer stores, in the order in which they were written.
 
-    A buffer's rows are read as ``buffer[...]`` gives them, changed by its transforms; of a storage with several lanes
-    lane after lane.
+    A buffer's rows are those of ``buffer[...]``, after its transforms; with several lanes, lane after lane.
 
     Args:
         source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`.
-        chunk_rows: rows to be read at a time. Default: as many as take 32 MiB.
+        chunk_rows: rows to read at a time. Default: 32 MiB.
 
     Raises:
-        TypeError: ``source`` is neither, or a buffer whose items are no rows.
+        TypeError: ``source`` is neither, or a buffer whose items are not rows.
         ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
     """
     if isinstance(source, TensorDictBase):
@@ -103,13 +102,13 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
 
 
 def first_rows(source: Source) -> Tensor | None:
-    """Return the number of the first row of each run, int64 ``[R]``; None if no marker says where runs begin."""
+    """Return the number of the first row of each run, int64 ``[R]``; None without markers."""
     markers = _markers(source)
     return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
 
 
 def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
-    """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
+    """Return the boundary markers of all rows, and those of ``others`` that exist."""
     chunks = source._replace(advance=int).chunks()  # they are not written yet
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
     markers = cast(TensorDict, TensorDict.cat(parts))
@@ -120,11 +119,11 @@ def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
 def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     """Yield each trajectory of the source as a flat batch ``[T]``, in the order in which they began.
 
-    Runs with the same id make one trajectory if one goes on where the other stopped: its first row is no ``is_init``
-    row, and its observations and step count are those that come after the other's last row.
+    Runs with the same id form one trajectory if one continues the other: its first row is not an ``is_init`` row, and
+    its observations and step count follow the other's last row.
 
     Raises:
-        KeyError: no marker says where runs begin.
+        KeyError: there is no boundary marker.
     """
     markers = _markers(source, STEP_COUNT)
     starts = run_starts(TensorDict({}, [source.rows]) if markers is None else markers)
@@ -194,8 +193,8 @@ def write_beside(path: str | Path) -> Iterator[Path]:
     On an error, what was written is removed, and ``path`` is as it was.
 
     Raises:
-        FileExistsError: something has that name.
-        FileNotFoundError: there is no folder for it.
+        FileExistsError: ``path`` exists.
+        FileNotFoundError: its parent folder does not exist.
     """
     target = Path(path).absolute()  # Minari's folders must not be named from the working directory
     if target.exists() or target.is_symlink():

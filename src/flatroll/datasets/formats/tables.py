@@ -13,7 +13,7 @@ from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import Source
 from flatroll.layout.export import from_arrow, from_pandas, optional_package, to_arrow, to_pandas
 
-MAX_BYTES = 4 << 30  # what readers of files take into memory at a time unless told otherwise
+MAX_BYTES = 4 << 30  # default limit of what readers of files load into memory at a time
 _ATTRS = b"PANDAS_ATTRS"  # where pandas keeps `frame.attrs` in a Parquet file
 
 
@@ -89,8 +89,8 @@ def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 
     Args:
         path: of the file; its columns as `from_arrow` takes them.
-        max_bytes: what a row group may take, at 8 bytes a number at least: few bytes of a file can stand for very many
-            rows. Default 4 GiB.
+        max_bytes: limit for a row group, counting at least 8 bytes per number, since few bytes of a file can expand to
+            very many rows. Default 4 GiB.
 
     Raises:
         ImportError: pyarrow is missing; the message names the extra.
@@ -124,8 +124,8 @@ def row_groups(
 def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `from_arrow`.
 
-    The library tells the size of a compressed record batch only once it is in memory: there is no bound to give.
-    `export` compresses none.
+    There is no ``max_bytes``, because the library reports the size of a compressed record batch only after loading it.
+    `export` does not compress.
     """
     pyarrow = optional_package("pyarrow", "arrow", "import_arrow")
     ipc = optional_package("pyarrow.ipc", "arrow", "import_arrow")

@@ -28,8 +28,8 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
 
     Row t of a file has the observation of step t (``image`` or ``observation``, uint8 ``[H, W, C]`` or ``[C, H, W]``),
     and the action and reward that led to it, as Dreamer writes them; ``is_first`` and ``is_last``, or ``step_type`` (0
-    first, 1 in between, 2 last), say where episodes are, ``is_terminal``, or else a ``discount`` of 0, which of them
-    were terminated. So T + 1 rows of a file make T. Images are ``"pixels"``; any other entry is a state,
+    first, 1 in between, 2 last), mark the episodes; ``is_terminal``, or else a ``discount`` of 0, marks the
+    terminated ones. T + 1 rows of a file therefore give T rows. Images are ``"pixels"``; any other entry is a state,
     ``("state", name)``.
 
     Args:

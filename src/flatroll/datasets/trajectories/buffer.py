@@ -185,7 +185,7 @@ class TrajectoryReplayBuffer:
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(seed)
-        # Slots are numbers of rows where all stay: there is no end at which they would begin anew.
+        # Without a maximum size slots are row numbers and never wrap around.
         size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
@@ -193,7 +193,7 @@ class TrajectoryReplayBuffer:
         options = {"sync": auto_save, **storage_options}
         self._sync = bool(options["sync"])
         self.storage = DiskStorage(size, path, **options)
-        # The storage's own finalizer would write into a folder that is gone.
+        # The storage's own finalizer would write into a removed folder.
         self._discard = (
             None if auto_save else weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
         )
@@ -213,13 +213,13 @@ class TrajectoryReplayBuffer:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def add_trajectories(self, trajectories: Sequence[Any]) -> None:
-        """Add trajectories, all of them or, if one does not fit, none.
+        """Add trajectories; if one is invalid, add none.
 
         Args:
             trajectories: mappings or dataclasses with fields ``[T, B, ...]`` (flags of ``dones``, ``terminations`` and
                 ``truncations`` may have one more step, the first), nested ones too; tensordicts ``[T, B]``; or flat
-                batches ``[N]``, of which each run is a trajectory. Entries, dtypes and shapes of a row are the same for
-                all. ``max_episode_length`` and ``model_weights_id`` are noted; fields that are None are left out.
+                batches ``[N]``, in which each run is a trajectory. Entries, dtypes and shapes of a row must be the same
+                in all. ``max_episode_length`` and ``model_weights_id`` are recorded; fields that are None are left out.
 
         Raises:
             TypeError: a field is not a tensor.
@@ -320,7 +320,7 @@ class TrajectoryReplayBuffer:
             the fields as they were given, ``[num_chunks, ...]``, nested ones in dicts.
 
         Raises:
-            RuntimeError: there is no trajectory.
+            RuntimeError: no trajectory is stored.
         """
         whole_number("num_chunks", num_chunks)
         with self._turn:
@@ -390,7 +390,7 @@ class TrajectoryReplayBuffer:
 
     @property
     def trajectory_counter(self) -> int:
-        """Number of the next trajectory: how many were added so far, those that have gone included."""
+        """Number of the next trajectory: the count of trajectories added so far, including removed ones."""
         return self._counter
 
     @property
@@ -439,16 +439,17 @@ class TrajectoryReplayBuffer:
         Other programs find the trajectories in ``trajectory_index.json`` and ``metadata.json``, of RLinf's form.
 
         Args:
-            save_path: of the folder.
-            local_rank: which of several ranks saves its trajectories, from 0 on.
-            world_size: how many ranks save together. Default 1.
-            barrier: returns once all ranks have called it, as ``torch.distributed.barrier``; for several ranks.
+            save_path: the folder.
+            local_rank: rank of this process, from 0 on.
+            world_size: number of ranks that save together. Default 1.
+            barrier: required for several ranks; returns once all ranks have called it, like
+                ``torch.distributed.barrier``.
 
         Raises:
-            ValueError: several ranks without a ``barrier``, or no such rank.
-            FileExistsError: the folder holds what this buffer has neither saved there nor loaded from it.
+            ValueError: several ranks without a ``barrier``, or ``local_rank`` is out of range.
+            FileExistsError: the folder has data that this buffer has neither saved nor loaded.
             OSError: the disk is full or failed.
-            RuntimeError: one of several ranks has not saved; the checkpoint before stands.
+            RuntimeError: another rank failed to save; the previous checkpoint is intact.
         """
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
@@ -475,22 +476,23 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Replace the trajectories by those of a checkpoint, or the latest of them that ``max_size`` has room for.
+        """Replace the trajectories by those of a checkpoint, or by its latest ones that fit into ``max_size``.
 
-        If it is damaged, nothing changes. With ``auto_save``, a crash leaves the old trajectories or the new ones: the
-        rows are first copied to a folder ``loading`` beside the old ones.
+        If it is damaged, nothing changes. With ``auto_save``, a crash leaves either the old trajectories or the new
+        ones: the rows are first copied to a folder ``loading`` beside the old ones.
 
         Args:
-            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run (of
-                this one: all is there, and the generator is restored), or a folder that RLinf wrote.
-            is_distributed: load one share: a contiguous run of whole trajectories, about as many rows as the other
-                ranks' shares have. Only the files that it is in are read.
-            local_rank: which share, from 0 on.
-            world_size: how many shares.
+            load_path: a folder written by :meth:`save_checkpoint` (with any number of ranks), the ``auto_save_path`` of
+                a run (its own one restores everything, including the generator), or a folder written by RLinf.
+            is_distributed: load one share: consecutive whole trajectories with about as many rows as the other ranks'
+                shares. Only the files of the share are read.
+            local_rank: number of the share, from 0 on.
+            world_size: number of shares.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, or a file of it is missing.
-            ValueError: more ranks than trajectories, no such rank, other fields than stored, or damaged files.
+            FileNotFoundError: there is no checkpoint, or one of its files is missing.
+            ValueError: there are more ranks than trajectories, ``local_rank`` is out of range, fields differ from the
+                stored ones, or files are damaged.
             OSError: the disk is full or failed.
         """
         if is_distributed:

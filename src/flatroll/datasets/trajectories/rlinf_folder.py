@@ -26,11 +26,11 @@ class RlinfFolder:
 
     Args:
         path: of the folder.
-        pickled: read ``.pkl`` files, which may run code of whoever wrote them. Which files are read is decided here,
-            and never by the folder.
+        pickled: allow ``.pkl`` files, which can run arbitrary code of their author. This argument alone decides,
+            never the folder.
 
     Raises:
-        DamagedFileError: the index is none.
+        DamagedFileError: the index is invalid.
 
     Attributes:
         numbers: of the trajectories, in order.
@@ -125,7 +125,7 @@ def _check_archive(file: Path) -> None:
         size = sum(entry.file_size for entry in entries)
         if size > file.stat().st_size or any(entry.compress_type for entry in entries):
             raise ValueError("it is compressed, or its parts overlap: torch.save writes no such files")
-        if wrong := archive.testzip():  # torch does not look at the checksums
+        if wrong := archive.testzip():  # torch does not verify the checksums
             raise ValueError(f"the checksum of its part {wrong!r} is wrong")
 
 

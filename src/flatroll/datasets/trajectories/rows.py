@@ -143,11 +143,11 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
     """Find the trajectories of stored rows by their marks.
 
     Returns:
-        the position of the first row of a trajectory whose first rows are there, and the records from it on; the last
-        one may be of fewer rows than it had.
+        the position of the first row that begins a trajectory, and the records from there on; the last trajectory may
+        be incomplete.
 
     Raises:
-        ValueError: the marks are none.
+        ValueError: the marks are invalid.
     """
     numbers = lane // _LANES
     starts = torch.nonzero(place == 0).squeeze(1).tolist()
@@ -156,14 +156,14 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
         count = stop - first
         lanes = int(lane[stop - 1] - lane[first]) + 1
         if int(left[stop - 1]) or lanes < 1 or count % lanes:
-            lanes = 1  # its last rows are not there
+            lanes = 1  # its last rows are missing
         records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
     check_numbers(records)
     return (starts[0] if starts else len(lane)), records
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
-    """Raise ValueError unless trajectories have numbers of their own and rows."""
+    """Raise ValueError unless trajectories have distinct numbers, and rows."""
     numbers = {record.number for record in records}
     if len(numbers) < len(records) or not all(0 <= number < MOST_NUMBERS for number in numbers):
         raise ValueError(
@@ -178,8 +178,8 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
 
     Args:
         rows: with marks.
-        records: of the trajectories, end to end, which the rows are of.
-        first: how many rows of these stand before them.
+        records: records of the trajectories, in order.
+        first: number of the trajectories' rows before these.
     """
     counts = torch.tensor([record.rows for record in records])
     at = torch.arange(first, first + len(rows))

@@ -23,11 +23,11 @@ from flatroll.disk.manifest import manifest_name
 
 
 class RankSave:
-    """A checkpoint of several ranks in the making.
+    """A running save by several ranks.
 
-    Each rank saves to a folder of its own; then rank 0 publishes a version that names theirs. Until then a version of
-    a rank that is newer than the named one belongs to a save that never ended: it goes before the next save begins, so
-    that the named one stays among those that a folder keeps.
+    Each rank saves to its own folder; then rank 0 publishes a version that names theirs. A rank's version that is newer
+    than the named one belongs to an unfinished save. It is removed before the next save begins, so that the folder
+    still keeps the named one.
 
     Args:
         path: of the folder.
@@ -62,7 +62,7 @@ class RankSave:
         Raises:
             RuntimeError: another rank has not saved.
         """
-        self.barrier()  # all have looked at the version that is there
+        self.barrier()  # all ranks have read the existing version
         if self.rank == 0:
             self._remove_unfinished()
         self.barrier()
@@ -126,7 +126,7 @@ class RankSave:
 
 
 def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
-    """Copy what is to be loaded into a folder of the run's folder: from then on the load goes on after a crash."""
+    """Copy the data to load into the run's folder; after that, the load is finished even after a crash."""
     path, records = folder / LOADING, list[TrajectoryRecord]()
     remove_folder(path)
     with Folder(path, write=True, sync=sync, keep=1) as staged:

@@ -56,7 +56,7 @@ class State(NamedTuple):
 
     @classmethod
     def from_json(cls, noted: Any, path: Path) -> "State":
-        """Read the state in a folder; DamagedFileError if it is none."""
+        """Read the state in a folder; DamagedFileError if it is invalid."""
         try:
             records, counter, generator, end = noted
             kinds = tuple(TrajectoryRecord.__annotations__.values())
@@ -92,10 +92,10 @@ class OwnFolder:
         version: the version to read; None for all rows that are there.
 
     Attributes:
-        records: of the trajectories.
-        counter: number of the next one.
-        state: what was saved of these rows besides; None if nothing was.
-        version: that was read, None if there is none.
+        records: records of the trajectories.
+        counter: number of the next trajectory.
+        state: state saved with these rows, or None.
+        version: the version that was read, or None.
     """
 
     version: Version | None = None
@@ -210,7 +210,7 @@ class SavedTrajectories:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is none of these, or damaged.
+        ValueError: the folder is of another kind, or damaged.
     """
 
     def __init__(self, path: Path, pickled: bool) -> None:
@@ -251,7 +251,7 @@ class SavedTrajectories:
         self.chosen, self.is_whole = share(self.rows, rank, ranks), ranks == 1
 
     def take_last(self, most: int) -> None:
-        """Of the chosen ones, choose the last, of at most so many rows; ValueError if the very last has more."""
+        """Keep the last chosen trajectories, with at most ``most`` rows; ValueError if the last one has more."""
         rows, first = self.rows, self.chosen.stop
         while first > self.chosen.start and rows[first - 1] <= most:
             first -= 1
@@ -319,10 +319,10 @@ def is_loading(path: Path) -> bool:
 
 
 def rank_versions(noted: object) -> list[Version] | None:
-    """The versions of several ranks that a manifest names; None if it names none.
+    """Return the versions of several ranks that a manifest names; None if it names none.
 
     Raises:
-        DamagedFileError: they are none.
+        DamagedFileError: they are invalid.
     """
     if not isinstance(noted, dict) or RANKS not in noted:
         return None
@@ -364,7 +364,7 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
         raise ValueError(
             f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )
-    ends = [0, *accumulate(rows)]  # ends[i] rows stand before trajectory i
+    ends = [0, *accumulate(rows)]  # ends[i] rows precede trajectory i
     bounds = [0]
     for number in range(1, ranks):
         # The bound next to the rank's part of the rows, which leaves one trajectory for each of the other ranks.

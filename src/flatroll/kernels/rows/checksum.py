@@ -1,9 +1,9 @@
 """The XXH64 checksum at memory speed: compiled kernels.
 
-Four lanes take one 64-bit word each of every 32 bytes, so that their multiplications overlap. A lane's step is a
-bijection of its word: one changed word always changes its lane.
+Of every 32 bytes, each of four lanes processes one 64-bit word, so that their multiplications overlap. A lane's step is
+a bijection of its word, so a changed word always changes its lane.
 
-The state is uint64 ``[9]``: the lanes, the number of bytes so far, and the up to 31 bytes that fill no stripe yet.
+The state is uint64 ``[9]``: the lanes, the number of bytes so far, and up to 31 bytes of an incomplete stripe.
 
 Source: the specification of xxHash (Y. Collet, "xxHash fast digest algorithm", version 0.1.1), with the seed 0.
 
@@ -60,7 +60,7 @@ def absorb(state: Array, address: Int, size: Int) -> None:
     state[_COUNT] += np.uint64(size)
     given = octets(address, size)
     done = 0
-    if held:  # fill the stripe that an earlier call began
+    if held:  # complete the stripe that an earlier call began
         done = min(_STRIPE - held, size)
         rest[held : held + done] = given[:done]
         if held + done < _STRIPE:

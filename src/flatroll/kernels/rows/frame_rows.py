@@ -1,8 +1,8 @@
 """Compiled kernels of the frame pool: find shared frames of new stacks, and count references to frames.
 
-Tables. ``refs [rows, S]`` names the frames of each row's stack; frame 0 is blank, belongs to nobody and is never
-given up. ``counts[f]`` is how often frame f is named. The frames given up form a list: ``state.free`` is the first
-of them, ``-1 - counts[f]`` the one after f, 0 ends it.
+Tables. ``refs [rows, S]`` has the frame indices of each row's stack; frame 0 is blank and never released. ``counts[f]``
+is the number of references to frame f. Released frames form a linked list: ``state.free`` is the first one,
+``-1 - counts[f]`` the one after f, 0 the end.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -21,7 +21,7 @@ _LINES = 4  # cache lines it takes to begin
 def _equal(left: Array, right: Array) -> bool:
     """Compare two frames, a constant number of words at a time, which compiles to SIMD instructions."""
     whole = len(left) - len(left) % _STRIDE
-    # any bit that differs stays in ``difference``; no branch inside of the inner loop
+    # ``difference`` collects differing bits, without a branch in the inner loop
     for first in range(0, whole, _STRIDE):
         difference = left[0] ^ left[0]
         for i in range(_STRIDE):
@@ -36,15 +36,15 @@ def _equal(left: Array, right: Array) -> bool:
 
 @compiled()
 def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array, repeats: Array) -> Int:
-    """Find what new stacks ``values [N, S, words]`` share with stored ones; return how many frames are new.
+    """Find the frames that new stacks ``values [N, S, words]`` share with stored ones; return the number of new frames.
 
     Args:
         values: the stacks, as integers.
         stored: frames, ``[F, words]``.
-        held: which of them are the stacks of some stored rows, ``[K, S]``; the oldest is not looked at.
+        held: indices in ``stored`` of the stacks of K stored rows, ``[K, S]``; the oldest is ignored.
         hint: which of the K each new row may continue, -1 for none.
         shares: set to NOTHING, STORED or BEFORE, per row.
-        repeats: set to whether a frame equals the one before it in its stack; looked at where nothing is shared.
+        repeats: set to whether a frame equals the previous one in its stack; only used for frames that are not shared.
     """
     rows, stack = values.shape[:2]
     new = 0
@@ -96,7 +96,7 @@ def replace(
 ) -> None:
     """Release the frames of the rows ``slots``; set those shared with stored rows to ``held[hint, 1:]``.
 
-    What they share is held before anything is given up, so that it survives even if its row is one of ``slots``.
+    Shared frames are referenced before others are released, so that they survive even if their row is in ``slots``.
     """
     stack = refs.shape[1]
     # count the new references first, then drop the old ones, then write the new ones
@@ -137,12 +137,12 @@ def assign(
 ) -> None:
     """Set the frame indices of the rows ``slots``; new frames are taken from ``frames`` in order.
 
-    ``source[i]`` becomes the position in the flat stacks ``[N * S]`` of what belongs into ``frames[i]``.
+    ``source[i]`` becomes the position in the flat stacks ``[N * S]`` of the content of ``frames[i]``.
     """
     stack = refs.shape[1]
     used = 0
     for j in range(len(slots)):
-        # frames shared with a stored row have been named by `replace`
+        # `replace` has set the frames shared with a stored row
         for k in range(stack - 1 if shares[j] == STORED else 0, stack):
             if shares[j] == BEFORE and k < stack - 1:
                 frame = refs[slots[j - 1], k + 1]
@@ -170,14 +170,14 @@ def copy(values: Array, source: Array, stored: Array, frames: Array) -> None:
 def gather(source: Int, target: Int, size: Int, frames: Array) -> None:
     """Copy the frames with indices ``frames``, of ``size`` bytes each, from address ``source`` to ``target``.
 
-    While one is copied, the beginning of the next one and of each page it reaches into are asked for: 0.85 of the
-    time for 1024 scattered frames of 7 KB.
+    While one is copied, the beginning of the next one and of each of its pages are prefetched: 0.85 of the time for
+    1024 scattered frames of 7 KB.
     """
     for i in range(len(frames)):
         if i + 1 < len(frames):
             at = source + frames[i + 1] * size
             stop = at + size
-            # the first lines of the frame, then the first lines of every page that it reaches into
+            # the first lines of the frame, then the first lines of each of its pages
             while at < stop:
                 for line in range(_LINES):
                     ask(at + 64 * line)

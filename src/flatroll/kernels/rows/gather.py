@@ -1,8 +1,8 @@
 """Copies rows of many columns as raw memory in one compiled call.
 
-``index_select`` column by column spends most of a small sample's time on calls, on copying neighbouring rows one by
-one, and on waiting for memory at the start of each slice. One loop over all columns copies stretches of neighbours
-at once and asks for the next ones ahead of time: 0.45 of the time for 32 slices of 64 rows of 11 columns.
+For small samples ``index_select`` per column spends most of its time on calls, on copying adjacent rows one by one, and
+on cache misses at the start of each slice. One loop over all columns copies stretches of adjacent rows at once and
+prefetches the next ones: 0.45 of the time for 32 slices of 64 rows of 11 columns.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # prefetch distance in stretches
-_MOST = 2**22  # bytes; torch shares larger copies out among its threads
+_MOST = 2**22  # bytes; torch uses several threads for larger copies
 _DENSE = torch.strided
 _LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
@@ -36,17 +36,17 @@ def gather(
 
     Args:
         source, target: int64 addresses of the columns, each of ``rows`` rows, and of their copies.
-        near: addresses of columns that hold the rows ``slots`` already; read with ``follow`` only.
-        size: bytes of a row of each column.
-        rows: rows of a source column; what is not in them is not read.
+        near: addresses of columns that already hold the rows ``slots``; read only with ``follow``.
+        size: bytes per row of each column.
+        rows: rows of a source column; nothing outside of them is read.
         slots: int64, rows to copy.
-        follow: empty, or rows to copy instead of ``slots``, row 0 where it is negative. Where ``follow[i]`` is
-            ``slots[i + 1]``, the row is taken from row i + 1 of the column at ``near[k]``, which the cache still holds.
+        follow: empty, or rows to copy instead of ``slots``, row 0 where negative. If ``follow[i]`` is ``slots[i + 1]``,
+            row i + 1 of the column at ``near[k]`` is copied, which is still in the cache.
 
     Returns:
         the position of a row out of range, with nothing copied, or -1.
     """
-    # neighbouring rows make a stretch, which is copied at once; all row numbers are checked here
+    # adjacent rows form a stretch, which is copied at once; all row numbers are checked here
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
     count, before, before_near = 0, np.int64(-2), False
     for i in range(len(slots)):
@@ -65,7 +65,7 @@ def gather(
         before, before_near = row, is_near
     # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
     # then each copied stretch prefetches one more, in the same order, across the ends of columns.
-    asked, following = 0, 0  # column and stretch to ask for next
+    asked, following = 0, 0  # column and stretch to prefetch next
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
@@ -124,7 +124,7 @@ class HostBlock:
         for column in self.columns:
             if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
                 raise ValueError("columns must be contiguous CPU tensors of one length")
-        # tensors without memory, which have the strides of a fresh copy
+        # meta tensors, which have the strides of a new copy
         like = [
             torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta") for column in self.columns
         ]
@@ -134,13 +134,13 @@ class HostBlock:
         self.row_bytes = int(self.size.sum())
 
     def take(self, slots: Tensor, follow: Tensor | None = None, taken: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
+        """Return copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
 
-        With ``follow`` (int64 ``[N]``), copies of those rows instead (row 0 where it is -1), given the rows in
-        ``slots`` as ``taken``, among which most rows that follow are.
+        With ``follow`` (int64 ``[N]``), return copies of those rows instead (row 0 for -1). ``taken`` are then the rows
+        in ``slots``, which contain most of them.
 
         Raises:
-            IndexError: a slot that is none.
+            IndexError: a slot is out of range.
 
         >>> block = HostBlock([torch.arange(10)])
         >>> slots = torch.tensor([3, 4, 5, 8])
@@ -148,7 +148,7 @@ class HostBlock:
         [tensor([4, 5, 6, 0])]
         """
         rows, asked = len(slots), slots.numpy()
-        # with strides given it takes 1 µs a column, torch.empty 1.7
+        # 1 µs per column; torch.empty takes 1.7
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
@@ -163,11 +163,13 @@ class HostBlock:
         return copies
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
-        """Copy the rows ``first ... first + rows - 1`` of ``values`` (per column, of its dtype and row shape) to
-        ``slot`` and the slots after it; IndexError unless all of them are within the block."""
+        """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
+
+        ``values`` has one tensor per column, of its dtype and row shape. IndexError if a slot is out of range.
+        """
         if slot < 0 or rows < 0 or slot + rows > self.rows:
             raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
-        # Contiguous numbers in host memory, which most batches have already.
+        # Contiguous values in host memory, as in most batches.
         plain = [
             value
             if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
@@ -179,9 +181,9 @@ class HostBlock:
 
 
 class HostColumns(Generic[K]):
-    """Columns in host memory, by key; one compiled call reads or writes any of them.
+    """Columns in host memory by key; one compiled call reads or writes several of them.
 
-    Addresses are kept: make a new one when a column's memory moves, and in a copy of the columns.
+    Addresses are cached: create a new object if a column's memory moves, and for a copy of the columns.
 
     Args:
         columns: contiguous CPU tensors of one length, ``[rows, ...]``.
@@ -196,7 +198,7 @@ class HostColumns(Generic[K]):
     def __init__(self, columns: Mapping[K, Tensor]) -> None:
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
-        # The addresses of those columns that were asked for together; no key asked for has no block.
+        # Blocks of the columns that were requested together; there is none for no key.
         self._joint: dict[tuple[K, ...], HostBlock | None] = {(): None}
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
@@ -204,12 +206,14 @@ class HostColumns(Generic[K]):
         self._spans = Spans.of(self.columns.values())
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
-        ] = []  # of batches of so many rows as the last one
+        ] = []  # for batches with as many rows as the last one
         self._form_rows = -1
 
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
-        """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key. Unknown
-        keys are left out; if there is more to copy than one thread should, nothing is returned."""
+        """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key.
+
+        Unknown keys are left out. Empty if there is too much to copy for one thread.
+        """
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
         block = self._joint[names] if names in self._joint else self._join(names)
         if block is None or len(slots) * block.row_bytes > _MOST:
@@ -219,8 +223,10 @@ class HostColumns(Generic[K]):
     def take_next(
         self, slots: Tensor, follow: Tensor, taken: Mapping[K, Tensor], keys: Collection[K]
     ) -> dict[K, Tensor]:
-        """Return copies of the rows in ``follow`` (any row for -1) of ``keys``, as far as ``taken`` has them,
-        which holds the rows in ``slots``. Both int64 ``[N]``."""
+        """Return copies of the rows in ``follow`` (int64 ``[N]``; any row for -1) of the ``keys`` in ``taken``.
+
+        ``taken`` holds the rows in ``slots`` (int64 ``[N]``).
+        """
         names = tuple([key for key in keys if key in taken])
         block = self._joint[names] if names in self._joint else self._join(names)
         if block is None:
@@ -229,8 +235,10 @@ class HostColumns(Generic[K]):
         return dict(zip(names, rows, strict=True))
 
     def write(self, slot: int, values: Mapping[K, Tensor], rows: int, capacity: int) -> tuple[K, ...]:
-        """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``;
-        return the keys written, none if there is more to copy than one thread should."""
+        """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``.
+
+        Return the written keys, none if there is too much to copy for one thread.
+        """
         names = tuple([key for key in values if key in self.columns])
         block = self._joint[names] if names in self._joint else self._join(names)
         if block is None or rows * block.row_bytes > _MOST:
@@ -246,8 +254,8 @@ class HostColumns(Generic[K]):
         """Return the addresses (int64) of ``values``, in the order of the columns here, for :meth:`write_found`.
 
         Returns:
-            None unless each column here has ``rows`` rows of its dtype and shape in ``values``, plain numbers in host
-            memory, none of it that of the columns, which may require gradients.
+            None unless ``values`` has, for each column, a plain tensor in host memory with ``rows`` rows of its dtype
+            and shape that shares no memory with the columns. It may require gradients.
         """
         if self._all is None:
             return None
@@ -258,7 +266,7 @@ class HostColumns(Generic[K]):
         addresses, (low, high, starts, stops) = [], self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
-            # sparse tensors raise an error when asked what comes after their layout
+            # for sparse tensors the checks after the one of the layout would raise
             if (
                 value is None
                 or value.dtype is not dtype
@@ -277,8 +285,9 @@ class HostColumns(Generic[K]):
         return np.array(addresses, np.int64)
 
     def copy_into(self, values: Mapping[K, Tensor], at: Array, rows: Array) -> None:
-        """Copy ``rows`` over the rows ``at`` of ``values``, both int64 ``[M]``. Nothing is checked: ``values`` are
-        contiguous, in host memory, and have each column's dtype and row shape; all rows are there.
+        """Copy ``rows`` over the rows ``at`` of ``values``, both int64 ``[M]``, without checks.
+
+        ``values`` must be contiguous, in host memory, of each column's dtype and row shape; all rows must exist.
 
         >>> columns, values = HostColumns({"x": torch.arange(5)}), {"x": torch.zeros(3, dtype=torch.int64)}
         >>> columns.copy_into(values, np.array([0, 1]), np.array([4, 2]))
@@ -292,15 +301,20 @@ class HostColumns(Generic[K]):
             scatter(block.address, target, block.size, rows, at)
 
     def pair(self, key: K, later: K) -> tuple[int, int, int, int]:
-        """The address of the column ``later``, the bytes of its rows, and the numbers of the columns ``key`` and
-        ``later`` among all, for `flatroll.kernels.slices.publishing.link`."""
+        """Return an entry of ``pairs`` for `flatroll.kernels.slices.publishing.link`.
+
+        It has the address of the column ``later``, its bytes per row, and the indices of the columns ``key`` and
+        ``later``.
+        """
         names, column = list(self.columns), self.columns[later]
         size = column.element_size() * column.shape[1:].numel()
         return column.data_ptr(), size, names.index(key), names.index(later)
 
     def write_found(self, slot: int, source: Array, rows: int) -> bool:
-        """Copy ``rows`` rows from the addresses that :meth:`find` returned to the slots from ``slot`` on, wrapping
-        around at the end; return False, with nothing copied, if there is more to copy than one thread should."""
+        """Copy ``rows`` rows from the addresses that :meth:`find` returned to the slots from ``slot`` on.
+
+        It wraps around at the end. Return False, with nothing copied, if there is too much to copy for one thread.
+        """
         block = self._all
         if block is None or rows * block.row_bytes > _MOST:
             return False
@@ -313,7 +327,7 @@ class HostColumns(Generic[K]):
         return True
 
     def _join(self, names: tuple[K, ...]) -> HostBlock:
-        """Remember the addresses of these columns, for the next time they are asked for."""
+        """Create and cache the block of these columns."""
         block = self._joint[names] = HostBlock([self.columns[key] for key in names])
         return block
 
@@ -331,18 +345,18 @@ def gather_pieces(
     Args:
         firsts: int64 ``[P + 1]``, ascending: piece p holds the rows ``firsts[p] ... firsts[p + 1] - 1``.
         source: int64 ``[P, K]``, address of each column in each piece.
-        ends: int64 ``[P, K]``: 0 where each row has one value. Else the address of an int64 per row of the piece:
-            the number of values up to and with that row, whose own are the last ones of these.
+        ends: int64 ``[P, K]``: 0 if each row has one value. Else the address of an int64 per row of the piece: the
+            number of values up to and including that row; its own are the last of these.
         size: int64 ``[K]``, bytes to copy per row.
-        unit: int64 ``[K]``, bytes of a value where there are ``ends``.
+        unit: int64 ``[K]``, bytes per value of columns with ``ends``.
         rows: int64 ``[N]``, numbers of rows.
         target: int64 ``[K]``, addresses of the copies.
 
     Returns:
-        the position of a row that is in no piece, with nothing copied, or -1.
+        the position of a row outside all pieces, with nothing copied, or -1.
     """
     pieces = len(firsts) - 1
-    # Neighbouring rows of a piece make a stretch; all row numbers are checked here.
+    # Adjacent rows of a piece form a stretch; all row numbers are checked here.
     stretches = np.empty((len(rows), 4), np.int64)  # piece, first row in it, first position, rows
     count, piece, before = 0, 0, np.int64(-2)
     for i in range(len(rows)):
@@ -364,8 +378,8 @@ def gather_pieces(
             count += 1
         stretches[count - 1, 3] += 1
         before = row
-    # Column by column; before a stretch is copied, one that is _AHEAD stretches later in that order is asked for.
-    asked, following = 0, 0  # column and stretch to ask for next
+    # Copy column by column, and prefetch _AHEAD stretches earlier, in the same order.
+    asked, following = 0, 0  # column and stretch to prefetch next
     for k in range(-1, len(size)):
         for j in range(count if k >= 0 else min(_AHEAD, len(size) * count)):
             if asked < len(size):

@@ -1,9 +1,9 @@
 """An open-addressing hash table of rows: compiled kernels.
 
-A row is ``W`` 64-bit words. ``keys`` (int64 ``[capacity, W]``) holds the distinct rows in the order of their first
-insertion, which numbers them, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int64 ``[2 ** k]``)
-holds the numbers, -1 where it is empty; a row is looked for from the place ``hash & (2 ** k - 1)`` on, until its place
-or an empty one is found. At most half of the places are taken.
+A row is ``W`` 64-bit words. ``keys`` (int64 ``[capacity, W]``) holds the distinct rows, numbered in the order of their
+first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int64 ``[2 ** k]``) holds the numbers,
+-1 in empty entries; a row is searched from entry ``hash & (2 ** k - 1)`` on, until its entry or an empty one is found.
+At most half of the entries are used.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -33,7 +33,7 @@ def _mix(x: np.uint64) -> Any:
 
 @compiled()
 def _hash_row(row: Array) -> Any:
-    """The hash of one row: the mix of the sum of its words' mixes, each word with its position."""
+    """Return the hash of one row: the mix of the sum of its words' mixes, each word with its position."""
     total, position = np.uint64(len(row)), np.uint64(0)
     for j in range(len(row)):
         position += _STEP
@@ -58,7 +58,7 @@ def _same(a: Array, b: Array) -> Any:
 
 @compiled(inline="always")
 def _plain_word(word: np.uint64, floats: int) -> Any:
-    """A word of ``floats``-byte numbers with 0.0 in the place of -0.0, and one NaN for all; any word if it is 0."""
+    """Return a word of ``floats``-byte numbers with -0.0 replaced by 0.0 and all NaNs by one; unchanged if it is 0."""
     if floats == 8:
         if word == _SIGN_8:
             return _ZERO
@@ -92,10 +92,11 @@ def number_rows(
     """Write the number of each row of ``words`` to ``ids`` and its hash to ``row_hashes``.
 
     A known row gets its number. A new one is stored under the next number if ``extend``, else it gets -1. ``floats``
-    is the size in bytes of the floating-point numbers that the words are made of, 0 if there are none to look at.
+    is the size in bytes of the floating-point numbers in the words, 0 if there are none to normalise.
 
     Returns:
-        the new count of rows. To extend, ``keys`` and half of ``table`` must hold ``count + len(words)`` rows.
+        the new number of rows. With ``extend``, ``keys`` and half of ``table`` must have room for
+        ``count + len(words)`` rows.
     """
     mask = np.uint64(len(table) - 1)
     row = np.empty(words.shape[1], np.int64)

@@ -1,7 +1,7 @@
 """Access to memory by address, for kernels: array views, byte copies and prefetching of cache lines.
 
-Handing an address to a kernel takes a tenth of the time of making the NumPy array of a tensor, which tells where
-many short columns are read.
+Passing an address to a kernel takes a tenth of the time of creating the NumPy array of a tensor, which matters for many
+short columns.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -61,7 +61,7 @@ def _pointer_code(kind: Any) -> Any:
 
 #: ``copy_bytes(target, source, size)`` between addresses that do not overlap; nothing is checked.
 copy_bytes: Any = intrinsic(_copy_code)
-#: ``ask(address)`` begins to load a cache line and changes nothing; the address may be any.
+#: ``ask(address)`` prefetches a cache line and has no other effect; any address is allowed.
 ask: Any = intrinsic(_ask_code)
 #: ``word_at(address)`` is the 64-bit word there, uint64.
 word_at: Any = intrinsic(_word_code)

@@ -1,11 +1,11 @@
 """The record types of the trajectory index's tables: plain NumPy arrays that processes can map.
 
 Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
-*fragment* is a stretch of consecutive row numbers of one trajectory; together the live fragments cover the live
+*fragment* is a range of consecutive row numbers of one trajectory; together the live fragments cover the live
 rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
 the chain's first row ever, and does not change when the ring drops the head of the chain.
 
-Fragments live in a ring of their own (``number & mask``), links are distances between fragment numbers. A
+Fragments are stored in their own ring (``number & mask``), links are distances between fragment numbers. A
 fragment ends where the next one begins. Besides ``prev``, each has a ``jump`` far back, by the rule of Myers, "An
 applicative random-access stack" (1983), so any offset of a chain of d fragments is found in O(log d) hops.
 """

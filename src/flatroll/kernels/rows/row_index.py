@@ -29,23 +29,23 @@ class Numbering(ABC):
         """
 
     def insert(self, words: Tensor) -> Tensor:
-        """Number the rows of ``words`` (int64 ``[N, W]``), new ones with new numbers; int64 ``[N]``."""
+        """Return the numbers of the rows of ``words`` (int64 ``[N, W]``), new numbers for new rows; int64 ``[N]``."""
         return self.number(words)[0]
 
     def find(self, words: Tensor) -> Tensor:
-        """The numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for those that are not there; int64 ``[N]``."""
+        """Return the numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for unknown ones; int64 ``[N]``."""
         return self.number(words, extend=False)[0]
 
 
 class RowIndex(Numbering):
     """Numbers distinct rows of 64-bit words from 0 on, in the order in which they are first seen.
 
-    Whole rows are compared, so no two different rows share a number. It grows as it needs to. On the CPU it is a hash
-    table in compiled code; on other devices it is a sorted list of hashes, which each insertion of new rows sorts anew.
+    Whole rows are compared, so different rows never share a number. It grows on demand. On the CPU it is a hash table
+    in compiled code; on other devices a sorted list of hashes, which each insertion of new rows sorts again.
 
     Args:
-        width: 64-bit words of a row, at least 0.
-        device: where rows come from and numbers go to. Default the CPU.
+        width: 64-bit words per row, at least 0.
+        device: device of the rows and numbers. Default the CPU.
 
     >>> index = RowIndex(width=1)
     >>> index.insert(torch.tensor([[7], [9], [7]]))
@@ -66,7 +66,7 @@ class RowIndex(Numbering):
 
     @property
     def words(self) -> Tensor:
-        """The distinct rows, int64 ``[len, W]``: row i has number i. A view; do not write into it."""
+        """The distinct rows, int64 ``[len, W]``: row i has number i. A view; do not write to it."""
         return self._rows.words
 
     @override
@@ -80,7 +80,7 @@ class RowIndex(Numbering):
         return self._rows.number(words, floats, extend)
 
     def truncate(self, count: int) -> None:
-        """Forget the rows with numbers from ``count`` on, the newest ones."""
+        """Drop the rows with numbers from ``count`` on, which are the newest."""
         self._rows.truncate(count)
 
 
@@ -121,7 +121,7 @@ class HashedRows(Numbering):
     def _reserve(self, rows: int) -> None:
         if rows <= len(self._keys):
             return
-        room = max(_SMALLEST, 1 << (rows - 1).bit_length())  # so the table is grown once for each doubling
+        room = max(_SMALLEST, 1 << (rows - 1).bit_length())  # so the table grows once per doubling
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
         keys[: self._count], hashes[: self._count] = self._keys[: self._count], self._hashes[: self._count]
         table = np.full(2 * room, -1, np.int64)
@@ -142,9 +142,7 @@ class SortedRows(Numbering):
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
-        if (
-            floats
-        ):  # the rows were not packed: they come from host memory, whose kernel would see to 0.0 and NaN
+        if floats:  # the rows are in host memory and not packed: its kernel would normalise 0.0 and NaN
             words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
         hashes = hash_words(words)
         ids = self._find(words, hashes)
@@ -153,8 +151,8 @@ class SortedRows(Numbering):
     def _find(self, words: Tensor, wanted: Tensor) -> Tensor:
         ids = torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
         place = torch.searchsorted(self._hashes, wanted)
-        rows = torch.arange(len(words), device=words.device)  # those still looked for
-        while len(rows):  # once, and once more for each row beside it with the same hash
+        rows = torch.arange(len(words), device=words.device)  # those not found yet
+        while len(rows):  # once, and once more per row with the same hash
             at = place[rows]
             near = at < len(self._hashes)
             near[near.clone()] &= self._hashes[at[near]] == wanted[rows[near]]
@@ -171,7 +169,7 @@ class SortedRows(Numbering):
         if len(new):
             if self.words.shape[1]:
                 distinct, inverse = torch.unique(words[new], dim=0, return_inverse=True)
-            else:  # rows without words are all the same, and torch.unique does not take them
+            else:  # rows without words are all equal, and torch.unique does not accept them
                 distinct, inverse = words[new[:1]], torch.zeros_like(new)
             # torch.unique sorts the rows: number them by their first place in the batch instead
             first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
@@ -193,7 +191,7 @@ class SortedRows(Numbering):
 
 
 def occurrences(ids: Tensor) -> Tensor:
-    """How many equal numbers stand before each of ``ids`` (int64 ``[N]``); int64 ``[N]``.
+    """Count the equal numbers before each of ``ids`` (int64 ``[N]``); int64 ``[N]``.
 
     >>> occurrences(torch.tensor([4, 9, 4, 4]))
     tensor([0, 0, 1, 2])

@@ -1,6 +1,6 @@
 """Compiled kernel that splits a batch by its markers.
 
-An address is that of a contiguous column in host memory, 0 for a column that is not there.
+Addresses are those of contiguous columns in host memory, 0 for a missing column.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -28,12 +28,12 @@ def fragments(
         rows: at least 1.
         done, init, mask, cuts: addresses of bool columns.
         ids, step: addresses of int64 columns.
-        in_order: whether a run's step counts must go up by one.
+        in_order: whether step counts must increase by one within a run.
         whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
-        marks: bool ``[3, rows]``, becomes per piece whether it goes on within the run of the piece before it, whether
-            its first row is ``init``, and whether its last one is ``done``.
+        marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
+            first row is ``init``, and whether its last one is ``done``.
 
-    If they do not go up by one, it returns the first such row as its negative.
+    If one does not, return the negative of the first such row.
     """
     is_done, is_init = flags(done, rows), flags(init, rows)
     real, cut = flags(mask, rows), flags(cuts, rows)

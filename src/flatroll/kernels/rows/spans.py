@@ -1,4 +1,4 @@
-"""The memory that tensors take: tells a view of it from a tensor with memory of its own."""
+"""The memory of tensors: distinguishes views of it from tensors with their own memory."""
 
 from bisect import bisect
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Spans(NamedTuple):
-    """Stretches of memory in ascending order, no two of which touch; addresses in bytes.
+    """Disjoint ranges of memory in ascending order, with gaps between them; addresses in bytes.
 
     Attributes:
-        low, high: address of the first byte of all, and that behind the last one.
-        starts, stops: of each stretch.
+        low, high: address of the first byte of all, and of the byte after the last.
+        starts, stops: those of each range.
 
     >>> import torch
     >>> x, y = torch.zeros(4, 3), torch.zeros(5)
@@ -49,5 +49,5 @@ class Spans(NamedTuple):
         return cls(starts[0], stops[-1], starts, stops)
 
     def hold(self, address: int) -> bool:
-        """Return whether the byte at ``address`` belongs to one of the stretches."""
+        """Return whether the byte at ``address`` belongs to one of the ranges."""
         return self.low <= address < self.high and address < self.stops[bisect(self.starts, address) - 1]

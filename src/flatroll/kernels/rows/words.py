@@ -1,4 +1,4 @@
-"""Rows of any columns as 64-bit words, equal just where the rows' values are, and hashes of such rows."""
+"""Packs rows of columns into 64-bit words, which are equal if and only if the rows are, and hashes such rows."""
 
 from collections.abc import Sequence
 from math import prod
@@ -15,7 +15,7 @@ def pack_rows(columns: Sequence[Tensor]) -> Tensor:
     """Pack the rows of columns into 64-bit words, without loss.
 
     Two rows get the same words if and only if each column's values are equal. 0.0 and -0.0 are equal, and so are all
-    NaNs. The columns' dtypes and shapes are not in the words: compare only rows of the same kinds of columns.
+    NaNs. The words do not contain the columns' dtypes and shapes: compare only rows of columns of the same kind.
 
     Args:
         columns: at least one tensor ``[N, *F]``, of any dtypes, all of the same N and device.
@@ -34,11 +34,11 @@ def pack_rows(columns: Sequence[Tensor]) -> Tensor:
 
 
 def view_rows(columns: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The same rows as `pack_rows` without a copy, where a kernel can write 0.0 for -0.0 and one NaN for all.
+    """As `pack_rows`, without a copy if a kernel can normalise -0.0 and NaN.
 
     Returns:
-        words, int64 ``[N, W]``, and the size in bytes of the floating-point numbers in them that still have to be
-        looked at: 4, 8, or 0 for none.
+        words, int64 ``[N, W]``, and the size in bytes of the floating-point numbers in them that are not normalised
+        yet: 4, 8, or 0 for none.
     """
     column = columns[0]
     if len(columns) == 1 and column.dtype in _VIEWED and column.is_cpu and column.is_contiguous():
@@ -55,7 +55,7 @@ def _words(column: Tensor) -> Tensor:
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     if rows.is_floating_point():
         rows = rows + 0.0  # -0.0 + 0.0 is 0.0
-        # All NaNs become one; where() is slower than looking whether there is any.
+        # All NaNs become one; where() is slower than checking whether there is any.
         if bool(torch.isnan(rows).any()):
             rows = rows.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
     if rows.dtype is torch.int64 or not rows.shape[1]:
@@ -92,7 +92,7 @@ def hash_by_torch(words: Tensor) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    """The 64-bit word x as a signed number."""
+    """Return the 64-bit word x as a signed number."""
     return x - (1 << 64) if x >> 63 else x
 
 

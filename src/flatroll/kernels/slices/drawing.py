@@ -2,10 +2,10 @@
 their ends.
 
 The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
-Where a kernel takes ``follow`` and ``patch``, it also says where the next observation of each row stands:
-``follow[i]`` becomes the slot of the row after row i in its trajectory, -1 if there is none; if the next observation
-stands in the pool instead, ``patch[:, k]`` becomes (i, pool entry), and the kernel returns how many such patches there
-are. An empty ``follow`` asks for none.
+Kernels with arguments ``follow`` and ``patch`` also find the next observation of each row: ``follow[i]`` becomes the
+slot of the row after row i in its trajectory, -1 if there is none; if the next observation is in the pool instead,
+``patch[:, k]`` becomes (i, pool entry), and the kernel returns the number of patches. With an empty ``follow`` this is
+skipped.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -37,7 +37,7 @@ def _next_of(
     patch: Array,
     patched: Int,
 ) -> Int:
-    """Enter what follows the row at ``position`` of the sample into ``follow`` and ``patch``; patches so far.
+    """Write the next row of the row at ``position`` to ``follow`` and ``patch``; return the number of patches so far.
 
     The row belongs to fragment ``number``, which ends at row ``stop``; ``next_row`` is the row number after it.
     """
@@ -45,7 +45,7 @@ def _next_of(
     if next_row < stop:
         follow[position] = slot_of(next_row, slot_0, capacity)
         return patched
-    # the last row of its fragment: the trajectory goes on with the first row of the next fragment, if there is one
+    # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
     later = fragments[(number + f.next) & (len(fragments) - 1)].first
     follow[position] = slot_of(later, slot_0, capacity) if f.next else -1
     if f.pool < 0:
@@ -57,7 +57,7 @@ def _next_of(
 
 @compiled()
 def _ask_for(fragments: Records, number: Int) -> None:
-    """Begin to load fragment ``number`` and where it ends, to be read one round later."""
+    """Prefetch fragment ``number`` and its end, which are read one round later."""
     address = np.int64(fragments.ctypes.data) + (number & (len(fragments) - 1)) * fragments.itemsize
     ask(address)
     # the last byte of ``first`` of the next fragment, which may be in the next cache line
@@ -79,8 +79,7 @@ def walk(
 ) -> Int:
     """Write to ``slots[at[j]:]`` the slots of slice j, ``left[j]`` rows from ``offset[j]``; return patches.
 
-    All slices advance by one fragment per round, so that they wait for memory together, not one after another, and
-    ask for it one round ahead.
+    All slices advance by one fragment per round and prefetch the next one, so that their cache misses overlap.
 
     Args:
         number: the last fragment of each slice's chain; changed.
@@ -116,7 +115,7 @@ def walk(
             row = f.first + offset[j] - f.offset
             stop = fragment_stop(state, fragments, k)
             take = min(stop - row, rows)
-            # consecutive row numbers stand in consecutive slots of the ring
+            # consecutive row numbers are in consecutive slots of the ring
             slot = slot_of(row, slot_0, capacity)
             slots[first] = slot
             for i in range(first + 1, first + take):
@@ -125,7 +124,7 @@ def walk(
                     slot = 0
                 slots[i] = slot
             if len(follow):
-                # the next slot in the sample, for the row before this fragment too; its last row is left for later
+                # the next slot in the sample, for the row before this fragment too; its last row comes later
                 if first > begin[j]:
                     follow[first - 1] = slots[first]
                 for i in range(first, first + take - 1):
@@ -135,7 +134,7 @@ def walk(
                     patch[0, patched] = last
                     patch[1, patched] = f.pool
                     patched += 1
-                if rows == take:  # elsewhere what follows is there in the next round, without waiting for it
+                if rows == take:  # else the next round writes what follows, without a cache miss
                     patched = _next_of(
                         fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )
@@ -172,9 +171,9 @@ def draw(
     Args:
         tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
         uniform: float64 in [0, 1), two per slice.
-        length: rows of a slice; fewer where the chain is shorter.
-        start: whether the place is the one where the weight was hit; else it is drawn uniformly.
-        early, late: rows by which places reach before the chain and after it; rows that are not there are left out.
+        length: rows per slice; fewer if the chain is shorter.
+        start: whether the remainder within the weight selects the start; else it is drawn uniformly.
+        early, late: rows by which slices may extend before and after the chain; missing rows are left out.
         slots: int64, becomes the slots of the rows; room for ``length`` rows per slice.
         firsts, lasts: int64, become the first and last position of each slice in ``slots``.
         follow, patch: see above.
@@ -207,7 +206,7 @@ def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, las
     """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
     ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
     begin, end = numbers(firsts, count), numbers(lasts, count)
-    far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
+    far = np.int64(1) << np.int64(62)  # positions are valid, so sizes are not checked
     starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)
     cut = flags(truncated, far)
     for j in range(count):
@@ -235,8 +234,8 @@ def slices_from(
 ) -> tuple[Int, Int]:
     """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return (rows, patches).
 
-    The other arguments are as for :func:`draw`. If start j is no stored row, or its length is below 1, nothing is
-    listed, and (-1 - j, 0) returned.
+    The other arguments are as for :func:`draw`. If start j is not a stored row, or its length is below 1, nothing
+    is listed, and (-1 - j, 0) is returned.
     """
     count = len(starts)
     rows, number = rows_in_slots(state, capacity, fragments, starts)
@@ -274,7 +273,7 @@ def follow_rows(
 def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, ahead: Array) -> None:
     """Write the slots of the row in ``slots[i]`` and of the rows that follow it to ``ahead[i]``.
 
-    ``ahead`` is int64 ``[len(slots), steps]``; -1 from where no row is stored on.
+    ``ahead`` is int64 ``[len(slots), steps]``; -1 from the first row that is not stored.
     """
     mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
@@ -300,8 +299,10 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
 def extents(
     state: Records, capacity: Int, fragments: Records, chains: Records, slots: Array, found: Array
 ) -> None:
-    """Write to ``found[:, i]`` of the stored row in ``slots[i]``: its position among the stored rows of its trajectory,
-    their number, and its chain; int64 ``[3, len(slots)]``."""
+    """Fill ``found`` (int64 ``[3, N]``) for the stored rows in ``slots`` (``[N]``).
+
+    It becomes each row's position among the stored rows of its trajectory, the number of these, and its chain.
+    """
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(len(slots)):
         f = fragments[numbers[i] & (len(fragments) - 1)]

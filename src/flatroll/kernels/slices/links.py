@@ -19,7 +19,7 @@ Records = Any  # a structured array: its entries' fields are attributes, which n
 
 @numba.njit(nogil=True)
 def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
-    """Row number after the last row of fragment ``number``."""
+    """Return the row number after the last row of fragment ``number``."""
     s = state[0]
     # a fragment ends where the next one begins, the newest one at the last row written
     return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
@@ -35,7 +35,7 @@ def row_in_slot_0(state: Records, capacity: Int) -> Int:
 def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
-    # live rows are at most ``capacity`` rows behind the head, so one turn of the ring is all there is to take off
+    # live rows are at most ``capacity`` rows behind the head, so subtracting the capacity once is enough
     return slot if slot < capacity else slot - capacity
 
 
@@ -47,7 +47,7 @@ def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> I
     if f.offset <= offset:
         return number
     far = number - f.jump
-    # the jump is taken where it lands on a live fragment that is still behind the offset
+    # jump only to a live fragment that is still after the offset
     if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
         return far
     return number - f.prev
@@ -66,7 +66,7 @@ def fragment_holding(state: Records, fragments: Records, number: Int, offset: In
 def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Array) -> tuple[Array, Array]:
     """Return the row numbers in ``slots`` and the fragments that contain them; int64, one per slot.
 
-    All searches advance together, so that they wait for memory together.
+    All searches advance together, so that their cache misses overlap.
     """
     mask = len(fragments) - 1
     first, end, head = state[0].first, state[0].end, state[0].head
@@ -76,8 +76,8 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
     step = np.int64(1)
     while step < end - first:
         step *= 2
-    # Binary search by halved steps: the last fragment whose first row is not after the row. Added without a branch,
-    # which random rows would mispredict every second time; what stands beyond the end may be read, and says nothing.
+    # Binary search by halved steps: the last fragment whose first row is not after the row. It has no branch, which
+    # random rows would mispredict every second time. Entries beyond the end may be read; they are ignored.
     while step:
         for j in range(len(rows)):
             later = numbers[j] + step

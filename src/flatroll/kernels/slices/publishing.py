@@ -1,4 +1,4 @@
-"""Compiled kernels that keep the trajectory index: drop rows that are overwritten, link and publish new ones.
+"""Compiled kernels that update the trajectory index: drop overwritten rows, link and publish new ones.
 
 A write calls :func:`claim` (its slots are no longer readable), :func:`link` (what does each fragment continue?) and,
 once its rows are copied, :func:`publish`. The index is the tables ``state, fragments, chains, table``
@@ -16,9 +16,9 @@ from flatroll.kernels.slices.links import fragment_stop
 
 @compiled()
 def _entry(table: Records, key: Int) -> Int:
-    """Position of ``key`` in the hash table, or of the unused entry where it belongs."""
+    """Return the position of ``key`` in the hash table, or of the unused entry where it belongs."""
     mask = len(table) - 1
-    # the upper half of the product with 2**64 over the golden ratio, which spreads keys that follow each other
+    # the upper half of the product with 2**64 over the golden ratio, which spreads consecutive keys
     at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
     # linear probing: the next entry, until one is unused
     while table[at].chain != 0 and table[at].id != key:
@@ -32,7 +32,7 @@ def rehash(table: Records, chains: Records, larger: Records) -> Int:
     used = 0
     for i in range(len(table)):
         c = table[i].chain - 1
-        # an entry may be of a chain that has been given to another trajectory since
+        # another trajectory may have reused the entry's chain
         if c >= 0 and chains[c].id == table[i].id and chains[c].open and chains[c].total > chains[c].dropped:
             larger[_entry(larger, table[i].id)] = table[i]
             used += 1
@@ -52,12 +52,12 @@ def claim(
     """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite.
 
     Args:
-        rows: how many rows will be written.
-        spare: the free pool entries; those of dropped fragments are put behind them.
+        rows: number of rows that will be written.
+        spare: the free pool entries; those of dropped fragments are appended.
         touched: filled with the chains that lose rows.
 
     Returns:
-        how many chains are ``touched``.
+        number of ``touched`` chains.
     """
     s = state[0]
     # after the write the oldest row is ``capacity`` rows before the end
@@ -103,10 +103,10 @@ def _compare(
     pool: bool,
     found: Array,
 ) -> Int:
-    """Compare the first row of each new fragment with what the row that it continues says comes next, for `link`."""
+    """Compare the first row of each new fragment with the next values of the row that it continues, for `link`."""
     before, slots, agree = found
-    stands = np.empty(len(joined), np.int64)  # where the stored next value is, or that of the batch
-    for j in range(len(joined)):  # all are asked for before one is looked at
+    stands = np.empty(len(joined), np.int64)  # position of the next value, stored or in the batch
+    for j in range(len(joined)):  # prefetch all before comparing one
         stands[j] = slots[j]
         if before[j] >= 0:
             if pool:
@@ -157,30 +157,31 @@ def link(
     pool: bool,
     found: Array,
 ) -> Int:
-    """Find what each new fragment continues, and whether it is what the row before it says comes next.
+    """Find what each new fragment continues, and whether its first row equals the next values of the row before it.
 
     A fragment continues the last one of its id (without ids: the newest row) unless that one was done, this one is
-    ``is_init``, the step count (where there is one) does not go on, or the write drops the last one's rows.
+    ``is_init``, the step count (if there is one) is not consecutive, or the write drops the last one's rows.
 
     Args:
-        rows: how many rows will be written, at most ``capacity``; they may be claimed already.
-        joined: bool ``[n]``, whether a fragment goes on within the run of the one before it.
-        ids: trajectory id of each fragment; empty where there are none.
+        rows: number of rows that will be written, at most ``capacity``; they may be claimed already.
+        joined: bool ``[n]``, whether a fragment continues the run of the previous fragment.
+        ids: trajectory id of each fragment; empty without ids.
         init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
-        step_first, step_last: its first and last step count; empty where there are none.
+        step_first, step_last: its first and last step count; empty without step counts.
         firsts, lasts: the first and last row of each fragment.
         pairs: int64 ``[P, 4]``, columns to compare, byte by byte: the address of the stored next values, the bytes of
-            a row, and which of ``source`` are the batch's values and its next values.
+            a row, and the indices in ``source`` of the batch's values and of its next values.
         source: int64, addresses of columns of the batch.
-        compared: how many pairs, of the first ones, must agree; one that differs counts in what is returned.
-        pool: whether the stored next values are by pool entry, not by slot, and those of the batch by fragment.
-        found: int64 ``[3, n]``, becomes ``before``, the chain that a fragment continues, or ``-2 - i`` for fragment i
+        compared: number of leading pairs that must be equal; a fragment with one that differs counts in the result.
+        pool: whether the stored next values are indexed by pool entry instead of slot, and those of the batch by
+            fragment.
+        found: int64 ``[3, n]``, becomes ``before``: the chain that a fragment continues, ``-2 - i`` for fragment i
             of the same write, or -1 for a new trajectory; the slot of the stored row that it continues, -1 for none;
-            and 1 if all pairs agree, 0 if one does not, -1 if one of the ``compared`` does not. Fragments that are
-            joined are compared with ``pool`` only.
+            and 1 if all pairs are equal, 0 if one differs, -1 if one of the ``compared`` differs. Joined fragments are
+            only compared with ``pool``.
 
     Returns:
-        how many fragments, joined ones left out, are not what the row before them says comes next.
+        number of fragments, without joined ones, that differ in a ``compared`` pair.
     """
     s = state[0]
     before, slots = found[0], found[1]
@@ -225,10 +226,10 @@ def link(
 
 @compiled()
 def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
-    """An empty chain for fragment ``j``, in a free slot of ``chains``."""
+    """Create an empty chain for fragment ``j`` in a free slot of ``chains``; return the slot."""
     s = state[0]
     if s.free:
-        # take the first of the list of free slots, which goes on in its ``last``
+        # take the first of the linked list of free slots; its ``last`` is the next one
         c = s.free - 1
         s.free = chains[c].last
     else:
@@ -247,7 +248,7 @@ def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
 def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: Int, pool: Int) -> None:
     """Lengthen the last fragment of chain ``c`` if ``row`` comes right after it, else link a new one to it.
 
-    A fragment whose last row has a pool entry is not lengthened: the entry is of a last row.
+    A fragment whose last row has a pool entry is not lengthened: the entry belongs to a fragment's last row.
     """
     s = state[0]
     mask = len(fragments) - 1
@@ -294,13 +295,13 @@ def publish(
 
     Args:
         fragments, chains, table: with room for the new fragments, chains and ids.
-        rows: how many rows were copied.
-        firsts: the row, counted from 0 in this write, with which each fragment begins.
+        rows: number of rows that were copied.
+        firsts: first row of each fragment, counted from 0 in this write.
         ids, done, step_last: as for :func:`link`.
         before: what each fragment continues, from :func:`link`.
-        pool: pool entry with the next observation of each fragment's last row, -1 for none; empty for none at all.
-        spare: the free pool entries; those given back are put behind them.
-        released: chains whose last row gives back its pool entry: the row that continues it holds the same.
+        pool: pool entry with the next observation of each fragment's last row, -1 for none; empty without a pool.
+        spare: the free pool entries; released ones are appended.
+        released: chains whose last row releases its pool entry, because the row that continues it has the same values.
         touched: filled with the chain of each fragment.
     """
     s = state[0]
@@ -331,7 +332,7 @@ def publish(
             table[at].chain = c + 1
         touched[j] = c
         s.newest = c + 1
-    # last, as readers take rows before ``written`` for readable
+    # last, because readers may read all rows before ``written``
     s.written += rows
 
 
@@ -352,12 +353,12 @@ def rebuild(
 
     Args:
         fragments, chains: empty, with room for all of them.
-        spare: becomes the free pool entries, which are ``free_entries``.
-        firsts: the row number with which each fragment begins, ascending.
-        chain: the chain that each is of.
+        spare: filled with the free pool entries ``free_entries``.
+        firsts: row number of each fragment's first row, ascending.
+        chain: chain of each fragment.
         pool: as for :func:`publish`.
-        ids: of each chain, free ones included.
-        free: the free chain slots, in the order in which they will be taken.
+        ids: id of each chain, including free ones.
+        free: the free chain slots, in the order of use.
     """
     s = state[0]
     s.first = s.end = s.live = s.open = s.newest = s.ids = 0
@@ -395,18 +396,18 @@ def weigh(
 ) -> None:
     """Update the weights of the trajectories ``touched``, and the Fenwick tree of all weights.
 
-    A chain of n live rows (with ``strict``: at least ``length``) weighs 1, or with ``start`` the places of a slice
-    of ``length`` rows, ``n - length + 1 + span``, at least 1.
+    A chain of n live rows (with ``strict``: at least ``length``) weighs 1, or with ``start`` the number of
+    possible starts of a slice of ``length`` rows, ``n - length + 1 + span``, at least 1.
 
     Args:
-        chains: the index's.
-        touched, count: chains that have changed, and how many of them to look at.
-        weight: int64, weight of each chain; brought up to date.
-        tree: int64, the Fenwick tree (see `flatroll.kernels.slices.links.draw_chain`); brought up to date.
-        length: rows of a slice.
-        start: whether every place of a slice counts, not every chain.
+        chains: table of the index.
+        touched, count: chains that have changed, and how many of them to update.
+        weight: int64, weight of each chain; updated.
+        tree: int64, the Fenwick tree (see `flatroll.kernels.slices.links.draw_chain`); updated.
+        length: rows per slice.
+        start: whether a chain weighs as many as it has possible starts, instead of 1.
         strict: whether chains shorter than a slice weigh 0.
-        span: rows by which slices may reach beyond a chain, at both ends together.
+        span: rows by which slices may extend beyond a chain, both ends together.
     """
     least = length if strict else 1
     for k in range(count):

@@ -15,8 +15,10 @@ from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment
 def _nearest_mark(
     state: Records, capacity: Int, fragments: Records, last: Int, marks: Array, offset: Int, limit: Int
 ) -> Int:
-    """The marked row nearest to ``offset``, from it to ``limit`` (either way), as an offset in the chain whose last
-    fragment is ``last``; -1 if there is none."""
+    """Return the marked row nearest to ``offset``, searching from it to ``limit`` (in either direction).
+
+    Rows are offsets in the chain whose last fragment is ``last``; -1 if there is none.
+    """
     mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
     step = 1 if limit >= offset else -1
@@ -47,9 +49,9 @@ def _marked_start(
     length: Int,
     strict: bool,
 ) -> Int:
-    """Slot of a marked row of ``chain``, -1 if it has none; see :func:`draw_marked`."""
+    """Return the slot of a marked row of ``chain``, -1 if it has none; see :func:`draw_marked`."""
     low, high, last = chain.dropped, chain.total, chain.last
-    full = max(high - length, low)  # the last row from which ``length`` rows are there, as an offset
+    full = max(high - length, low)  # the last row with ``length`` rows from it on, as an offset
     if high <= low or (strict and high - low < length):
         return -1
     # the last mark that a slice may begin at: the first one from which a slice reaches the end of the chain, else the
@@ -89,15 +91,15 @@ def draw_marked(
 ) -> Int:
     """Draw start slots of slices among those with ``marks[slot]``; return how many were found.
 
-    A chain is drawn by weight (one without such a row gives way to the next one), then a row uniformly, and the
-    slice begins at the mark at or before it: the first one of the chain if it has lost that. The rows drawn end
-    where the slice from the last mark that is needed to reach the end of the chain begins; with ``strict``, from
-    the last one with ``length`` rows.
+    A chain is drawn by weight (if it has no such row, the next chain is used), then a row uniformly, and the slice
+    begins at the last mark up to that row, or at the chain's first mark if the ring has dropped that one. The last
+    start is the first mark whose slice reaches the end of the chain, or with ``strict`` the last mark with ``length``
+    rows; rows are drawn up to the mark after it.
 
     Args:
         tree: Fenwick tree of the chains' weights.
         uniform: float64 in [0, 1), two per slice.
-        length, strict: rows of a slice, and whether it must have them all.
+        length, strict: rows per slice, and whether shorter slices are excluded.
         marks: bool ``[capacity]``, by slot.
         starts: int64, the result.
     """
@@ -134,8 +136,8 @@ def slice_partition(
 
     Args:
         begin: rows of each chain before its first slice; a negative number leaves the chain out.
-        length: rows of a slice, or what is there at the end of a chain.
-        again: whether further slices follow the first one to the end of the chain, and what is before it is one, too.
+        length: rows per slice; the last one of a chain may be shorter.
+        again: whether to add slices from the first one up to the end of the chain, and a slice of the rows before it.
         strict: whether slices shorter than ``length`` are left out.
         partition: int64 ``[2, n]``, becomes the first slot and the rows of each slice, in the order of their rows.
     """
@@ -157,7 +159,7 @@ def slice_partition(
             partition[1, count] = at - low
             count += 1
         if again and at < low:
-            # the first slice that begins in this fragment: whole slices of earlier fragments are passed over
+            # skip to the first slice that begins in this fragment
             at += (low - at + length - 1) // length * length
         while low <= at < high and not (strict and at + length > chain.total):
             partition[0, count] = slot_of(f.first + at - f.offset, slot_0, capacity)
@@ -173,7 +175,7 @@ def slice_partition(
 def _slots_between(
     state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
 ) -> Int:
-    """Write the slots of the offsets ``low ... high`` of a chain to ``slots[at:]``; the position after them.
+    """Write the slots of the offsets ``low ... high`` of a chain to ``slots[at:]``; return the position after them.
 
     ``number`` is a fragment of the chain that holds ``high`` or a later offset.
     """
@@ -205,9 +207,9 @@ def new_starts(
     strict: bool,
     slots: Array,
 ) -> Int:
-    """List slots where slices of ``length`` rows can start only since rows from ``first`` on were written.
+    """List the slots where slices of ``length`` rows can start only since the rows from ``first`` on were written.
 
-    Unless ``strict``, the first row of each shorter chain that these rows lengthened, too. Returns how many.
+    Unless ``strict``, also the first row of each shorter chain that these rows lengthened. Return the number of slots.
     """
     s = state[0]
     mask = len(fragments) - 1

@@ -1,4 +1,4 @@
-"""A compiled kernel that finds the trajectories of a step writer's rows, of which some wait to be stored.
+"""A compiled kernel that finds the trajectories of a step writer's rows, both stored and waiting ones.
 
 The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
 
@@ -14,13 +14,13 @@ from flatroll.kernels.slices.links import rows_in_slots
 
 @numba.njit(nogil=True)
 def _starts(init: Array, ids: Array, done: Array, env: Int, at: Int) -> bool:
-    """Whether a waiting row does not go on from the waiting row before it."""
+    """Return whether a waiting row does not continue the waiting row before it."""
     return bool(at == 0 or init[env, at] or ids[env, at] != ids[env, at - 1] or done[env, at - 1])
 
 
 @numba.njit(nogil=True)
 def _run_stop(init: Array, ids: Array, done: Array, env: Int, at: Int, filled: Int) -> Int:
-    """The waiting row after the last one of the run of row ``at``."""
+    """Return the waiting row after the last one of the run of row ``at``."""
     at += 1
     while at < filled and not _starts(init, ids, done, env, at):
         at += 1
@@ -45,17 +45,17 @@ def step_spans(
     chains: Records,
     spans: Array,
 ) -> bool:
-    """Find the first step of the trajectory of each row, and the one after its last, as far as the rows are there.
+    """Find the first step of each row's trajectory and the one after its last, among stored and waiting rows.
 
     Args:
         places: step * E + env of each row, int64 ``[N]``.
         num_envs: E.
-        windows: int64 ``[3, >= used]``, of each stored window its first step, the number of its first row in the ring,
-            and its steps; an env's rows stand next to each other.
+        windows: int64 ``[3, >= used]``, for each stored window its first step, the number of its first row in the
+            ring, and its steps; an env's rows are adjacent.
         used: number of windows.
-        oldest: first step that is stored whole; -1 if none is.
-        stored: number of the first step that waits.
-        filled: steps that wait.
+        oldest: first complete stored step; -1 if there is none.
+        stored: number of the first waiting step.
+        filled: number of waiting steps.
         init, ids, done: markers of the waiting rows, ``[E, >= filled]``.
         spans: int64 ``[2, N]``, the result.
 
@@ -95,7 +95,7 @@ def step_spans(
             before = f.offset + rows[i] - f.first - chain.dropped
             spans[0, i] = known - min(before, known - oldest)
             stop = known + chain.total - chain.dropped - before
-            # does the trajectory go on in the first run of the waiting rows?
+            # does the trajectory continue in the first run of the waiting rows?
             if filled and stop == stored and chain.open:
                 joined = chain.id == ids[env, 0] and not init[env, 0]
             spans[1, i] = stored + _run_stop(init, ids, done, env, 0, filled) if joined else stop

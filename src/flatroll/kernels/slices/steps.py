@@ -15,8 +15,10 @@ from flatroll.kernels.slices.links import slot_of
 
 @compiled()
 def number_places(steps: Array, envs: Array, num_envs: Int, first: Int, stop: Int, places: Array) -> bool:
-    """Fill ``places`` (int64 ``[N]``); return whether all steps are from ``first`` to ``stop - 1``, and all envs from
-    0 to ``num_envs - 1``."""
+    """Fill ``places`` (int64 ``[N]``).
+
+    Return False if a step is not from ``first`` to ``stop - 1``, or an env not from 0 to ``num_envs - 1``.
+    """
     for i in range(len(steps)):
         if steps[i] < first or steps[i] >= stop or envs[i] < 0 or envs[i] >= num_envs:
             return False
@@ -42,19 +44,19 @@ def locate(
     Args:
         places: int64 ``[N]``.
         num_envs: E.
-        windows: int64 ``[3, >= W]``, of each stored window its first step, the number of its first row in the ring, and
-            its steps; an env's rows stand next to each other.
+        windows: int64 ``[3, >= W]``, for each stored window its first step, the number of its first row in the ring,
+            and its steps; an env's rows are adjacent.
         used: W; ``windows`` may have more columns.
         head: number of the oldest row that may be read.
-        capacity: of the ring.
-        stored: number of the first step that waits; all from there on do.
-        length: steps that the arrays have room for.
-        slots: int64 ``[N]``, becomes the slot of each row, and of some other one where the row waits.
-        waiting: int64 ``[2, N]``, becomes (position among the places, row env * length + step of the arrays) of the
-            rows that wait.
+        capacity: capacity of the ring.
+        stored: number of the first waiting step; all later ones wait, too.
+        length: number of steps in the arrays.
+        slots: int64 ``[N]``, becomes the slot of each row, an arbitrary stored one for waiting rows.
+        waiting: int64 ``[2, N]``, becomes (position in ``places``, row env * length + step of the arrays) for each
+            waiting row.
 
     Returns:
-        how many rows wait; -1 if one of the others was overwritten.
+        number of waiting rows; -1 if one of the others was overwritten.
     """
     count, known = 0, np.int64(0)
     slot_0 = head - head % capacity  # number of the row that slot 0 held when the oldest row was written
@@ -65,8 +67,8 @@ def locate(
             waiting[0, count], waiting[1, count] = i, env * length + step - stored
             count += 1
             continue
-        # The last window that begins at or before the step: where it stands if all have ``length`` steps, else windows
-        # 0 ... low - 1 begin there, those from high on do not.
+        # The last window that begins at or before the step: first guess that all windows have ``length`` steps, else
+        # search: windows 0 ... low - 1 begin at or before the step, those from high on after it.
         low, high = min((step - windows[0, 0]) // length + 1, used), used
         if not (low > 0 and windows[0, low - 1] <= step and (low == used or windows[0, low] > step)):
             low = 0
@@ -105,16 +107,17 @@ def read_steps(
     roots: Array,
     target: Array,
 ) -> bool:
-    """Copy the rows at ``places`` of K columns, and the next observations of some of them: :func:`locate`, then what
-    `flatroll.kernels.rows.gather` and :func:`follow_rows` do.
+    """Copy the rows at ``places`` of K columns, and the next observations of M of these columns.
+
+    This is :func:`locate`, `flatroll.kernels.rows.gather` and :func:`follow_rows` in one call.
 
     Args:
-        places ... length: as of :func:`locate`.
-        state, fragments: of the trajectory index, looked at where there are ``roots`` only.
+        places ... length: as for :func:`locate`.
+        state, fragments: tables of the trajectory index, read only if there are ``roots``.
         columns: int64 ``[3, K + M]``, addresses of the stored columns, bytes of their rows, and addresses of the arrays
             of waiting rows; the last M are next observations, which are not stored.
         pool: int64 ``[M]``, addresses of the pool's columns.
-        roots: int64 ``[M]``, which of the K columns they are the next values of.
+        roots: int64 ``[M]``, the columns, among the K, whose next values the last M are.
         target: int64 ``[K + M]``, addresses of the copies.
 
     Returns:

@@ -1,8 +1,8 @@
 """A heap of the occupied slots, with the lowest-ranked row on top; compiled kernels.
 
 ``heap`` (int64 ``[capacity]``) holds every slot once: the first ``state["live"]`` entries are the heap, the others
-are the free slots in the order in which they will be taken. ``rank`` (float64) and ``number`` (int64) are by slot.
-Of two rows of equal rank the later one, by number, is the worse.
+are the free slots in the order of use. ``rank`` (float64) and ``number`` (int64) are indexed by slot. Of two rows of
+equal rank the one with the higher number is the worse.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -14,7 +14,7 @@ from flatroll.kernels.compiled import Array, Int, compiled
 
 @compiled()
 def _worse(rank: Array, number: Array, a: Int, b: Int) -> Any:
-    """Whether the row in slot ``a`` has to go before the one in slot ``b``."""
+    """Return whether the row in slot ``a`` is dropped before the one in slot ``b``."""
     return rank[a] < rank[b] or (rank[a] == rank[b] and number[a] > number[b])
 
 
@@ -38,18 +38,18 @@ def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
 def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array, gone: Int) -> Int:
     """Remove rows that new, higher-ranked ones replace; return how many rows of ``best`` fit.
 
-    Their slots are the first free ones. Rows taken out get the number ``gone``.
+    Their slots are the first free ones. Removed rows get the number ``gone``.
 
     Args:
         best: ranks of the new rows, highest first.
     """
     live = state[0]["live"]
-    # free slots first, then those of rows that are worse than the best of the new rows that have no room yet
+    # use free slots first, then those of rows that are worse than the best new row without a slot
     room = min(len(best), len(heap) - live)
     while room < len(best) and live > 0 and best[room] > rank[heap[0]]:
         live -= 1
         slot = heap[0]
-        # the worst row's slot becomes the first free one; what stood there sinks to its place
+        # the worst row's slot becomes the first free one; the slot that was there sinks to its place
         heap[0], heap[live] = heap[live], slot
         _sink(heap, rank, number, live)
         number[slot] = gone
@@ -67,14 +67,14 @@ def push(
 
     Args:
         state, heap, rank, number: the heap; there is room for the new rows (:func:`make_room`).
-        offered: how many rows were offered, those that found no room among them.
-        ranks, numbers: of the rows that did.
+        offered: number of rows offered, including those without room.
+        ranks, numbers: ranks and numbers of the rows to insert.
     """
     live, used = state[0]["live"], state[0]["used"]
     for k in range(len(ranks)):
         i = live + k
         slot = heap[i]
-        used = max(used, slot + 1)  # slots ever used stand in front
+        used = max(used, slot + 1)  # slots ever used come first
         rank[slot], number[slot] = ranks[k], numbers[k]
         # up towards the top, past parents that are better
         while i > 0:

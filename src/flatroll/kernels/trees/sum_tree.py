@@ -1,8 +1,8 @@
 """A sum tree over the slots of a ring, for drawing in proportion to weights; compiled kernels.
 
-Nodes of ``FAN`` children. A node holds the sum of its children and the least positive weight below it, both
-computed anew from the children whenever one of them changes, so nothing drifts and a tree is a pure function of
-its weights. The sums and the least weights of ``FAN`` sisters stand side by side, in two cache lines.
+A node has ``FAN`` children. It holds the sum of its children and the least positive weight below it, both recomputed
+from the children whenever one of them changes, so rounding errors do not accumulate and a tree is a pure function of
+its weights. The sums and the least weights of ``FAN`` siblings are adjacent, in two cache lines.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -35,7 +35,7 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
 def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     """Compute node ``i`` of level ``k`` from its children."""
     total, least = 0.0, np.inf
-    # leaves hold weights only; a group of FAN sisters of a higher level holds FAN sums, then FAN least weights
+    # leaves hold weights only; a group of FAN siblings of a higher level holds FAN sums, then FAN least weights
     if k == 1:
         at = levels[0, 0] + i * FAN
         for j in range(FAN):
@@ -48,7 +48,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
         for j in range(FAN):
             total += nodes[at + j]
             least = min(least, nodes[at + FAN + j])
-    # the node's own entries: in the group of its sisters, at its rank among them
+    # the node's own entries, in the group of its siblings
     at = levels[k, 0] + i // FAN * 2 * FAN + i % FAN
     nodes[at] = total
     nodes[at + FAN] = least
@@ -56,7 +56,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
 
 @compiled()
 def _refresh_from(nodes: Array, levels: Array, k: Int) -> None:
-    """Compute the levels ``k`` and above, all of their nodes."""
+    """Recompute all nodes of the levels ``k`` and above."""
     for level in range(k, len(levels)):
         for i in range(levels[level, 1]):
             _refresh(nodes, levels, level, i)
@@ -67,7 +67,7 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
     """Set the leaves ``slots``; of duplicate slots, the last weight counts."""
     for i in range(len(slots)):
         nodes[levels[0, 0] + slots[i]] = weights[i]
-    # level by level, the parents of what has changed; neighbours that share a parent are merged in place
+    # level by level, refresh the parents of changed nodes; adjacent nodes with a common parent are merged in place
     children, count = slots.copy(), len(slots)
     for k in range(1, len(levels)):
         if levels[k, 1] <= count:  # fewer nodes than changes
@@ -89,7 +89,7 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
     low, high = first, first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
     for k in range(1, len(levels)):
-        # parents of the first and the last changed node; those between are parents of changed nodes, too
+        # parents of the first and the last changed node; all between are parents of changed nodes, too
         low, high = low // FAN, high // FAN
         for i in range(low, high + 1):
             _refresh(nodes, levels, k, i)
@@ -97,11 +97,11 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
 
 @compiled()
 def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
-    """Find the leaf at each share ``uniform`` (float64 in [0, 1)) of the total; never one of weight 0.
+    """Find the leaf at each fraction ``uniform`` (float64 in [0, 1)) of the total; never one of weight 0.
 
-    All searches go down level by level together, so that they wait for memory together, and count the children
-    to pass over instead of branching at each. A share that rounding leaves beyond the last child goes to the last
-    child with a weight.
+    All searches descend level by level together, so that their cache misses overlap, and count the children to skip
+    instead of branching at each. If rounding leaves a fraction beyond the last child, the last child with a weight is
+    used.
     """
     depth = len(levels) - 1
     total = nodes[levels[depth, 0]]
@@ -110,7 +110,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
     for k in range(depth - 1, -1, -1):
         stride = FAN if k == 0 else 2 * FAN
         for i in range(len(uniform)):
-            # ``slots[i]`` is the parent; its children stand side by side on this level
+            # ``slots[i]`` is the parent; its children are adjacent on this level
             at = levels[k, 0] + slots[i] * stride
             passed, before, child = 0.0, 0.0, 0
             for j in range(FAN):
@@ -118,7 +118,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
                 if passed <= rest[i]:
                     before = passed
                     child += 1
-            # rounding has left a rest beyond all children
+            # rounding left a remainder beyond all children
             if child == FAN:
                 child -= 1
                 while child > 0 and nodes[at + child] <= 0.0:
@@ -139,11 +139,14 @@ def draw(
     ratios: Array,
     generation: Array,
 ) -> None:
-    """Draw a slot for each of ``uniform``. ``ratios`` gets its weight over the least weight, ``generation``
-    how often its slot was overwritten, given the oldest row ``head``."""
+    """Draw a slot for each of ``uniform``.
+
+    ``ratios`` becomes its weight divided by the least weight, ``generation`` the number of times its slot was
+    overwritten, given the oldest row ``head``.
+    """
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
-    # slots before the head's have been written once more than those from it on
+    # slots before the head's slot have been written once more than the others
     base, turn = head % capacity, head // capacity
     for i in range(len(slots)):
         ratios[i] = nodes[slots[i]] / least
@@ -197,9 +200,11 @@ def standing(
 ) -> tuple[Int, Int, Int]:
     """Move updates of rows that are still stored to the front of ``slots`` and ``priority``.
 
-    Left out are the slot -1, rows that may not be read, and, where ``generation`` has entries, rows of another
-    generation. Returns (how many stay, position of the first slot where no row ever stood, of the first priority
-    that is negative, NaN or above ``most``), -1 for none.
+    The slot -1, unreadable rows, and, if ``generation`` is not empty, rows of another generation are left out.
+
+    Returns:
+        number of updates that remain; position of the first slot that was never written, and of the first priority that
+        is negative, NaN or above ``most``, -1 for none.
     """
     front = 0
     base, turn = head % capacity, head // capacity
@@ -211,7 +216,7 @@ def standing(
             return front, i, -1
         if not 0 <= value <= most:
             return front, -1, i
-        # the generation of the row that stands in the slot now; ``now * capacity + slot`` is its row number
+        # generation of the row now in the slot; ``now * capacity + slot`` is its row number
         now = turn + (slot < base)
         if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
             slots[front], priority[front] = slot, value
@@ -222,9 +227,8 @@ def standing(
 class SumTree:
     """A sum tree with the weights of ``capacity`` slots, 0 at first; draws slots by weight.
 
-    Setting and drawing take time in the logarithm of the capacity per slot; a stretch of slots is set to one
-    weight in time for its length. The weights are float64; they must be finite, at least 0, and their sum finite:
-    the caller sees to that.
+    Setting and drawing take O(log capacity) per slot; filling consecutive slots takes time in their number. Weights are
+    float64. The caller must make sure that their sum is finite.
 
     Args:
         capacity: number of slots.
@@ -246,7 +250,7 @@ class SumTree:
             count = _whole_nodes(count) // FAN
             levels.append((size, count))
             size += 2 * _whole_nodes(count)
-        # the first entry stands at the beginning of a cache line, so that groups of sisters fill whole lines
+        # the first entry is aligned to a cache line, so that groups of siblings fill whole lines
         memory = np.zeros(size + _LINE // 8)
         skip = -memory.ctypes.data % _LINE // 8
         self.nodes: Array = memory[skip : skip + size]
@@ -258,7 +262,7 @@ class SumTree:
 
     def __setstate__(self, state: tuple[int, Array]) -> None:
         capacity, leaves = state
-        # Draws go down the tree by its sums: a weight below 0 or NaN would lead them anywhere.
+        # Draws follow the sums: with a negative weight or NaN they could end anywhere.
         if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
             raise ValueError(
                 f"the pickle is damaged: {leaves.shape} leaves are not weights of {capacity} slots"
@@ -269,7 +273,7 @@ class SumTree:
 
     @property
     def leaves(self) -> Array:
-        """The weights, float64 ``[capacity]``, to be read only."""
+        """The weights, float64 ``[capacity]``; do not write to them."""
         return self.nodes[: self.capacity]
 
     @property
@@ -291,8 +295,8 @@ class SumTree:
         """Set the weights of ``slots`` (int64 ``[N]``); of duplicate slots, the last one counts.
 
         Raises:
-            IndexError: a slot that the tree does not have.
-            ValueError: a weight below 0, infinite or NaN, or not one per slot.
+            IndexError: a slot is out of range.
+            ValueError: a weight is negative, infinite or NaN, or there is not one per slot.
         """
         places, values = np.array(slots, np.int64), np.array(weights, np.float64)
         if places.ndim != 1 or places.shape != values.shape:
@@ -315,10 +319,10 @@ class SumTree:
             fill_leaves(self.nodes, self.levels, first, count, value)
 
     def sample(self, uniform: Array) -> Array:
-        """The slots at the shares ``uniform`` (float64 ``[N]`` in [0, 1)) of the total.
+        """Return the slots at the fractions ``uniform`` (float64 ``[N]`` in [0, 1)) of the total.
 
         Raises:
-            ValueError: a share out of this range, or a total of 0.
+            ValueError: a fraction is out of this range, or the total is 0.
         """
         shares = np.array(uniform, np.float64)
         if shares.ndim != 1 or not np.all((shares >= 0) & (shares < 1)) or not 0 < self.total < np.inf:
@@ -331,5 +335,5 @@ class SumTree:
 
 
 def _whole_nodes(count: int) -> int:
-    """``count``, rounded up to whole nodes."""
+    """Return ``count`` rounded up to a multiple of ``FAN``."""
     return -(-count // FAN) * FAN
