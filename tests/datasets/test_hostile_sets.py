@@ -177,7 +177,7 @@ def test_npz_files_made_to_do_harm(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, bytes], str]] = [
         ({"image": header((1 << 40,))}, "claims"),
         ({"image": header((), "|O") + pickle.dumps(Run(tmp_path / "ran"))}, "must hold numbers"),
-        ({"image": header((1 << 20,)) + bytes(1 << 20)}, "claims 1048576 bytes, at most 100000"),
+        ({"image": header((1 << 20,)) + bytes(1 << 20)}, "claims 1048576 bytes, the maximum is 100000"),
         ({"reward": header((2,)) + b"12", "action": header((2,)) + b"12"}, "has no 'image'"),
         ({"image": header((3,)) + b"123", "action": header((2,)) + b"12"}, "one row for each step"),
     ]

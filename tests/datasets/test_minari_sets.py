@@ -206,7 +206,7 @@ def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: 
         raise KeyError("no such set")
 
     monkeypatch.setattr(minari, "load_dataset", unknown)
-    with pytest.raises(ValueError, match="knows no set 'test/z-v0'"):
+    with pytest.raises(ValueError, match="has no set 'test/z-v0'"):
         MinariExperienceReplay("test/z-v0", 4, root=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """The number of a version, and the line of runs that wrote it."""
+    """The number of a version, and the id of the runs that wrote it, each continuing the one before."""
 
     number: int
     line: str

@@ -158,7 +158,7 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
 
 
 class Gaussian(Independent):  # type: ignore[type-arg]
-    """Independent normal distributions of an action's numbers.
+    """Independent normal distributions, one for each component of an action.
 
     Args:
         loc: means, ``[*B, *shape]``.

@@ -388,7 +388,7 @@ def contains_lazy_spec(spec: TensorSpec) -> bool:
 
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
-    """Whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
+    """Return whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
     if isinstance(spec, StackedComposite) and any(
         len(part) > len(spec) or not check_no_exclusive_keys(part, recurse) for part in spec.specs
     ):

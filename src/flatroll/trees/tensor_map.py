@@ -47,7 +47,7 @@ class TensorMap(ABC, Generic[K, V]):
 
 
 class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBase]):
-    """A dict for batches: keys are rows of tensordicts, compared by some of their entries, and so are values.
+    """A dict for batches: keys and values are rows of tensordicts; keys are compared by some of their entries.
 
     ``map[keys] = values`` stores values for keys of batch size ``[*B]``, or for a single row, and writes the keys'
     positions and hashes into ``keys`` (`QueryModule`). Of equal keys in one batch the last one wins. ``map[keys]``

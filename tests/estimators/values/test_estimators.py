@@ -742,7 +742,7 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
         (
             lambda: KINDS["gae"](norm_critic(), group_key="task"),
             ValueError,
-            "group_key='task' says within what",
+            "group_key='task' names the groups",
         ),
     ],
     ids=[
