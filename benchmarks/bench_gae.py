@@ -1,8 +1,8 @@
 """Benchmarks GAE and returns on flat rows: against reading and writing the arrays, and against TorchRL.
 
-The *floor* is one loop that reads what GAE reads (reward, value, next value, two flags) and writes the two
-columns that it writes. The value network is the identity, so a module's time is all its own. Times are the
-best of several turns, ratios are taken between them.
+The *floor* is one loop that reads the inputs of GAE (reward, value, next value, two flags) and writes two output
+columns. The value network is the identity, so only the module's own time is measured. Times are the best of
+several turns; ratios are computed from them.
 """
 
 import importlib
@@ -83,7 +83,7 @@ class Data:
         return Data(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def batch(self) -> TensorDict:
-        """Create a batch whose observations equal their values, with two actions, of which one is taken."""
+        """Create a batch whose observations equal their values, with one of two actions taken."""
         after = {"observation": self.next_value, "reward": self.reward}
         after |= {"done": self.done, "terminated": self.terminated}
         acted = {

@@ -1,7 +1,7 @@
 """Benchmarks on a GPU, beside hand-written loops, cuDNN and TorchRL: ``make gpu``, ``python -m flatroll bench gpu``.
 
-Without a GPU all of it runs at small sizes on the CPU, and the Triton kernels in Triton's interpreter, which shows that
-it works, no more. A part whose package is missing says so and is left out.
+Without a GPU everything runs at small sizes on the CPU, the Triton kernels in Triton's interpreter; this only shows
+that it works. Parts whose package is missing are skipped with a message.
 """
 
 import importlib

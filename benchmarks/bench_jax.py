@@ -1,7 +1,7 @@
 """Benchmarks the collector on a JAX simulator against a hand-written loop that stores the same columns.
 
 The loop is timed twice: up to its time-major columns ``[T, E, ...]``, and with the flat rows ``[E * T, ...]`` that the
-collector's batch has and that a loss or a buffer takes.
+collector's batch has and that losses and buffers accept.
 
 ``python -m flatroll bench jax``, where gymnax is installed (`make simulators` has an environment with it:
 ``.venv-versions/simulators-jax/bin/python -m flatroll bench jax``)

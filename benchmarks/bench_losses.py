@@ -1,7 +1,7 @@
 """Benchmarks losses on one minibatch, forward and backward, beside TorchRL's with the same networks.
 
 Networks are those of common scripts: two layers of 64 for the policy gradients, of 120 and 84 for DQN, of 256 for SAC.
-Target updates are counted in where there are any. Times are the best of several turns, ratios are taken between them.
+Times include target updates, if there are any. They are the best of several turns; ratios are computed from them.
 """
 
 import importlib

@@ -2,9 +2,9 @@
 
 ``python -m flatroll bench torch_path``
 
-The env is like a GPU simulator's: tensors in and out, ended rows reset in the same step, their last observations in
-``extras["final_obs"]``, all of it in memory that every step writes into again. Here it runs on the CPU, one thread;
-``bench gpu`` puts it on a GPU.
+The env is like a GPU simulator: tensors in and out, ended rows reset in the same step, their last observations in
+``extras["final_obs"]``, all in memory that every step overwrites. Here it runs on one CPU thread; ``bench gpu`` runs it
+on a GPU.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Benchmarks one update (loss, backward, clipping, optimizer step) beside the same update by hand in plain torch.
 
-All have the same networks of two layers of 64, the same rows and the same optimizer, Adam at its defaults, and their
-losses are compared before they are timed. They take turns in one process; times are the least processor time of one
-thread. `update_step` runs eagerly and compiled; with ``compile=True`` its optimizer's step is part of the graph.
+All use the same networks of two layers of 64, the same rows and the same optimizer, Adam with defaults; their losses
+are compared before timing. They take turns in one process; times are the minimum processor time of one thread.
+`update_step` runs eagerly and compiled; with ``compile=True`` its optimizer's step is part of the graph.
 """
 
 import math

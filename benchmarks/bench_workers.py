@@ -1,8 +1,8 @@
 """Measures collectors with many workers against their budgets, beside TorchRL's where it is installed.
 
-``python -m flatroll bench workers`` takes two to three minutes, four at most. Each part runs in a process of its own
-with a time limit; which ones did not end in time is said below the table. Ratios are of times taken in turns. The last
-column says how many cores other programs left free: speed-ups by processes need as many as there are processes.
+``python -m flatroll bench workers`` takes two to three minutes, four at most. Each part runs in a separate process
+with a time limit; parts that exceed it are listed below the table. Ratios are of times measured in turns. The last
+column is the number of cores left free by other programs: speed-ups need one core per process.
 
 ``python -m benchmarks.bench_workers --learn`` trains SAC on Pendulum in one process, and with two workers
 beside the learner, in turns (`flatroll.examples.many_workers`): returns, seconds, and how old the weights were.

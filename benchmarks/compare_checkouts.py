@@ -1,8 +1,8 @@
 """Times two checkouts of flatroll: ``python -m benchmarks.compare_checkouts OTHER [WORD...]``.
 
-One process per checkout holds the cases ready; they take turns. Times are the processor time of one thread. The
-least of all turns is what other programs on the machine disturbed least, and each round has new processes, since a
-process keeps the memory pages that it happened to get. Cases use public names only: either checkout runs this file.
+One process per checkout prepares the cases; they take turns. Times are the processor time of one thread. The minimum
+over all turns is least disturbed by other programs. Each round uses new processes, since a process keeps the memory
+pages that it happened to get. Cases use public names only, so both checkouts run this file.
 """
 
 import itertools

@@ -55,9 +55,9 @@ def generalized_advantage_estimate(
         done: bool, same shape or 1 for its features: the rows at which an episode ends.
         terminated: bool like ``done``: ends that are not bootstrapped. Default: ``done``, which takes
             truncations for terminations.
-        ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices lie next to
-            each other (:func:`flatroll.layout.run_ends`). Default: none but ``done`` and the last one.
-        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
+        ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices are
+            concatenated (:func:`flatroll.layout.run_ends`). Default: none but ``done`` and the last one.
+        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has only one.
 
     Returns:
         advantage and value target (advantage plus ``state_value``), shaped like the reward.
@@ -108,7 +108,7 @@ def reward2go(
         done: bool, same shape or 1 for its features: the rows at which an episode ends.
         gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
         ends: bool like ``done``: further rows at which a run ends.
-        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
+        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has only one.
 
     Returns:
         tensor of the reward's shape.
@@ -144,8 +144,8 @@ def td0_return_estimate(
             terminated.
         reward: floating ``[*B, T, *F]`` or ``[N]``.
         terminated: bool of the same shape, or 1 for its features: rows that are not bootstrapped.
-        done: stands in for ``terminated`` where that is not given, which takes truncations for terminations.
-        time_dim: the last dim of the rows; those behind it are features. Default: -2; a tensor ``[N]`` has but one.
+        done: used if ``terminated`` is not given; truncations then count as terminations.
+        time_dim: the last dim of the rows; dims after it are features. Default: -2; a tensor ``[N]`` has only one.
 
     Returns:
         tensor of the reward's shape.
@@ -269,9 +269,9 @@ def td_lambda_return_estimate(
         terminated: bool like ``done``: ends that are not bootstrapped. Default: ``done``, which takes
             truncations for terminations.
         rolling_gamma: each row's ``gamma`` applies to the step after it, as above; only None and True are supported.
-        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
-        ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices lie next to
-            each other (:func:`flatroll.layout.run_ends`).
+        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has only one.
+        ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices are
+            concatenated (:func:`flatroll.layout.run_ends`).
 
     Returns:
         tensor of the reward's shape.
@@ -482,10 +482,10 @@ def vtrace_advantage_estimate(
         done: bool, same shape or 1 for its features: the rows at which an episode ends.
         terminated: bool like ``done``: ends that are not bootstrapped. Default: ``done``, which takes
             truncations for terminations.
-        rho_thresh: largest weight of a row's own residual; it decides which policy's value is found. A number,
+        rho_thresh: maximum weight of a row's own residual; it determines the policy whose value is estimated. A number,
             or a tensor that broadcasts to the reward. Default: 1.
-        c_thresh: largest weight of what lies behind a row; it decides how fast. Default: 1.
-        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
+        c_thresh: maximum weight of the trace after a row; it determines the speed of convergence. Default: 1.
+        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has only one.
         ends: bool like ``done``: further rows at which a run ends (:func:`flatroll.layout.run_ends`).
 
     Returns:

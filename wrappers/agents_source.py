@@ -391,7 +391,7 @@ class Games:
                 group.show(row, name, shown)
             now = env.agents
             self._living[game] = now = (
-                living if not ended and now == living else self._living_after(living, ended, now)
+                living if not ended and now == living else self._check_living(living, ended, now)
             )
             self._place(game, now, living, shown, infos)
         for group in self.groups:
@@ -403,7 +403,7 @@ class Games:
         env = self.envs[game]
         result = env.reset(seed=seed, options=options)
         shown, infos = result if isinstance(result, tuple) else (result, {})
-        now = self._living_after([], [], env.agents)
+        now = self._check_living([], [], env.agents)
         if not now:
             raise ValueError(
                 f"{type(env).__name__} has no agents after reset: it must begin with one at least"
@@ -411,7 +411,7 @@ class Games:
         self._living[game] = now
         self._place(game, now, (), shown, infos)
 
-    def _living_after(self, living: Sequence[Any], ended: Sequence[Any], now: Iterable[Any]) -> list[Any]:
+    def _check_living(self, living: Sequence[Any], ended: Sequence[Any], now: Iterable[Any]) -> list[Any]:
         """Return the agents left in a game after a step, checked against those before it."""
         now = list(now)
         if unknown := [name for name in now if name not in self._places]:

@@ -73,10 +73,10 @@ def as_functional(
             "env must be of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium's, "
             f"got {type(env).__name__}: write its two functions, flatroll.wrappers.FunctionalEnv(reset, step, ...)"
         )
-    if params is not None and family is not _of_gymnax:
+    if params is not None and family is not _convert_gymnax:
         raise TypeError(f"params= is for envs of gymnax and craftax, got an env {type(env).__name__}")
-    reset, step, action_space = family(env, params) if family is _of_gymnax else family(env)
-    if max_episode_steps is None and family is _of_gymnasium_vector:
+    reset, step, action_space = family(env, params) if family is _convert_gymnax else family(env)
+    if max_episode_steps is None and family is _convert_gymnasium_vector:
         max_episode_steps = (
             getattr(env, "time_limit", None) or None
         )  # jumanji keeps its own entries of this name
@@ -92,9 +92,9 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     """
     kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(env).__mro__}
     if kinds.get("FuncEnv") == "gymnasium":
-        return _of_gymnasium
+        return _convert_gymnasium
     if "FunctionalJaxVectorEnv" in kinds:
-        return _of_gymnasium_vector
+        return _convert_gymnasium_vector
     # (playground's rsl_rl wrapper has num_envs: it keeps its states itself and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):
         return None
@@ -113,7 +113,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     return family
 
 
-def _of_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
+def _convert_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
     """gymnax, and craftax, which has the same interface."""
     params = env.default_params if params is None else params
     limit = next((n for n in ("max_steps_in_episode", "max_timesteps") if hasattr(params, n)), None)
@@ -131,7 +131,7 @@ def _of_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
     return lambda key: env.reset_env(key, params), step, env.action_space(params)
 
 
-def _of_brax(env: Any) -> tuple[Any, Any, object]:
+def _convert_brax(env: Any) -> tuple[Any, Any, object]:
     """brax and MuJoCo playground, with the time limit of brax's EpisodeWrapper."""
 
     def reset(key: Any) -> tuple[Pytree, Pytree]:
@@ -147,7 +147,7 @@ def _of_brax(env: Any) -> tuple[Any, Any, object]:
     return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
 
 
-def _of_jumanji(env: Any) -> tuple[Any, Any, object]:
+def _convert_jumanji(env: Any) -> tuple[Any, Any, object]:
     def reset(key: Any) -> tuple[Pytree, Pytree]:
         state, first = env.reset(key)
         return first.observation, state
@@ -160,7 +160,7 @@ def _of_jumanji(env: Any) -> tuple[Any, Any, object]:
     return reset, step, env.action_spec
 
 
-def _of_navix(env: Any) -> tuple[Any, Any, object]:
+def _convert_navix(env: Any) -> tuple[Any, Any, object]:
     def reset(key: Any) -> tuple[Pytree, Pytree]:
         first = env.reset(key)
         return first.observation, first
@@ -172,7 +172,7 @@ def _of_navix(env: Any) -> tuple[Any, Any, object]:
     return reset, step, env.action_space
 
 
-def _of_gymnasium(env: Any) -> tuple[Any, Any, object]:
+def _convert_gymnasium(env: Any) -> tuple[Any, Any, object]:
     # Use the class's functions: those of the instance may have been transformed to take batches.
     kind = type(env)
 
@@ -189,17 +189,17 @@ def _of_gymnasium(env: Any) -> tuple[Any, Any, object]:
     return reset, step, env.action_space
 
 
-def _of_gymnasium_vector(env: Any) -> tuple[Any, Any, object]:
-    return _of_gymnasium(env.func_env)
+def _convert_gymnasium_vector(env: Any) -> tuple[Any, Any, object]:
+    return _convert_gymnasium(env.func_env)
 
 
 _FAMILIES: dict[str, Callable[..., tuple[Any, Any, object]]] = {
-    "gymnax": _of_gymnax,
-    "craftax": _of_gymnax,
-    "brax": _of_brax,
-    "mujoco_playground": _of_brax,
-    "jumanji": _of_jumanji,
-    "navix": _of_navix,
+    "gymnax": _convert_gymnax,
+    "craftax": _convert_gymnax,
+    "brax": _convert_brax,
+    "mujoco_playground": _convert_brax,
+    "jumanji": _convert_jumanji,
+    "navix": _convert_navix,
 }
 
 

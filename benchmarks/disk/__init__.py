@@ -1,1 +1,1 @@
-"""Benchmarks of what goes to disk and comes back."""
+"""Benchmarks of writing to and reading from disk."""

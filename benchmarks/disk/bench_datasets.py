@@ -77,7 +77,7 @@ def main() -> None:
             def take_in(data: Any = data, name: str = name) -> None:
                 number = sum(
                     1 for path in Path(name).glob("converted-*")
-                )  # each time anew, as a user's first time
+                )  # a new folder each time, as for a first use
                 MinariExperienceReplay(f"converted-{number}", root=name, fetch=lambda *_: data)
 
             contenders = {"iterate": iterate, "read": read, "convert": take_in}

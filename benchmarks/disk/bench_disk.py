@@ -1,8 +1,8 @@
 """Times saves and loads of buffers beside torchrl's: ``python -m benchmarks.disk.bench_disk``.
 
-Every number is a ratio of wall times in one run: medians of several turns, in each of which all is done once, with what
-is written on the disk when a save returns, and loads into new buffers, as a run that goes on does them. torchrl is left
-out where it is not installed, or with ``--alone``.
+Every number is a ratio of wall times in one run: medians over turns, each of which does everything once. Saves are
+flushed to disk; loads go into new buffers, as in a resumed run. torchrl is left out if it is not installed, or with
+``--alone``.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def batch(first: int, count: int) -> TensorDict:
 
 
 def made(rows: int, **options: Any) -> ReplayBuffer:
-    """A buffer of so many rows, with slices."""
+    """Create a buffer with this many rows and a slice sampler."""
     storage = LazyTensorStorage(rows)
     return ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=16), batch_size=256, **options)
 

@@ -1,4 +1,4 @@
-"""Benchmarks `TrajectoryReplayBuffer.sample` over a plain gather of as many rows of the same columns, in one run.
+"""Benchmarks `TrajectoryReplayBuffer.sample` over a plain gather of the same number of rows, in one run.
 
 ``python -m benchmarks.disk.bench_trajectories [--rows 4096]``
 """

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.disk.more_than_memory [--rows 10000000] [--limit_mib 2048] [--folder PATH]``
 
-The limit is on anonymous memory (``RssAnon`` of Linux): what the process has for itself. Pages of mapped files are not
-in it: the system takes them back when it needs them. A thread looks every 20 ms, and ends the process beyond the limit.
+The limit is on the process's anonymous memory (``RssAnon`` of Linux). Pages of mapped files do not count, since the
+system reclaims them on demand. A thread checks every 20 ms and ends the process if it exceeds the limit.
 """
 
 import argparse

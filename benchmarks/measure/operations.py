@@ -1,4 +1,4 @@
-"""Counts what torch is asked to do: operations that are no views, new memory, and bytes written."""
+"""Counts torch operations that are not views, new memory, and bytes written."""
 
 from collections import Counter
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts the operations in its block, each of which is the launch of a kernel on a device.
+    """Counts the operations in its block; on a device each is a kernel launch.
 
     Views are not counted. An operation on a list of tensors counts as one for each of them.
 

@@ -47,7 +47,7 @@ def timed(call: Callable[[], Any], repeats: int = 40) -> float:
         call()
         times.append(perf_counter() - began)
         if number % 10 == 9:
-            sleep(0.3)  # the store frees what nobody has
+            sleep(0.3)  # the store frees unreferenced objects
     return median(times[5:]) * 1e3
 
 

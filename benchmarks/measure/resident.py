@@ -12,12 +12,12 @@ def resident_peak(call: Callable[[], object]) -> float:
     """Return the MB by which the process grows at a call's peak; NaN if the system does not report it.
 
     Freed memory that the allocator keeps for later is given back before, so that nothing is served from it unseen.
-    Call it once before: what a first call sets up for good is no part of its peak.
+    Call the function once before, so that one-time setup is not part of the peak.
     """
     try:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        _CLEAR.write_text("5")  # the peak starts anew
+        _CLEAR.write_text("5")  # reset the peak
         before = _kilobytes("VmRSS")
     except OSError:
         return float("nan")

@@ -17,7 +17,7 @@ from flatroll.rollouts import Collector
 
 
 class SleepingPool(gym.vector.VectorEnv[Any, Any, Any]):
-    """A pool of envs that each have a core of their own: a row is done so many seconds after its action was sent.
+    """A pool of envs with one core each: a row is done a fixed number of seconds after its action was sent.
 
     Args:
         num_envs, batch_size, seed: as envpool's.
@@ -57,7 +57,7 @@ class SleepingPool(gym.vector.VectorEnv[Any, Any, Any]):
         return self._obs, none.astype(np.float32), none, none, {"env_id": ids.astype(np.int32)}
 
 
-SleepingPool.__module__ = "envpool.sleeping"  # which is how its kind is told
+SleepingPool.__module__ = "envpool.sleeping"  # which determines its adapter
 
 
 def even(rng: np.random.Generator, count: int) -> Any:
@@ -85,7 +85,7 @@ def envpools(name: str) -> Callable[[int, int, int], Any]:
 
 
 def act(action: Any, seconds: float, per_row: bool, num_envs: int, obs: torch.Tensor) -> torch.Tensor:
-    """Work for so long, for all envs together or at each call, and choose the same actions."""
+    """Work for this long, for all envs together or at each call, and choose the same actions."""
     spend(seconds * len(obs) / num_envs if per_row else seconds, works=seconds > 0)
     result: torch.Tensor = action[: len(obs)]
     return result
@@ -113,7 +113,7 @@ HEADER = ["envs", "policy", "sync, transitions/s", "splits=2", "async, half a ba
 
 
 def sleeping(num_envs: int = 16, steps: int = 12) -> str:
-    """Envs with a core of their own each."""
+    """Create envs with one core each."""
     actions, rows = torch.zeros(num_envs, dtype=torch.int64), []
     for name, seconds in (("even", even), ("uneven", uneven)):
         make = partial(SleepingPool, seconds=seconds)

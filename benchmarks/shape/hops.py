@@ -1,8 +1,8 @@
 """Counts hops: the functions and files of flatroll that one call enters, which a reader has to follow.
 
 ``python -m benchmarks.shape.hops`` prints the table; ``... hops GAE`` lists the functions that GAE enters.
-Comprehensions and generator expressions are part of the function they stand in. Every call is counted the second
-time it is made, when kernels are compiled and storages allocated.
+Comprehensions and generator expressions count as part of their function. Every call is counted the second time it is
+made, when kernels are compiled and storages allocated.
 """
 
 import itertools

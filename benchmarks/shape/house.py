@@ -82,7 +82,7 @@ def watch_calls() -> dict[str, str]:
 
 
 def figures(checkout: Path) -> dict[str, str]:
-    """Return all figures of a checkout; its code runs in a process of its own."""
+    """Return all figures of a checkout; its code runs in a separate process."""
     path = os.pathsep.join([str(checkout / "src"), str(ROOT)])
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--watch"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)

@@ -1,7 +1,7 @@
 """Builds the import graph of the source files, and finds its longest chain and its cycles.
 
-An import counts wherever it stands, in a function or under ``TYPE_CHECKING``, too. A name that a room's ``__init__``
-only passes on counts as imported from the file that defines it.
+Imports in functions and under ``TYPE_CHECKING`` count, too. A name that a room's ``__init__`` re-exports counts as
+imported from the file that defines it.
 """
 
 import ast

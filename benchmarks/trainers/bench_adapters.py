@@ -51,8 +51,8 @@ class Counts(NamedTuple):
 
     rows: int
     dead: int  # no step of the env: from the last observation of an episode to the first of the next
-    wrong_next: int  # rows of which the next observation is another one
-    wrong_flags: int  # rows of which the reward or a flag is another one
+    wrong_next: int  # rows with a wrong next observation
+    wrong_flags: int  # rows with a wrong reward or flag
 
 
 Play = Callable[[Any, int], Iterator[Row]]  # (env, vector steps)
@@ -70,7 +70,7 @@ def count(rows: Iterator[Row]) -> Counts:
     for row in rows:
         seen += 1
         e, k, t = row.before
-        if t == SCRIPT.length(e, k):  # the last observation, of which no step begins
+        if t == SCRIPT.length(e, k):  # the last observation, from which no step begins
             dead += 1
             continue
         wrong_next += row.after != [e, k, t + 1]
@@ -89,7 +89,7 @@ def rows_of(before: Any, after: Any, reward: Any, terminated: Any, truncated: An
 
 
 def plain_loop(env: Any, steps: int) -> Iterator[Row]:
-    """Step the env as it is, and take what it shows next for the next observation."""
+    """Step the bare env, and use its next output as the next observation."""
     before, _ = env.reset(seed=0)
     for _ in range(steps):
         before = np.array(before)
@@ -228,7 +228,7 @@ def rl_games(env: Any, steps: int) -> Iterator[Row]:
 
 
 def windows(env: Any, steps: int) -> Any:
-    """A data set of eight windows, each of which cuts the trajectories."""
+    """Create a data set of eight windows, each of which cuts the trajectories."""
     collector = Collector(env, frames_per_batch=2 * steps // 8, total_frames=2 * steps, seed=0)
     return torch.cat(list(collector))
 

@@ -1,6 +1,6 @@
 """Benchmarks a whole recurrent PPO round, beside sb3-contrib's RecurrentPPO, in frames per second.
 
-``python -m flatroll bench recurrent_ppo``. The peer is no dependency: without it there is only our half of the table.
+``python -m flatroll bench recurrent_ppo``. The peer is not a dependency: without it the table only has our half.
 """
 
 import importlib.util

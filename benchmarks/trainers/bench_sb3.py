@@ -1,6 +1,6 @@
 """Benchmarks our replay buffer for Stable-Baselines3 beside its own: steps, samples, bytes, and whole runs.
 
-``python -m flatroll bench sb3``. Without the extra ``sb3`` it says so and stops.
+``python -m flatroll bench sb3``. Without the extra ``sb3`` it prints a message and stops.
 """
 
 import importlib

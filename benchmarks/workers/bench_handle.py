@@ -42,7 +42,7 @@ def buffer_of(rows: int) -> ReplayBuffer:
 
 
 def work(pipe: Connection, handle: BufferHandle, batches: list[TensorDict]) -> None:
-    """The other process: does what it is told and answers with the processor time that it took."""
+    """The other process: executes commands and answers with the processor time used."""
     torch.set_num_threads(1)
     while True:
         way, count = pipe.recv()

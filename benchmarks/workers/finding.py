@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Finding:
-    """A measured number, and the most (or the least) that it should be; without a bound it is told for comparison."""
+    """A measured number and its upper (or lower) bound; without a bound it is only shown for comparison."""
 
     what: str
     number: float

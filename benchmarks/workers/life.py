@@ -130,7 +130,7 @@ def _greet(channel: Any) -> None:
 
 
 def measure_weights() -> list[Finding]:
-    """Publishing and fetching, over one copy of as many bytes."""
+    """Time publishing and fetching relative to one copy of the same number of bytes."""
     findings = []
     for megabytes, width in ((0.03, 60), (8.5, 1024), (135, 4096)):
         layers = [torch.rand(width, width), *(torch.rand(width) for _ in range(8))]

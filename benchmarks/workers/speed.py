@@ -57,7 +57,7 @@ class Best(torch.nn.Module):
 
 
 def rate(collector: Any, windows: int, ahead: int) -> float:
-    """Frames per second over so many batches, after ``ahead`` that may have been ready before."""
+    """Return the frames per second over some batches, after ``ahead`` batches that may have been ready before."""
     for _ in range(ahead):
         next(collector)
     start, rows = time.perf_counter(), 0

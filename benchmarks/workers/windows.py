@@ -30,7 +30,7 @@ SHAPES = {
 
 
 class Cheap(gym.vector.VectorEnv[Any, Any, Any]):
-    """Envs whose observations stand ready and whose episodes have 64 steps."""
+    """Envs with prepared observations and episodes of 64 steps."""
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
 
@@ -62,7 +62,7 @@ def buffer_of(rows: int) -> ReplayBuffer:
 
 
 def work(pipe: Connection, channel: Channel, batches: list[TensorDict]) -> None:
-    """The worker's part: sends windows in the way that it is told, and says how much processor time they took."""
+    """The worker's part: sends windows in the requested way and reports the processor time."""
     torch.set_num_threads(1)
     outbox = Outbox(channel)
     tables: list[dict[Any, Any]] = [dict(batch.items(True, True)) for batch in batches]
@@ -87,7 +87,7 @@ class Owner:
     """Processor time of a buffer's owner per window, in µs, one number per turn.
 
     Attributes:
-        taken: of a window of a worker, with all that it takes to hear of it.
+        taken: of storing a worker's window, including the receipt of its message.
         after: of ``extend`` of a batch that this process has just collected.
         tight: of ``extend`` in a loop of nothing else, where all its code and tables are in the nearest cache.
     """

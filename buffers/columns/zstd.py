@@ -302,7 +302,7 @@ class _Codec:
             with self._borrow(self._compressors, "ZstdCompressor", level=self.level) as compressor:
                 rows[first:stop] = [compressor.compress(row) for row in values[first:stop]]
 
-        self._in_threads(encode_part, len(values), values.nbytes)
+        self._run_in_threads(encode_part, len(values), values.nbytes)
         return rows
 
     def decode(self, rows: Array, size: int) -> Array:
@@ -322,10 +322,10 @@ class _Codec:
                 raise RuntimeError(f"{stop - first} compressed rows of {size} bytes gave {got} bytes")
 
         if values.size:
-            self._in_threads(decode_part, len(rows), values.nbytes)
+            self._run_in_threads(decode_part, len(rows), values.nbytes)
         return values
 
-    def _in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
+    def _run_in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
         """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
         threads = torch.get_num_threads() if self.threads is None else self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))

@@ -42,8 +42,11 @@ def check_rows(counted: tuple[int, int], found: tuple[int, int]) -> None:
 def check_heap(
     live: int, used: int, written: int, gone: int, heap: Array, rank: Array, number: Array
 ) -> None:
-    """Raise ValueError unless the tables ``[capacity]`` of a `RankedRing` are a heap of ``live`` rows in ``used``
-    slots, of numbers below ``written`` and ranks that can be compared; ``gone`` is the number of a free slot."""
+    """Raise ValueError unless the tables ``[capacity]`` of a `RankedRing` are a valid heap.
+
+    It has ``live`` rows in ``used`` slots, with numbers below ``written`` and comparable ranks; free slots have
+    the number ``gone``.
+    """
     if not np.array_equal(np.sort(heap), np.arange(len(heap))):
         raise damaged("its heap does not hold every slot once")
     rows, free = heap[:live], heap[live:]
@@ -51,7 +54,7 @@ def check_heap(
     distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and bool((np.diff(numbers) > 0).all()))
     if not distinct or bool((number[free] != gone).any()) or bool((rows >= used).any()):
         raise damaged(f"its slots do not hold the {live} rows that it counts")
-    # Entry i of the heap stands below entry (i - 1) // 2, which has to go before it.
+    # The parent of entry i of the heap is entry (i - 1) // 2, which must be dropped before it.
     above, below = rows[(np.arange(1, live) - 1) // 2], rows[1:]
     tie = (rank[above] == rank[below]) & (number[above] > number[below])
     if bool(np.isnan(rank[rows]).any()) or not bool((tie | (rank[above] < rank[below])).all()):

@@ -245,13 +245,13 @@ class Sampler(Facts, ABC):
     @property
     def policy_version(self) -> int:
         """The newest policy version, for ``max_policy_lag``: the highest seen at a draw or set by the learner."""
-        return self._lagging().newest
+        return self._need_freshness().newest
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        self._lagging().tell(version)
+        self._need_freshness().tell(version)
 
-    def _lagging(self) -> Freshness:
+    def _need_freshness(self) -> Freshness:
         if self.freshness is None:
             raise TypeError(f"{type(self).__name__} does not use policy versions: pass max_policy_lag=")
         return self.freshness

@@ -91,9 +91,9 @@ class StagedColumn:
             ValueError: the shape differs.
         """
         usual = isinstance(value, np.ndarray) and value.dtype == self._kind and value.shape == self.shape
-        self.rows[:, step] = value if usual else self._checked(value)
+        self.rows[:, step] = value if usual else self._convert(value)
 
-    def _checked(self, value: Any) -> Array:
+    def _convert(self, value: Any) -> Array:
         """Check a step's ``value`` and return it as an array ``[E, *shape]``, see :meth:`put`."""
         if isinstance(value, Tensor):
             if self._word is not None and value.dtype is self.dtype:

@@ -53,9 +53,9 @@ class Overwritten(IndexError):
 class StepWriter:
     """Collects single steps of E envs and stores windows of L steps, env after env, with ``buffer.extend``.
 
-    Rows wait in arrays ``[E, L, ...]`` until the window is full. So an env's steps stand next to each other in the
-    storage, where a compact one keeps each observation once, and stacked frames are shared. Trajectories go on from
-    window to window. :meth:`read` and :meth:`sample` see the waiting rows, too; ``buffer.sample`` sees stored ones.
+    Rows wait in arrays ``[E, L, ...]`` until the window is full, so that an env's steps are adjacent in the storage: a
+    compact one then stores each observation once, and stacked frames are shared. Trajectories continue across windows.
+    :meth:`read` and :meth:`sample` also see waiting rows; ``buffer.sample`` only sees stored ones.
 
     Made by ``buffer.writer_for(num_envs)``; usable in ``with``, which closes it. One thread writes, others may read.
 

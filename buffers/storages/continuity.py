@@ -43,8 +43,10 @@ def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]
 
 
 def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: BoundaryKeys) -> list[NestedKey]:
-    """Return the root keys of the first batch whose next observations are mostly those of the row after, to be kept
-    once in a compact storage; ValueError if there are none."""
+    """Return the root keys of the first batch that a compact storage stores once; ValueError if there are none.
+
+    Their next observations are mostly those of the next row.
+    """
     pairs = state_pairs(columns)
     from_final = [] if final is None else list(final.next)
     pairs += [key for key in from_final if key not in pairs]
@@ -76,8 +78,8 @@ def compared_keys(
 ) -> tuple[NestedKey, ...]:
     """List the root keys, without ``not_compared``, by which a row is known to follow another: its observations.
 
-    They are those under ``"observation"``; where there are none, the entries of more than one number that ``"next"``
-    has too, and else all that it has. (Counters of two trajectories may be equal; network outputs may differ.)
+    These are the entries under ``"observation"``; without any, the entries of more than one number that ``"next"`` also
+    has, or else all that it has. (Counters of two trajectories may be equal; network outputs may differ.)
     """
     pairs = [key for key in state_pairs(columns) if key not in not_compared and key != STEP_COUNT]
     named = [key for key in pairs if as_tuple(key)[0] == OBSERVATION]
@@ -230,8 +232,10 @@ class LinkCheck:
         return values
 
     def _is_trusted(self, key: NestedKey) -> bool | None:
-        """Whether rows inside trajectories say the next row's value: in the batch, else among the latest stored
-        ones; None if there are none."""
+        """Return whether next values inside trajectories equal the next row's values; None without such rows.
+
+        Rows of the batch are checked, or else the latest stored ones.
+        """
         columns, lasts = self.rows.columns, self.fragments.lasts
         inside = np.ones(self.rows.count, np.bool_)
         inside[lasts] = False
@@ -239,7 +243,7 @@ class LinkCheck:
         if self.pool is None and len(at):
             now, later = columns[key], columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
-        # Rows inside the fragments of a compact batch agree, those where a run goes on in the next one may not.
+        # In a compact batch rows inside fragments are equal by construction; check where a run continues in the next.
         joined = np.flatnonzero(self.fragments.joined)
         if len(joined) and bool(self._find_false(key, joined).any()):
             return False
@@ -266,7 +270,7 @@ def _rows_on(column: Tensor, numbers: Array) -> Tensor:
 
 
 def _values_differ(said: Tensor, came: Tensor) -> Tensor:
-    """Where two columns differ in value, NaN in ``said`` (not known) apart; bool ``[N]``."""
+    """Return where two columns differ in value, except NaN (unknown) in ``said``; bool ``[N]``."""
     if said.is_complex():
         said, came = (torch.view_as_real(side.resolve_conj()) for side in (said, came))
     if not said.is_floating_point():

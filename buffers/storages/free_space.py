@@ -41,7 +41,7 @@ def check_memory(
 
 
 def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
-    """OSError if ``rows`` rows do not fit on the disk of ``folder``, of which ``spare`` bytes will be freed first."""
+    """Raise OSError if ``rows`` rows do not fit on the disk of ``folder``, after ``spare`` bytes are freed."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free + spare
     if rows * row_bytes > free:
@@ -92,10 +92,10 @@ def _group_limits(
         else:
             continue
         folder = top / path.lstrip("/")
-        # The group itself and each group around it, up to the top: each may have a limit, but "max" or no file is none.
+        # The group and all its ancestors: each may have a limit; "max" or a missing file means no limit.
         for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
             with suppress(OSError, ValueError):
                 most, used = int((group / limit).read_text()), int((group / usage).read_text())
                 statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-                # The cache of files is given up when memory is asked for.
+                # The file cache is freed when memory is requested.
                 yield most - used + int(statistics.get(cached, 0))

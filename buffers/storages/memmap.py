@@ -336,7 +336,7 @@ class MappedColumn(TensorColumn):
         size = self.value_bytes
         if self._memory is None or not len(slots):
             return
-        # One request per stretch of rows that are less than a page apart, from the start of its first page on.
+        # One request per group of rows less than a page apart, from the start of its first page on.
         gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
         begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
         ends = (slots[np.concatenate([gaps, [len(slots) - 1]])] + 1) * size

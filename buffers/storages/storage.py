@@ -292,7 +292,7 @@ class Storage(Facts, ABC):
 
     @property
     def capacity(self) -> int:
-        """Number of rows that fit: ``max_size``, of which a `TensorStorage` uses whole steps of all lanes (envs)."""
+        """Number of rows that fit: ``max_size``, in a `TensorStorage` rounded down to whole steps of all lanes."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
     @property
@@ -446,8 +446,8 @@ class Storage(Facts, ABC):
 
         Args:
             slots: int64 ``[N]``, positions of the rows.
-            follow: where their next observations stand; a compact storage needs it to give them.
-            keys: which columns, default all.
+            follow: where their next observations are; required to read them from a compact storage.
+            keys: columns to read, default all.
         """
 
     @abstractmethod

@@ -272,7 +272,7 @@ class HindsightTransform(Transform):
             reached, wanted = reached.numpy(force=True), goals.numpy(force=True)
             info = {key: values.numpy(force=True) for key, values in info.items()}
         reward = columns[self.reward_key]
-        values = self._checked("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
+        values = self._check_result("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
             raise TypeError(
                 f"reward_fn returns {values.dtype}, which {self.reward_key!r}, {reward.dtype}, cannot hold"
@@ -286,7 +286,7 @@ class HindsightTransform(Transform):
         terminated, done = columns[TERMINATED], columns[DONE]
         # Of a row without a truncated flag, done says so if it was not terminated.
         truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
-        flags = self._checked(
+        flags = self._check_result(
             "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
         )
         if flags.dtype is not torch.bool:
@@ -294,7 +294,7 @@ class HindsightTransform(Transform):
         put_rows(terminated, rows, flags)
         put_rows(done, rows, flags | take_rows(truncated, rows))
 
-    def _checked(self, name: str, returned: object, column: Tensor, rows: int) -> Tensor:
+    def _check_result(self, name: str, returned: object, column: Tensor, rows: int) -> Tensor:
         """What a function of the caller returned for ``rows`` rows, in the shape and on the device of ``column``."""
         values = torch.as_tensor(returned, device=column.device)
         if values.shape not in ((rows,), (rows, 1)) or math.prod(column.shape[1:]) != 1:

@@ -30,7 +30,7 @@ class _ImageTransform(Transform):
         super().__init__(["pixels"] if in_keys is None else in_keys, out_keys)
 
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
-        """The images, after a look at their shape: a batch dimension must not be taken for one of an image."""
+        """Return the images; check their shape, so that a batch dimension is not mistaken for one of an image."""
         value = super()._entry(td, key)
         expect(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
         if value.ndim - td.batch_dims < 3:
@@ -53,7 +53,7 @@ class ToTensorImage(_ImageTransform):
         dtype: of the result, default ``torch.get_default_dtype()``.
         in_keys: entries with images, default ``["pixels"]``. List ``("next", "pixels")`` yourself.
         out_keys: where to write them, default ``in_keys``.
-        shape_tolerant: leave the dimensions of images as they are whose last one is not 3, such as ``[C, H, W]``.
+        shape_tolerant: keep the dimensions of images whose last one is not 3, such as ``[C, H, W]``.
 
     Raises:
         ValueError: ``dtype`` is not floating, though the result is divided by 255.

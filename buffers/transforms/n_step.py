@@ -129,7 +129,7 @@ class NStep(Transform):
         device = columns[self.reward_keys[0]].device
         ahead = ahead.to(device)
         used = ahead >= 0
-        # All windows are read at once, [N * n] rows; where there is no row, the window's first one is read.
+        # Read all windows at once, [N * n] rows; for missing rows, read the window's first one.
         done_keys = [self.done_key] if self.done_key in columns else []
         window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
         if done_keys:
@@ -151,7 +151,7 @@ class NStep(Transform):
         return steps, ahead.gather(1, steps - 1).squeeze(1), sums
 
     def _check_next(self, columns: Columns, rows: int) -> None:
-        """ValueError unless every observation has its next one; looked at once per set of entries."""
+        """Raise ValueError unless every observation has a next one; checked once per set of entries."""
         keys = frozenset(columns)
         if keys == self._checked:
             return
@@ -212,7 +212,7 @@ class NStep(Transform):
     def _per_agent(
         self, td: TensorDictBase, done: Tensor, final: object, more: object, **keys: NestedKey
     ) -> TensorDictBase:
-        """:meth:`of_batch` where done is ``[*B, T, *A]``: each of the A (agents) has trajectories of its own."""
+        """:meth:`of_batch` where done is ``[*B, T, *A]``: each of the A agents has its own trajectories."""
         time = td.batch_dims - 1
         shape = done.shape[:-1] if done.shape[-1] == 1 else done.shape
         lacking = [key for key, column in td.items(True, True) if column.shape[: len(shape)] != shape]

@@ -92,7 +92,7 @@ class EstimatorOptions(TypedDict, total=False):
     deactivate_vmap: bool
 
 
-#: Names of entries that stand under ``"next"``.
+#: Names of entries under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
 
 

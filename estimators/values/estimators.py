@@ -119,7 +119,7 @@ class TD0Estimator(ValueEstimator):
         gamma: discount in [0, 1].
         value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
             both values from the batch.
-        average_rewards: bring the rewards to zero mean and unit deviation over the rows that count first. The
+        average_rewards: first normalise the rewards to zero mean and unit deviation over the rows that count. The
             batch keeps its own. Default: False.
         options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`.
 
@@ -341,7 +341,7 @@ class VTrace(ValueEstimator):
         log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
         columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
-        # the thresholds of the weights of a row's own residual and of what lies behind it
+        # the thresholds of the weights of a row's own residual and of the trace after it
         gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
         return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
 

@@ -250,7 +250,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
-    # What the batch itself holds of both; keys that it lacks under "next" may stand in final.
+    # Entries of both in the batch; keys that it lacks under "next" may be in final.
     root = {key: require(batch, key) for key in network.observed}
     next_columns = [get_entry(batch, key) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
@@ -341,7 +341,7 @@ def _flatten(
         )
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
-    if network.recurrent:  # a memory is told where runs start by the boundaries, not by the batch's own marks
+    if network.recurrent:  # for recurrent modules the boundaries mark run starts, not the batch's own marks
         starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
@@ -433,7 +433,7 @@ def _columns_at_places(
         return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
-    low, high = 0, len(places)  # which of them stand in this chunk
+    low, high = 0, len(places)  # places in this chunk
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
     local = places[low:high] - start  # places within this chunk

@@ -98,7 +98,7 @@ def vector_env_problems(
         vector = adapt_env(env)
     except (TypeError, ValueError) as error:
         return [f"as_vector_env refuses the env: {error}"]
-    problems = list(_of_spaces(vector))
+    problems = list(_check_spaces(vector))
     if problems:
         return problems
     stream = find_stream(vector)
@@ -107,16 +107,16 @@ def vector_env_problems(
         record, again = (play(vector, steps, seed, actions, seedable) for _ in range(2))
     except Exception as error:  # an env under test may raise anything; report it
         return [f"reset or step raised {type(error).__name__}: {error}"]
-    problems += _of_returns(vector, record)
-    problems += _of_ownership(record)
+    problems += _check_returns(vector, record)
+    problems += _check_ownership(record)
     if not problems:  # the checks below rely on the shapes
-        problems += _of_rows_after_the_end(record)
-        problems += _of_final_observations(record)
-        problems += _of_infos(record)
-        problems += _of_reproduction(record, again)
-        problems += _of_masked_reset(vector)
+        problems += _check_rows_after_the_end(record)
+        problems += _check_final_observations(record)
+        problems += _check_infos(record)
+        problems += _check_reproduction(record, again)
+        problems += _check_masked_reset(vector)
         problems += (f"{_SUSPICION}{text}" for text in _suspicions(record))
-    problems += _of_action_count(vector)
+    problems += _check_action_count(vector)
     return problems
 
 
@@ -191,7 +191,7 @@ def same(one: Tree, other: Tree) -> bool:
     return all(equal)
 
 
-def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+def _check_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     for name in ("observation", "action"):
         batched = getattr(env, f"{name}_space")
         if batched != batch_space(getattr(env, f"single_{name}_space"), env.num_envs):
@@ -201,25 +201,25 @@ def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
         yield f"metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP after as_vector_env, it is {mode!r}"
 
 
-def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
+def _check_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
     """Check shapes, dtypes and bounds; report each fault once, with its first step."""
     seen: set[str] = set()
     shape = (env.num_envs,)
     for k, obs in enumerate(record.obs, -1):  # obs after step k; -1 is the reset
-        faults = list(_of_tree(env.observation_space, obs, "obs"))
+        faults = list(_check_tree(env.observation_space, obs, "obs"))
         for name, dtype in _STEP_DTYPES if k >= 0 else ():
             array = getattr(record, name)[k]
             if array.shape != shape or array.dtype != dtype:
                 faults.append(f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}")
         if k >= 0 and record.final[k] is not None:
             ended = record.terminated[k] | record.truncated[k]
-            faults += _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
+            faults += _check_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
         where = f"after step {k}" if k >= 0 else "from reset"
         yield from (f"{text} (first seen {where})" for text in faults if text not in seen)
         seen.update(faults)
 
 
-def _of_tree(
+def _check_tree(
     space: spaces.Space[Any], tree: Tree, name: str, rows: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[str]:
     """Check a batched observation; values are checked in ``rows`` only."""
@@ -238,7 +238,7 @@ def _of_tree(
             yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
             return
         for key, part in parts.items():
-            yield from _of_tree(part, tree[key], f"{name}[{key!r}]", rows)
+            yield from _check_tree(part, tree[key], f"{name}[{key!r}]", rows)
     elif tree.shape != space.shape or tree.dtype != space.dtype:
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
@@ -254,7 +254,7 @@ def _of_tree(
             yield f"{name} has values outside its space {space}"
 
 
-def _of_ownership(record: Record) -> Iterator[str]:
+def _check_ownership(record: Record) -> Iterator[str]:
     # Each returned array was copied at once: compare it with the copy.
     changed = Counter(
         name for name, array, copy in record.returned if not same(map_tree(copied, array), copy)
@@ -263,7 +263,7 @@ def _of_ownership(record: Record) -> Iterator[str]:
         yield f"{name} changed after it was returned ({times} times): the env writes into the same memory"
 
 
-def _of_rows_after_the_end(record: Record) -> Iterator[str]:
+def _check_rows_after_the_end(record: Record) -> Iterator[str]:
     """Check that under NEXT_STEP the step after an episode's end only resets the row: no reward, no end."""
     if record.mode != AutoresetMode.NEXT_STEP:
         return
@@ -279,7 +279,7 @@ def _of_rows_after_the_end(record: Record) -> Iterator[str]:
             )
 
 
-def _of_final_observations(record: Record) -> Iterator[str]:
+def _check_final_observations(record: Record) -> Iterator[str]:
     ended = record.ended()
     # They are not read where no episode ends.
     shown = np.array([final is not None for final in record.final])[ended.any(1)]
@@ -299,7 +299,7 @@ def _of_final_observations(record: Record) -> Iterator[str]:
         )
 
 
-def _of_infos(record: Record) -> Iterator[str]:
+def _check_infos(record: Record) -> Iterator[str]:
     """Check that per-env entries of ``info`` keep their shape from step to step.
 
     Their dtype may change: Gymnasium's vector envs use that of the first env that returns a value.
@@ -316,7 +316,7 @@ def _of_infos(record: Record) -> Iterator[str]:
                 first[key] = shape, k
 
 
-def _of_reproduction(record: Record, again: Record) -> Iterator[str]:
+def _check_reproduction(record: Record, again: Record) -> Iterator[str]:
     if not record.seeded:
         return
     for name in ("obs", "reward", "terminated", "truncated"):
@@ -327,7 +327,7 @@ def _of_reproduction(record: Record, again: Record) -> Iterator[str]:
             return
 
 
-def _of_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     stream = find_stream(env)
     if env.num_envs < 2 or stream is None or not stream.capabilities.partial_reset:
         return
@@ -345,7 +345,7 @@ def _of_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
         yield "reset(options={'reset_mask': ...}) changed the observations of rows outside the mask"
 
 
-def _of_action_count(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+def _check_action_count(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     env.reset()
     try:
         env.step(batch_space(env.single_action_space, env.num_envs + 1).sample())

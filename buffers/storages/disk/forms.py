@@ -167,7 +167,7 @@ class ZstdForm(Form):
                 into[places] = room[local]
 
     def _check_size(self, compressed: bytes, rows: int) -> None:
-        """Raise ValueError unless a block says that it has the bytes of so many rows."""
+        """Raise ValueError unless a block's header has the size of this many rows."""
         if frame_size(self._zstandard, compressed) != rows * self.row_bytes:
             raise damaged(f"a compressed block is not one of {rows} rows")
 

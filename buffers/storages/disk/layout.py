@@ -18,8 +18,8 @@ class Layout(NamedTuple):
 
     Args:
         forms: of the entries, by key.
-        pairs: root keys of the entries whose next values stand apart (``compact_obs``).
-        seams: numbers of rows at which a run began to write: what was open before is cut there.
+        pairs: root keys of the entries whose next values are stored separately (``compact_obs``).
+        seams: row numbers at which a run began to write; trajectories open before are cut there.
     """
 
     forms: dict[NestedKey, Form]

@@ -69,11 +69,11 @@ class RowLog:
     Attributes:
         end: number of the row to come.
         pieces: the rows that can be read.
-        layout: what the folder notes of the rows; None before the first batch.
-        notes: what else it notes, by name: JSON.
+        layout: the folder's metadata of the rows; None before the first batch.
+        notes: further metadata by name: JSON.
         saved: the version of each other folder that :meth:`save` may replace.
-        thread: the one that wrote files last, which may be at work; None before the first.
-        closed: whether :meth:`close` has given the folder back.
+        thread: the last writing thread, which may still run; None before the first.
+        closed: whether :meth:`close` has released the folder.
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
@@ -119,17 +119,17 @@ class RowLog:
     def append(
         self, columns: Mapping[NestedKey, Tensor], lasts: Array, tails: Columns, first: int | None = None
     ) -> None:
-        """Take rows ``[N, ...]``, after a :meth:`check`. An error or Ctrl-C leaves none of them.
+        """Append rows ``[N, ...]``, after a :meth:`check`. After an error or Ctrl-C none of them is stored.
 
         Args:
             columns: by key.
-            lasts: int64 ``[F]``, rows among the N whose next observations stand apart.
-            tails: these, ``[F, *obs]``, by root key.
-            first: number of the first row. Default: :attr:`end`. That of the append before takes the place of its rows,
-                which nobody counted since the caller was interrupted.
+            lasts: int64 ``[F]``, rows among the N whose next observations are stored separately.
+            tails: these next observations, ``[F, *obs]``, by root key.
+            first: number of the first row. Default: :attr:`end`. The number of the previous append replaces its rows,
+                which the caller did not count because it was interrupted.
 
         Raises:
-            RuntimeError: ``first`` is none of these, or the rows of the append before are in a file.
+            RuntimeError: ``first`` is neither of these, or the rows of the previous append are in a file.
             ValueError: the log was closed meanwhile.
         """
         assert self.layout is not None
@@ -243,7 +243,7 @@ class RowLog:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context in which files stay as they are; rows that come meanwhile stay in memory.
+        """Return a context in which files do not change; new rows stay in memory.
 
         Enter it while nothing is being appended; appending may continue inside.
         """
@@ -359,7 +359,7 @@ class RowLog:
 
     @property
     def _at_work(self) -> bool:
-        """Whether a thread is writing, and will look at ``_due`` before it stops; or must not, after an error."""
+        """Whether a thread is writing and will check ``_due`` before it stops, or an error prevents writing."""
         alive = self.thread is not None and self.thread.is_alive() and not self._done
         return alive or self._error is not None
 
@@ -402,7 +402,7 @@ class RowLog:
                 self.folder.append(self._encode_rows(block, first, stop), first=first)
                 self._appended = True
                 self._refresh()
-            # Rows that the ring has given up go with the file that they are in, but not before this run adds to them.
+            # Files whose rows the ring has dropped are removed, but not before this run has appended rows.
             given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
             if given_up and self._appended:
                 # Files that no version names go at once. Those after them are found if a version tells where to begin.
@@ -435,7 +435,7 @@ class RowLog:
         inside = np.flatnonzero((rows >= low) & (rows < high))
         lengths = torch.zeros(high - low, dtype=torch.int64)
         lengths[torch.from_numpy(rows[inside] - low)] = 1
-        # The row after the last one is in another file: what comes next stands here, too.
+        # The row after the last one is in another file, so its next values are stored here, too.
         follows = lengths[-1] == 0
         lengths[-1] = 1
         for key in self.layout.pairs:
@@ -453,7 +453,7 @@ class RowLog:
         return block.columns[key][row - block.first : row - block.first + 1]
 
     def _refresh(self) -> None:
-        """Make the pieces anew, of what files and blocks there are."""
+        """Rebuild the pieces from the current files and blocks."""
         if self.layout is None:
             return
         with self._turn:
@@ -472,7 +472,7 @@ class RowLog:
 
 
 def _call(weak: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    """Call a method, unless its object is gone."""
+    """Call a method, unless its object was garbage-collected."""
     method = weak()
     if method is not None:
         method()

@@ -195,7 +195,7 @@ class DiskStorage(ColumnStorage):
         Raises:
             FileExistsError: the folder holds what this storage has not saved there.
             BlockingIOError: it is being written to.
-            OSError: the disk is full or failed; what was saved before stands.
+            OSError: the disk is full or failed; earlier saves are intact.
         """
         self._writable()
         if first is None:
@@ -362,7 +362,7 @@ class DiskStorage(ColumnStorage):
             self._ring.load_state_dict(self._ring.state_dict())
 
     def _columns_of(self, piece: Piece, low: int, high: int) -> TensorDict:
-        """Rows of a file as they stand there, without those that need decoding."""
+        """Return a file's rows of the columns that need no decoding."""
         plain = {
             key: column[low - piece.first : high - piece.first]
             for key, column in piece.columns.items()
@@ -484,7 +484,7 @@ class DiskStorage(ColumnStorage):
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
         asked = None if keys is None else (keys - set(names.values())) | set(pairs)
-        # The rows and those that follow at once, so that what stands in both is decoded once.
+        # Read the rows and the next rows together, so that rows in both are decoded once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))
         columns = self._take(
@@ -505,7 +505,7 @@ class DiskStorage(ColumnStorage):
         pieces = self._log.pieces  # before the end, which may be of a piece that these do not have
         end = min(self._log.end, pieces.end)
         rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
-        # A slot that the buffer has given up may have no row yet; what is read of it is thrown away.
+        # A slot that the buffer has claimed may have no row yet; values read from it are discarded.
         if not len(pieces):
             return {
                 key: torch.zeros((len(slots), *column.shape), dtype=column.dtype)
@@ -527,7 +527,7 @@ class DiskStorage(ColumnStorage):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def held(self) -> AbstractContextManager[Any]:
-        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
+        """Return a context in which the rows' files do not change; writers wait while it is being entered."""
         return self._log.held()
 
     def linkable(self, head: int) -> tuple[list[Segment], int]:
@@ -547,8 +547,8 @@ class DiskStorage(ColumnStorage):
         and checked, a file at a time, and nothing changes.
 
         Raises:
-            DamagedFileError: a file is not what was written.
-            ValueError: the rows are not those that the tables tell of.
+            DamagedFileError: a file is damaged.
+            ValueError: the rows do not match the tables.
         """
         log = tables["log"]
         offset, noted = log["offset"], log["layout"]

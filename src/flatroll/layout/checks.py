@@ -330,7 +330,7 @@ def need_tensors(**named: object) -> None:
 def as_numbers(
     name: str, value: object, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """An argument as a tensor; TypeError by its name if it is no number, array or tensor with values.
+    """Return an argument as a tensor; TypeError with its name unless it is a number, array or tensor with values.
 
     >>> as_numbers("low", [1, 2])
     tensor([1, 2])
@@ -502,7 +502,7 @@ def need_rows(batch: object, *, values: bool = False) -> None:
     """Raise TypeError if a batch is not a tensordict, such as a buffer or another library's sample.
 
     Args:
-        batch: what came.
+        batch: the argument.
         values: the rows are read, so a batch on the device meta, which has none, is an error, too.
 
     >>> need_rows([1, 2])  # doctest: +ELLIPSIS
@@ -526,13 +526,13 @@ BLAMED = (RuntimeError, TypeError, IndexError, AttributeError)
 def blame_entries(
     caller: object, batch: TensorDictBase, keys: Iterable[str | tuple[str, ...]], error: Exception
 ) -> None:
-    """Say which entry of a batch is at fault, after a call has failed; nothing is looked at before that.
+    """Raise an error that names the faulty entry of a batch; called only after a call has failed.
 
     Args:
         caller: the object whose call has failed.
-        batch: what it was called with.
+        batch: the batch passed to it.
         keys: the entries that it reads.
-        error: how it failed; a note says which dtype, shape and device each entry has.
+        error: its error; it gets a note with the dtype, shape and device of each entry.
 
     Raises:
         TypeError: an entry is not a dense tensor of real numbers.

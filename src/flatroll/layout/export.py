@@ -65,10 +65,10 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    return dict(_columns(batch, _checked(separator)))
+    return dict(_columns(batch, _check_separator(separator)))
 
 
-def _checked(separator: str) -> str:
+def _check_separator(separator: str) -> str:
     """The separator, which has at least one character."""
     if not expect("separator", separator, str, "a string"):
         raise ValueError("separator must have at least one character, got ''")
@@ -112,7 +112,7 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         raise TypeError(
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
         )
-    return _assemble(((name, np.asarray(columns[name])) for name in columns), _checked(separator))
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), _check_separator(separator))
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
@@ -330,7 +330,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
 
 
 def _noted_shape(name: str, record: bytes) -> list[int]:
-    """The shape of a row that the metadata of a field notes; ValueError if it is none."""
+    """Return the shape of a row in a field's metadata; ValueError if it is invalid."""
     try:
         shape = json.loads(record)
     except (ValueError, RecursionError):

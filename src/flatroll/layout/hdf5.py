@@ -53,7 +53,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
             if isinstance(value, h5py.Group):
                 walk(value, f"{place}/", depth + 1)
             elif isinstance(value, h5py.Dataset):
-                stored += _checked(place, value, single)
+                stored += _check_dataset(place, value, single)
                 columns[place] = value
 
     try:
@@ -65,7 +65,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
     return columns
 
 
-def _checked(place: str, dataset: Any, single: bool) -> int:
+def _check_dataset(place: str, dataset: Any, single: bool) -> int:
     """Check a dataset by its header; return its size in the file in bytes."""
     if dataset.external is not None or dataset.is_virtual:
         raise ValueError(f"{place} lies in other files: copy the data into this one")

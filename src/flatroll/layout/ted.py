@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 8192  # compared in one step: bounds the memory that a compariso
 
 
 def root_places(ends: Tensor) -> Tensor:
-    """Return where the root entry of each row stands in a compact column; its next entry is one behind.
+    """Return the position of each row's root entry in a compact column; its next entry is one position later.
 
     Args:
         ends: bool ``[N]``, the last row of each run.
@@ -98,7 +98,7 @@ def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([1, 2, 5]), tensor([2, 3, 6]))
     """
     places = root_places(ends)
-    # The last row of memory that was never written has no entry behind it; whoever reads it leaves it out.
+    # The last row of unwritten memory has no entry after it; readers leave it out.
     behind = (places + 1).clamp(max=len(column) - 1)
     whole = signed(column)
     return whole[places].view(column.dtype), whole[behind].view(column.dtype)
@@ -118,8 +118,8 @@ class Conversion:
         done_key: where runs end; markers of the batch beside it count too (`flatroll.layout.run_ends`).
         shift_key: the name under which the ring's shift is kept. Default ``"shift"``.
         is_full_key: the name under which it is kept whether the ring is full. Default ``"is_full"``.
-        done_keys: flags under ``"next"`` that stand at the root of the flat form.
-        reward_keys: rewards under ``"next"`` that stand there.
+        done_keys: flags under ``"next"`` that are root entries of the flat form.
+        reward_keys: rewards under ``"next"`` that are root entries of the flat form.
     """
 
     def __init__(
@@ -141,22 +141,22 @@ class Conversion:
 class TED2Flat(Conversion):
     """Convert rows with next observations to the flat form, which holds each observation once.
 
-    The flat form is a tensordict of batch size ``[]`` whose columns lie end to end in time order, lane after lane:
+    The flat form is a tensordict of batch size ``[]`` whose columns are in time order, lane after lane:
 
-    * an entry whose next value is the root value of the row behind it: ``key``, ``[N + R]``, with one value more at the
-      end of each of the R runs;
-    * an entry of which that does not hold (n-step data): ``key`` and ``("next", key)``, both ``[N]``;
+    * an entry whose next value is the root value of the next row: ``key``, ``[N + R]``, with one more value at the end
+      of each of the R runs;
+    * an entry for which this is not the case (n-step data): ``key`` and ``("next", key)``, both ``[N]``;
     * rewards and flags of ``"next"``: at the root, ``[N]``; flags of the root itself: under ``"_root"``;
-    * all others as they are, ``[N]``; the length of each run, int64 ``[R]``, as ``"_lengths"``.
+    * all others unchanged, ``[N]``; the length of each run, int64 ``[R]``, as ``"_lengths"``.
 
-    `Flat2TED` gives equal rows back, bit by bit. A ring is unrolled: set ``shift``, the slot that the next row goes to,
-    and ``is_full`` first. In a ring that is not full only the rows before ``shift`` count. Left at None, all rows are
-    in time order.
+    `Flat2TED` restores the rows bit for bit. For a ring buffer's rows, first set ``shift``, the slot of the next row,
+    and ``is_full``: the ring is then unrolled, and unless it is full only the rows before ``shift`` count. If they are
+    None, rows are in time order.
 
     Args:
-        done_key: as `flatroll.layout.run_ends` has it. Runs also end where other markers say so: at the next row with
-            ``is_init``, and where trajectory ids change. Default ``("next", "done")``.
-        shift_key, is_full_key: names under which the ring's state is kept. Default ``"shift"`` and ``"is_full"``.
+        done_key: see `flatroll.layout.run_ends`. Runs also end before a row with ``is_init`` and where trajectory ids
+            change. Default ``("next", "done")``.
+        shift_key, is_full_key: names under which the ring's state is stored. Default ``"shift"`` and ``"is_full"``.
         done_keys: flags under ``"next"``. Default ``("done", "truncated", "terminated")``.
         reward_keys: rewards under ``"next"``. Default ``("reward",)``.
 
@@ -254,13 +254,13 @@ class TED2Flat(Conversion):
 
         def in_time_order(column: Tensor) -> Tensor:
             rows = column.roll(-roll, 0) if roll else column
-            # [T, *B, *F] -> [T, L, *F] -> [L, T, *F] -> [L * T, *F]; one lane is only seen anew
+            # [T, *B, *F] -> [T, L, *F] -> [L, T, *F] -> [L * T, *F]; one lane is only a view
             return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1) if dims > 1 else rows
 
         return data, in_time_order
 
     def _place(self, key: Names) -> Names:
-        """Where an entry ``[N]`` stands in the flat form."""
+        """Return the key of an entry ``[N]`` in the flat form."""
         named = self.done_keys | self.reward_keys
         if key[0] == NEXT and plain_key(key[1:]) in named:
             return key[1:]
@@ -300,8 +300,8 @@ class Flat2TED(Conversion):
         """Return rows ``[N]`` or ``[T, *B]``, each in the slot of the ring that it came from.
 
         Args:
-            data: what `TED2Flat` returned, or the same loaded from its folder.
-            out: memory of at least as many rows, of which the first T are written. Default: new memory.
+            data: the result of `TED2Flat`, or the same loaded from its folder.
+            out: memory of at least T rows, the first T of which are written. Default: new memory.
 
         Raises:
             KeyError: an entry of the flat form is missing, or ``out`` lacks an entry.
@@ -372,7 +372,7 @@ class Flat2TED(Conversion):
     def _kinds(
         self, data: TensorDictBase, entries: dict[Names, Tensor], rows: int
     ) -> tuple[set[Names], set[Names]]:
-        """Keys of compact columns, and of columns that stand under ``"next"`` in rows."""
+        """Return the keys of compact columns, and of columns under ``"next"`` in rows."""
         columns = data.get_non_tensor(COLUMNS, None)
         if columns is not None:
             kinds = json.loads(str(columns))
@@ -541,7 +541,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _entries(data: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:
-    """Entries by key: tensors, and the plain values of entries that are none."""
+    """Iterate over entries with keys: tensors, and the values of non-tensor entries."""
     tensors = set(data.keys(True, True))
     for key in data.keys(True, True, is_leaf=is_entry):
         value = data.get(key) if key in tensors else None

@@ -208,7 +208,7 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
     outputs = _call_function(network, batch)
     if outputs is not None:
         for key, value in outputs.items():
-            if key != "_":  # the name of an output that nobody wants
+            if key != "_":  # the name of an unused output
                 set_entry(batch, key, value)
         return batch
     own = plain_attributes(network, TensorDictSequential, _SELECTING_NOTHING)

@@ -34,16 +34,16 @@ def split_trajectories(
 ) -> TensorDict:
     """Split a flat batch into one padded (or nested) entry for each run.
 
-    Runs are those of `run_starts`: an id that comes back later, or two slices of one trajectory side by
-    side, are two runs. Padded form: ``[n, T_max]``, zeros after the end, and always a bool mask, True on
+    Runs are those of `run_starts`: an id that occurs again later, or two adjacent slices of one trajectory, are
+    two runs. Padded form: ``[n, T_max]``, zeros after the end, and always a bool mask, True on
     real rows. Nested form: nested tensors, no padding, no mask. Prefer the flat batch itself, which every other room
     accepts.
 
     Args:
         batch: ``[N]`` or ``[*B, T]`` (a run never goes from one row of the leading dims to the next). Rows
             that are padding by its mask are left out.
-        prefix: where ids and mask stand: ``(prefix, "traj_ids")`` and ``(prefix, "mask")``. Default
-            ``"collector"``; ids are also read at the root, ``"traj_ids"``, if there are none in it.
+        prefix: ids and mask are ``(prefix, "traj_ids")`` and ``(prefix, "mask")``. Default ``"collector"``; without
+            ids there, ``"traj_ids"`` at the root is read.
         trajectory_key: key of the ids; the mask goes beside it. Not together with ``prefix``.
         done_key: name of the done flag under ``"next"``. Default ``"done"``.
         as_nested: True or ``torch.jagged`` for nested tensors of batch size ``[n]`` that share the batch's

@@ -152,7 +152,7 @@ class BurnIn:
         at = torch.arange(len(init), device=init.device)
         head = at < (firsts + burnt).repeat_interleave(lengths)
         rest = (~head).nonzero().squeeze(1)
-        # the burnt rows of all slices stand end to end, so the last ones are at their running sums
+        # the burnt rows of all slices are concatenated, so the last ones are at the running sums of their counts
         final = burnt[burnt > 0].cumsum(0) - 1
         return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 

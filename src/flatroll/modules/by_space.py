@@ -548,8 +548,8 @@ def _trunk_of(
     Args:
         observation: the space.
         hidden, activation, cnn, recurrent, norm: see `actor`.
-        drop_mask: whether the entry "action_mask" of a Dict is no part of what the network sees.
-        action: the space of an action that it sees, too. Default None: it does not.
+        drop_mask: whether to exclude the entry "action_mask" of a Dict from the input.
+        action: the space of an action that is also an input. Default None: no action.
         norms: modules; a `RunningNorm` among them is used instead of an own one for its entry.
         prefix: of the entries that the parts write.
         state: name of the memory's states, which then begin with zeros at each run. Default None: they are stored.

@@ -62,7 +62,7 @@ def burn_in_rows() -> int:
 class set_recurrent_mode:
     """Set whether recurrent modules process single steps or runs; a context manager or decorator.
 
-    * sequential (``False``, ``"sequential"``): every row is one step of its own; used in rollouts;
+    * sequential (``False``, ``"sequential"``): every row is a separate step; used in rollouts;
     * recurrent (``True``, ``"recurrent"``): the rows are runs of consecutive steps; used in training;
     * ``None``: each module's ``default_recurrent_mode``.
 
@@ -109,7 +109,7 @@ class set_recurrent_mode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         current, outer = _MODE.value, self._outer.pop()
-        # in another mode than the one entered, somebody else's block is still open: leave no mode behind
+        # the mode is not the one entered, so another block is still open: leave no mode behind
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
         if current is not self._mode and kind is None:
             raise RuntimeError(

@@ -60,7 +60,7 @@ class _OfOperators(nn.RNNBase):
         super().__init__(self.kind, *sizes, batch_first=True, dropout=dropout, device=device, dtype=dtype)
 
     def _run(self, rows: Tensor, first: States | None) -> tuple[Tensor, States]:
-        """Rows ``[B, T, input_size]`` and first states, zeros where there are none, to outputs and final states."""
+        """Map rows ``[B, T, input_size]`` and first states (default zeros) to outputs and final states."""
         shaped = isinstance(rows, Tensor) and rows.ndim == 3 and rows.shape[2] == self.input_size
         if not shaped or not rows.shape[1]:
             shown = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -71,7 +71,7 @@ class _OfOperators(nn.RNNBase):
         for state in states:
             if state.shape != shape:
                 raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")
-        # runs of one length are in packed order when they stand step by step: [T, B, in], all steps B wide
+        # runs of one length in packed order are time-major: [T, B, in], all steps B wide
         by_step = rows.transpose(0, 1).reshape(batch * steps, self.input_size)
         out, after = run_layers(OPERATORS, self, by_step, states, torch.full((steps,), batch))
         # the last step's rows are the final states

@@ -181,7 +181,7 @@ class StatefulModule(TensorDictModuleBase):
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
     def _forward_steps(self, batch: TensorDictBase) -> tuple[Tensor, States]:
-        """Outputs and states after each row; every row is one step, from zeros where is_init says so. No host sync."""
+        """Return outputs and states after each row; every row is one step, from zeros at is_init. No host sync."""
         is_init = marker(batch, self._init_key)
         rows = self._input_rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
@@ -189,12 +189,12 @@ class StatefulModule(TensorDictModuleBase):
         return self.in_weight_precision(self.step, rows, states)
 
     def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
-        """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
+        """Return the state before each row; it replaces the stored one, so that a batch holds the state used."""
         stored = batch.get(key, None)
         if stored is not None:
             self._check(batch, key, stored, self._state_shape)
             state: Tensor = stored.masked_fill(is_init[..., None, None], 0)
-        # without a state every row must be a first row; looked at only where looking is no host sync
+        # without a state every row must be a first row; checked only where this needs no host sync
         elif is_init.device.type == "cpu" and not bool(is_init.all()):
             raise KeyError(
                 f"batch has no entry {key!r}, and some rows are not is_init rows: carry {next_key(key)!r} of "

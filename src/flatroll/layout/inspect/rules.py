@@ -282,10 +282,10 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
         late = one_id & (rows.step[before] < rows.step[after]) & rows.terminated[before]
         over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
         yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
-    yield rows.breach("traj_id", _changed_midway(rows), "the id changes, but the trajectory goes on", shift=1)
+    yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory goes on", shift=1)
 
 
-def _changed_midway(rows: UnpaddedRows) -> Tensor:
+def _id_changes(rows: UnpaddedRows) -> Tensor:
     """Rows whose successor continues them in step and observation under another id."""
     pairs = rows.pairs()
     changed = torch.zeros_like(rows.ends[:-1])

@@ -158,11 +158,11 @@ def packed(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tu
     if net.bidirectional or rows.device.type != "cpu":
         out, finals = call(net, PackedSequence(rows, index.batch_sizes), states)
     else:
-        out, finals = _in_pieces(net, rows, states, index.batch_sizes)
+        out, finals = _run_in_pieces(net, rows, states, index.batch_sizes)
     return out.index_select(0, index.place), finals
 
 
-def _in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> tuple[Tensor, States]:
+def _run_in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> tuple[Tensor, States]:
     cut = pieces(sizes)
     outs: list[Tensor] = []
     ended: list[States] = []  # final states of the runs that each piece outlived, the shortest runs first

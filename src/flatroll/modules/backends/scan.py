@@ -81,14 +81,14 @@ def differentiable(operator: Any, backward: Any, states: int) -> None:
     """Register an operator's backward function, and let it run in float32 under autocast.
 
     Args:
-        operator: from rows, first states, ``w_ih, w_hh, b_ih, b_hh`` and tensors that say where runs are, to states
-            after each row and gates; gates and those tensors have no gradient.
-        backward: from the gradients of the states after each row (None for one that is not used), the operator's
-            arguments without the biases, its results among them before the tensors that say where; to
-            the gradients of rows, first states, weights and both biases, or the one gradient of either bias.
-        states: how many there are.
+        operator: maps rows, first states, ``w_ih, w_hh, b_ih, b_hh`` and tensors that locate the runs to the states
+            after each row and the gates; gates and those tensors have no gradient.
+        backward: maps the gradients of the states after each row (None if unused) and the operator's arguments without
+            the biases, with its results inserted before the tensors that locate the runs, to the gradients of rows,
+            first states, weights and both biases, or a single gradient for both biases.
+        states: number of states.
     """
-    weights = 3 + states  # so many arguments, rows and first states among them, stand before the biases
+    weights = 3 + states  # number of arguments before the biases, including rows and first states
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
@@ -402,7 +402,7 @@ def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.arange(len(starts), device=starts.device)
     order, place = index.order, index.place
     if order is None or place is None:
-        # runs of one length stand as [runs, steps]; packed order is [steps, runs]
+        # runs of one length are [runs, steps]; packed order is [steps, runs]
         order = rows.view(len(index.first), -1).t().flatten()
         place = torch.empty_like(order).scatter_(0, order, rows)
     sizes = torch.zeros(len(starts), dtype=torch.int64)

@@ -146,13 +146,13 @@ def _programs(rows: Tensor) -> int:
 
 
 def _carry(programs: int, hidden: int, like: Tensor) -> Tensor:
-    """Memory for the gradient of the state after a row, of each run that a program has in hand."""
+    """Allocate the gradients of the states after a row, one per run that a program processes."""
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
     return torch.empty(programs * RUNS, hidden, dtype=dtype, device=like.device)
 
 
 def _dense_rows(states: Tensor) -> Tensor:
-    """States whose rows are dense, though they may stand apart, or be one and the same."""
+    """Return states with contiguous rows; the rows may be strided or all the same one."""
     if states.stride(0) == 0:
         return states[:1].contiguous().expand_as(states)
     return states if states.stride(1) == 1 else states.contiguous()
