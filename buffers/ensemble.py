@@ -240,8 +240,8 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
         return [item for part in parts for item in part]
     if listed:
         raise ValueError(
-            f"member {listed[0]} gives a list of items, which cannot be stacked: stack=False gives one list, "
-            "collate_fn makes something else of the members' samples"
+            f"member {listed[0]} gives a list of items, which cannot be stacked: stack=False gives one list; or "
+            "pass collate_fn="
         )
     join: Any = torch.stack if stack else torch.cat
     first, columns = parts[0], []
@@ -527,7 +527,7 @@ class ReplayBufferEnsemble(Facts):
     def extend(self, data: Any, final: TensorDictBase | None = None) -> NoReturn:
         """Raise RuntimeError: write to a member instead."""
         raise RuntimeError(
-            f"an ensemble does not know for which of its {len(self._members)} members data are: extend one of them, "
+            f"an ensemble cannot choose one of its {len(self._members)} members for new data: extend one of them, "
             "rb[0].extend(batch)"
         )
 
@@ -745,7 +745,7 @@ class ReplayBufferEnsemble(Facts):
                     f"{'no' if state is None else 'one'} buffer was saved, not an ensemble: load it as such"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
-                raise damaged("it is the state of no ensemble")
+                raise damaged("it is not the state of an ensemble")
             saved = state["members"]
             if len(saved) != len(self._members):
                 raise ValueError(f"the state has {len(saved)} members, not {len(self._members)}")
@@ -755,7 +755,7 @@ class ReplayBufferEnsemble(Facts):
                     for i, (member, each) in enumerate(zip(self._members, saved, strict=True))
                 ]
             except FileNotFoundError as error:  # the previous version may be complete
-                raise DamagedFileError(f"a member is not there: {error}") from None
+                raise DamagedFileError(f"a member is missing: {error}") from None
             return state, tree["others"], applies
 
         (state, others, applies), folder = load_from(path, read, number, strict)

@@ -127,7 +127,7 @@ class Post:
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
         else:
-            raise ValueError(f"a message of kind {kind!r} came, which no end of a post sends")
+            raise ValueError(f"a message of kind {kind!r} was not expected")
         self._take_back()
         return (unpack(rest, tensors),)
 

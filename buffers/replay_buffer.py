@@ -1107,8 +1107,9 @@ class ReplayBuffer(Facts):
             self.enter_process()
         if self._home != process and not self.storage.by_reference:
             raise RuntimeError(
-                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: hand "
-                "over buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another buffer)"
+                f"this buffer belongs to process {self._home}, which would not see what process {process} writes: "
+                "pass buffer.handle(), or use LazyMemmapStorage with shared=True (copy.deepcopy makes another "
+                "buffer)"
             )
 
     def _own_parts(self) -> None:

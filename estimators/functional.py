@@ -291,8 +291,8 @@ def td_lambda_return_estimate(
     """
     if rolling_gamma is False:
         raise ValueError(
-            "rolling_gamma=False (one row's gamma for all the rewards behind it) is not a recursion and has no "
-            "linear form: leave it out, and give each run one gamma, where both mean the same"
+            "rolling_gamma=False (one row's gamma for all later rewards) is not a recursion: leave it out, and "
+            "give each run one gamma, for which both are the same"
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)

@@ -178,7 +178,7 @@ def test_bench_without_a_checkout_says_where_benchmarks_are(
 ) -> None:
     monkeypatch.setattr("flatroll.__main__.CHECKOUT", tmp_path)
     assert main(["bench"]) == 2
-    assert "the benchmarks come with a checkout" in capsys.readouterr().err
+    assert "benchmarks are not part of the installed package" in capsys.readouterr().err
 
 
 def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -555,7 +555,7 @@ def test_data_layout_one_buffer_per_worker_differs() -> None:
     ]
     rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=256)
     batch = rollouts.rollout(gym.make("CartPole-v1"), num_steps=20)
-    with pytest.raises(RuntimeError, match="an ensemble does not know for which of its 4 members"):
+    with pytest.raises(RuntimeError, match="an ensemble cannot choose one of its 4 members"):
         rb.extend(batch)
     with pytest.raises(
         ValueError, match=r"ndim=2: .* got \[20\]; for a collector's flat batches leave ndim out"

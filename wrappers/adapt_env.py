@@ -155,7 +155,8 @@ def _choose_source(
         return env, mode or _declared_mode(env)
     if is_from("torchrl", env):
         raise TypeError(
-            f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: pass the Gymnasium env itself, "
+            f"env is torchrl's {type(env).__name__}, and torchrl envs are not supported: pass the Gymnasium env "
+            "itself, "
             "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
         )
     if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):

@@ -154,7 +154,7 @@ class PettingZooSource(VectorSource):
                 )
                 raise ValueError(
                     f"state=True adds the entry 'state' to the observations, which {problem}"
-                    f" of env.state(), in {type(first).__name__}: leave state out, or name it otherwise in the env"
+                    f" of env.state(), in {type(first).__name__}: leave state out, or rename the entry in the env"
                 )
             space = spaces.Dict({**own.spaces, STATE: first.state_space})
         self._paths = [(path, (*prefix, *path)) for path in paths]
@@ -201,7 +201,7 @@ class PettingZooSource(VectorSource):
         self._turn += 1
         if games.began or self._turn != games.turn:
             raise RuntimeError(
-                "the groups of a game step together, and another group has gone on without this one: reset all groups"
+                "the groups of a game step together, but another group was stepped without this one: reset all groups"
             )
         return self.obs, self.reward, self.terminated, self.truncated, self.info
 
@@ -420,8 +420,8 @@ class Games:
             )
         if dead := [name for name in ended if name in now]:
             raise ValueError(
-                f"agents {dead} were terminated or truncated and are still in env.agents, as if they went on to act: "
-                "take them out of it; one that comes back joins in a later step"
+                f"agents {dead} were terminated or truncated and are still in env.agents: remove them; an agent "
+                "that comes back joins in a later step"
             )
         if lost := [name for name in living if name not in now and name not in ended]:
             raise ValueError(

@@ -18,7 +18,7 @@ Tree: TypeAlias = Any
 
 
 def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply ``fn`` to the leaves of one or more equally nested trees.
+    """Apply ``fn`` to the leaves of one or more trees of the same structure.
 
     >>> map_tree(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
     {'x': 11, 'y': (22, 33)}

@@ -20,7 +20,7 @@ def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
     if final is None and stream.has_final and stream.any_ended is not False:
         raise ValueError(
             "a wrapper around the adapted env has dropped info['final_obs'], and with it the last observations of "
-            "ended episodes: let it pass the entries of info on, or put it inside as_vector_env"
+            "ended episodes: let it forward the entries of info, or put it inside as_vector_env"
         )
     return final
 

@@ -153,8 +153,9 @@ class AsyncPoolSource(EnvPoolSource):
         ids = info["env_id"].astype(np.int64)
         if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
-                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of those awaited: "
-                "somebody else has sent actions to it, or an env has several players. Give each collector its own pool"
+                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of the "
+                "expected ones: other code has sent actions to it, or an env has several players. Give each "
+                "collector its own pool"
             )
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
@@ -195,8 +196,8 @@ class _Place:
             self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
         if self._used or self.last is not _trace(env):
             raise RuntimeError(
-                "this envpool in async mode was reset, or its rows received, by hand, so it is not known which envs "
-                "are under way: make a new pool, and leave send, recv and reset to the collector"
+                "this envpool in async mode was reset, or its rows received, by other code, so it is unknown "
+                "which envs are stepping: create a new pool, and let only the collector call send, recv and reset"
             )
         self.torn = True
 

@@ -509,7 +509,8 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
         value = default.get(key, 0.0) if hasattr(default, "get") else default
         if primer.random or callable(value):
             raise TypeError(
-                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: pass the "
+                f"the recurrent state {key!r} must start from fixed values, but its primer draws them at random: "
+                "pass the "
                 "primer a default_value"
             )
         yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()

@@ -110,7 +110,7 @@ class NormalizeObservation(MarkerWrapper):
         )
         if shapes != given:
             raise ValueError(
-                f"state_dict must hold tensors of shapes {shapes}, got {given}: it is of another env"
+                f"state_dict must hold tensors of shapes {shapes}, got {given}: it belongs to another env"
             )
         for entry, moments in self.statistics.items():
             names = ("count", "mean", "var")

@@ -110,7 +110,7 @@ class TorchSource(VectorSource):
         if len(leaf) != self.num_envs:
             raise ValueError(
                 f"observations must have one row for each of num_envs={self.num_envs} envs, got {len(leaf)} from "
-                f"{name}: set its num_envs to what it steps"
+                f"{name}: set its num_envs to the number of envs that it steps"
             )
         if leaf.device.type != self._device.type or self._device.index not in (None, leaf.device.index):
             raise ValueError(

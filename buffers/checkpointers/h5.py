@@ -84,7 +84,7 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
     ) -> tuple[T, None]:
         file = path / self.checkpoint_file
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is not there: H5StorageCheckpointer reads what it has written")
+            raise FileNotFoundError(f"{file} does not exist: H5StorageCheckpointer reads only its own files")
         if number not in (None, 1):
             raise FileNotFoundError(f"{file} holds one version, number 1, not {number}")
         h5py = _h5py()

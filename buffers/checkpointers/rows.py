@@ -331,7 +331,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         assert structure is not None  # tensor rows have exactly one
         columns = structure.columns(rows)
         if {len(values) for values in columns.values()} != {count}:
-            raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
+            raise ValueError(f"a hook was given {count} rows and must return the same number")
         return {column_name(key): values for key, values in columns.items()}
 
     @override
@@ -339,7 +339,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
         structure = structure_from_plain(tables["structure"])
         if structure is None:
-            raise damaged("its rows are of no known kind")
+            raise damaged("its rows are of an unknown kind")
         return structure.build(columns, torch.Size({len(values) for values in columns.values()}))
 
 
@@ -656,7 +656,7 @@ def load_from(
     """Return ``use(version)`` of a folder's newest complete (or the given) version, and the folder."""
     if not path.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
+            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() creates one"
         )
     folder = Folder(path)
     return folder.load_with(use, number, strict=strict), folder

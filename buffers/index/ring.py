@@ -237,8 +237,8 @@ class Ring:
         if not bool(readable.all()):
             if strict:
                 raise IndexError(
-                    f"position {int(slots[~readable][0])} holds no row: a write has given it up, and its new row is "
-                    "not there yet"
+                    f"position {int(slots[~readable][0])} holds no row: its old row was dropped, and the new one "
+                    "is not written yet"
                 )
             slots = slots[readable]
         return Draw(slots, follow=self.follow(slots) if follow else None, version=version)

@@ -20,7 +20,7 @@ def reading_tables() -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise damaged(f"its tables lack something, or hold something else ({error!r:.200})") from error
+        raise damaged(f"its tables are incomplete or invalid ({error!r:.200})") from error
 
 
 def check_table(name: str, table: Any, dtype: np.dtype[Any], rows: int | None = None) -> None:

@@ -607,7 +607,7 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
     # The reduction could hide them: the maximum of 1 and -2 is 1.
     if not values.min() >= 0:  # nor is NaN
         row = int((~(values >= 0)).any(1).nonzero()[0])
-        raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be numbers from 0 on")
+        raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be at least 0")
     reduced = getattr(values, reduction)(1)
     return reduced if isinstance(reduced, Tensor) else reduced.values
 

@@ -136,8 +136,8 @@ class Freshness:
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
-                    f"of {drawn} slices drawn, {found} have rows of version {least} and later only, {count} were asked "
-                    "for: allow a larger max_policy_lag, or draw shorter slices"
+                    f"of {drawn} slices drawn, {found} have rows of version {least} and later only, {count} were "
+                    "requested: allow a larger max_policy_lag, or draw shorter slices"
                 )
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)

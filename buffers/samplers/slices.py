@@ -135,7 +135,7 @@ class SliceSampler(Sampler):
         if not isinstance(end_key, list):
             need_keys(optional=True, end_key=end_key)
         if pad_output and strict_length:
-            raise ValueError("pad_output=True needs strict_length=False: else no slice is short")
+            raise ValueError("pad_output=True needs strict_length=False: otherwise no slice is short")
         both = end_key is not None and end_keys is not None
         name = "end_key" if isinstance(end_key, list) else "end_keys"
         if isinstance(end_key, list):

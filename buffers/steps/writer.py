@@ -318,7 +318,9 @@ class StepWriter:
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
             first, last = int(step.min()), int(step.max())
             if first < oldest or last >= self.steps:
-                raise IndexError(f"steps {first} to {last} asked for, {oldest} to {self.steps - 1} are there")
+                raise IndexError(
+                    f"steps {first} to {last} were requested, {oldest} to {self.steps - 1} are available"
+                )
             raise IndexError(f"envs are 0 to {self.num_envs - 1}, got {env.tolist()}")
         return torch.from_numpy(places)
 
@@ -385,7 +387,7 @@ class StepWriter:
         with buffer.lock:
             chosen = self._positions.choose(places, choose, buffer.ring, self.steps - filled, filled, marks)
         if chosen is None:
-            raise Overwritten("another writer has overwritten rows that goals are asked for")
+            raise Overwritten("another writer has overwritten rows whose goals were requested")
         return chosen
 
     def _take_goals(self, ids: Tensor, places: Tensor, keys: Iterable[NestedKey]) -> Columns:
@@ -393,8 +395,8 @@ class StepWriter:
         rows = self._take(places, [*keys, TRAJ_IDS])
         if not torch.equal(rows.pop(TRAJ_IDS), ids):
             raise ValueError(
-                f"an env came back to a {TRAJ_IDS!r} that it had left, so that its goals cannot be found by step: say "
-                f"so with {IS_INIT!r} in the step in which it does, or give each episode its own id"
+                f"an env came back to a {TRAJ_IDS!r} that it had left, so its goals cannot be found by step: set "
+                f"{IS_INIT!r} in that step, or give each episode its own id"
             )
         return rows
 
@@ -415,7 +417,7 @@ class StepWriter:
                 where = self._positions.tables(buffer.ring, stored, self.window)
                 copied = copies.read(places, self.num_envs, where, buffer.ring)
             if copied is None:
-                raise Overwritten("another writer has overwritten rows that are asked for")
+                raise Overwritten("another writer has overwritten requested rows")
             return copied
         asked = None if names is None else frozenset(names)
         while True:
@@ -424,7 +426,7 @@ class StepWriter:
                 version = ring.version  # first: other processes may write meanwhile
                 found = self._positions.find(places, ring, stored, self.window)
                 if found is None:
-                    raise Overwritten("another writer has overwritten rows that are asked for")
+                    raise Overwritten("another writer has overwritten requested rows")
                 slots, (at, rows) = found
                 if len(at) == len(places):
                     return self._read_waiting(rows, names)

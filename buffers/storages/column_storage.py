@@ -186,7 +186,7 @@ class ColumnStorage(Storage):
         if isinstance(batch, TensorDictBase):
             self.compiled = self.compiled or keys is not None or self.compact_obs
         elif final is not None:
-            raise ValueError("final comes with a compact tensordict batch only")
+            raise ValueError("final is only for compact tensordict batches")
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
         known, count = self.known, next(iter(columns.values())).shape[0]
@@ -472,13 +472,13 @@ class ColumnStorage(Storage):
         for key, (dtype, shape) in state["like"].items():
             names = key if isinstance(key, tuple) else (key,)
             if not names or not all(isinstance(name, str) for name in names):
-                raise damaged(f"{key!r} is no key of an entry")
+                raise damaged(f"{key!r} is not the key of an entry")
             is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
             if not isinstance(dtype, torch.dtype) or not is_shape:
                 raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
         structure = structure_from_plain(state["structure"])
         if structure is None:
-            raise damaged("its rows are of no known kind")
+            raise damaged("its rows are of an unknown kind")
         # Build and flatten an empty batch of that kind.
         rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in state["like"].items()}
         try:
@@ -500,8 +500,9 @@ class ColumnStorage(Storage):
                     for form in (saved.get(key), here.get(key))
                 )
                 raise ValueError(
-                    f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage made "
-                    "as the saved one, and extend this buffer with other.oldest_first(), changed as needed"
+                    f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage "
+                    "created like the saved one, and extend this buffer with other.oldest_first(), changed as "
+                    "needed"
                 )
         return columns
 

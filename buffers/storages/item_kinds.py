@@ -82,7 +82,7 @@ def structure_from_plain(plain: Any) -> Structure | None:
             "the state was pickled by an older flatroll, with objects in it: load it with that "
             "version, buffer.dumps(folder), and buffer.loads(folder) here"
         )
-    raise damaged(f"its rows are of no known kind, {str(plain)[:40]}")
+    raise damaged(f"its rows are of an unknown kind, {str(plain)[:40]}")
 
 
 def not_flat(batch: TensorDictBase) -> ValueError:

@@ -42,7 +42,9 @@ class ListStorage(Storage):
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         if keys is not None:
-            raise TypeError("ListStorage follows no trajectories: use LazyTensorStorage with a slice sampler")
+            raise TypeError(
+                "ListStorage does not track trajectories: use LazyTensorStorage with a slice sampler"
+            )
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
         items = apart(batch)
@@ -111,7 +113,7 @@ class ListStorage(Storage):
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         items = from_plain(state["items"])
         if not isinstance(items, list) or len(items) != ring.used:
-            raise damaged(f"its ring counts {ring.used} items, and they are others")
+            raise damaged(f"its ring counts {ring.used} items, but the list holds another number")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

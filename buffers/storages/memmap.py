@@ -103,8 +103,8 @@ class LazyMemmapStorage(ColumnStorage):
             expect("codec", codec, Mapping, "a dict or None")
         if self.device.type != "cpu":
             raise ValueError(
-                f"device must be 'cpu' for files, got {str(device)!r}: move samples by "
-                f"transform=lambda td: td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
+                f"device must be 'cpu' for files, got {str(device)!r}: move samples with transform=lambda td: "
+                f"td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
             )
         if codec:
             raise ValueError(
@@ -458,7 +458,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} is gone: the process that made the buffer has dropped it or ended. Keep it there, or give "
+            f"{path} is gone: the process that created the buffer has deleted it or ended. Keep it there, or give "
             "LazyMemmapStorage a scratch_dir, whose files stay"
         ) from None
 

@@ -191,7 +191,9 @@ class Storage(Facts, ABC):
         owner = self._owner
         if owner is None:
             if self._alone is None and any(reference() is None for reference in self._attached):
-                raise RuntimeError("the storage's buffer, which knew the order of its rows, is gone: keep it")
+                raise RuntimeError(
+                    "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
+                )
             slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
             rows = slots.reshape(-1)
             values = self.read_rows(rows)

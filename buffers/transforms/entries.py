@@ -81,7 +81,7 @@ class RenameTransform(Transform):
         for _, new, _ in pairs:
             if td.get(new, None) is not None:
                 raise ValueError(
-                    f"{type(self).__name__} cannot write {new!r}, as the batch has such an entry: take it out "
+                    f"{type(self).__name__} cannot write {new!r}, as the batch already has this entry: remove it "
                     f"first, with ExcludeTransform({new!r})"
                 )
         for old, new, value in pairs:

@@ -260,7 +260,7 @@ class HindsightTransform(Transform):
         if desired.shape[1:] != goals.shape[1:] or desired.dtype != goals.dtype:
             raise ValueError(
                 f"batch[{goal_key!r}] holds {desired.dtype} {list(desired.shape[1:])}, batch[{achieved!r}] "
-                f"{goals.dtype} {list(goals.shape[1:])}: one cannot take the place of the other"
+                f"{goals.dtype} {list(goals.shape[1:])}: one cannot replace the other"
             )
         for key in (goal_key, next_key(goal_key)):
             if key in columns:

@@ -109,7 +109,7 @@ class ToTensorImage(_ImageTransform):
 
 
 class Resize(_ImageTransform):
-    """Resizes images ``[..., C, H, W]`` to ``[..., C, w, h]``; behind `ToTensorImage`.
+    """Resizes images ``[..., C, H, W]`` to ``[..., C, w, h]``; apply it after `ToTensorImage`.
 
     Bilinear and bicubic pixels are weighted means of all the pixels they cover (antialiasing). Integer images are
     interpolated in floating point and rounded.

@@ -239,7 +239,8 @@ def apply_inverses(
     ):
         if result.batch_size != data.batch_size:
             raise ValueError(
-                f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
+                f"final refers to the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed "
+                "them to "
                 f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
             )
         for key in final.keys(True, True):
@@ -272,7 +273,7 @@ def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
     """
     choosers = [found for each in transforms if (found := getattr(each, "chooser", None)) is not None]
     if len(choosers) > 1:
-        raise ValueError(f"there are two {name_of(choosers[0])}, and a sample gets the goals of one")
+        raise ValueError(f"there are two {name_of(choosers[0])}, but a sample can use only one")
     return choosers[0] if choosers else None
 
 

@@ -54,7 +54,7 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(eq=False)
 class LossInputs:
-    """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
+    """A batch prepared for a loss: the batch, the entries that networks read, and the masks of its rows.
 
     Attributes:
         batch: the original batch, ``[*B]``.

@@ -161,8 +161,8 @@ class SoftActorCritic(OffPolicyLoss):
         for network in networks:
             if NetworkInputs.of(network, self.key("is_init")).recurrent:
                 raise TypeError(
-                    f"{type(self).__name__} reads rows one by one, and a recurrent module remembers others: "
-                    "let it write its features when it acts, and give networks that read those"
+                    f"{type(self).__name__} reads rows independently, but a recurrent module needs the rows before: "
+                    "let the policy write its features while collecting, and pass networks that read those"
                 )
         actor: Any = self.actor_network
         made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}

@@ -143,7 +143,7 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
     if not isinstance(shifted, bool):
         raise ValueError(f"shifted must be True or False, got {shifted!r}")
     if single_call is not None and shifted and not single_call:
-        raise ValueError(f"single_call is another name of shifted, got {single_call} and {shifted}")
+        raise ValueError(f"single_call is another name for shifted, got {single_call} and {shifted}")
     shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
     if budget is not None and whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
@@ -253,8 +253,8 @@ class ValueEstimator(TensorDictModuleBase):
         self.reward_scale = options.get("reward_scale")
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
-                f"group_key={self.group_key!r} says within what the advantage or the rewards are standardised: ask "
-                "for that, too (average_gae=True, average_adv=True or average_rewards=True)"
+                f"group_key={self.group_key!r} names the groups in which advantages or rewards are standardised: "
+                "request that, too (average_gae=True, average_adv=True or average_rewards=True)"
             )
         self.number("gamma", gamma, options.get("device"))
         self._warn_once, self._warn_of_order = WarnOnce(), WarnOnce()

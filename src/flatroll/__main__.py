@@ -132,7 +132,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         if "pickle" not in str(error):
             raise
         raise CommandError(
-            f"{path} has pickled entries, which can run code of whoever wrote them: if you trust it, load it with "
+            f"{path} has pickled entries, which can run code chosen by their author: if you trust them, load them with "
             "TensorDict.load_memmap(PATH, allow_pickle=True) and call flatroll.layout.describe"
         ) from None
     print(layout.describe(batch))
@@ -155,7 +155,7 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         if (reader := exported_by(path)) is not None:
             raise CommandError(
-                f"{path} is another library's form: flatroll.export.{reader}({str(path)!r}) reads it"
+                f"{path} is in another library's format: flatroll.export.{reader}({str(path)!r}) reads it"
             ) from None
         raise CommandError(
             "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds "
@@ -263,7 +263,7 @@ def benchmarks_by_name() -> dict[str, str]:
     """Map each benchmark's name, without the prefix, to its module in the checkout."""
     files = sorted((CHECKOUT / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
     if not files:
-        raise CommandError("the benchmarks come with a checkout, not with an installed wheel: clone flatroll")
+        raise CommandError("benchmarks are not part of the installed package: clone the repository")
     return {
         file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(CHECKOUT).with_suffix("").parts)
         for file in files

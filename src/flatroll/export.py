@@ -138,7 +138,8 @@ def _format_of(path: Path, format: str | None) -> str:
         )
     if known is None and format is None and path.suffix:
         raise ValueError(
-            f"path must end with {', '.join(_SUFFIXES)}, got {path.name!r}: otherwise give format={', '.join(_WRITERS)}"
+            f"path must end with {', '.join(_SUFFIXES)}, got {path.name!r}; "
+            f"or pass format={', '.join(_WRITERS)}"
         )
     return format or (known or ("parquet",))[0]
 
@@ -205,7 +206,7 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
             size += part.bytes()
             if max_bytes is not None and size > max_bytes:
                 raise ValueError(
-                    f"the rows take more than max_bytes={max_bytes}: pass more, or read it in pieces"
+                    f"the rows take more than max_bytes={max_bytes}: pass a larger max_bytes, or read it in pieces"
                 )
     except (OSError, ValueError, TypeError, KeyError) as error:
         error.add_note(f"while {path} was read")

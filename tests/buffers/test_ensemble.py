@@ -318,7 +318,7 @@ def test_members_without_priorities_are_passed_over() -> None:
 def test_members_are_written_to_one_by_one() -> None:
     rb = ensemble(3, 5, batch_size=4)
     with pytest.raises(
-        RuntimeError, match=r"its 2 members data are: extend one of them, rb\[0\].extend\(batch\)"
+        RuntimeError, match=r"its 2 members for new data: extend one of them, rb\[0\].extend\(batch\)"
     ):
         rb.extend(TensorDict({"n": torch.zeros(3)}, [3]))
     with pytest.raises(RuntimeError, match="extend one of them"):

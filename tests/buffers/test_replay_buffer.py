@@ -419,7 +419,7 @@ def test_rows_given_up_by_a_failed_write_are_not_read_by_position(
     assert torch.equal(rows["next", "observation"], rows["observation"] + torch.tensor([0, 0, 1]))
     assert buffer[-1]["step_count"].item() == 9
     for hole in (4, [0, 5]):
-        with pytest.raises(IndexError, match=r"position [45] holds no row: a write has given it up"):
+        with pytest.raises(IndexError, match=r"position [45] holds no row: its old row was dropped"):
             buffer[hole]
     buffer.extend(world.to_batch(steps[14:18]))
     assert buffer[:]["step_count"][:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 8, 9]

@@ -237,7 +237,7 @@ def test_a_lock_goes_back_when_its_holder_dies(tmp_path: Path) -> None:
     path.unlink()
     with (
         pytest.raises(
-            FileNotFoundError, match="lock is gone: the process that made the buffer has dropped it"
+            FileNotFoundError, match="lock is gone: the process that created the buffer has deleted it"
         ),
         lock,
     ):

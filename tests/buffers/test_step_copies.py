@@ -38,7 +38,7 @@ def test_a_loaded_state_leaves_the_rows_from_before() -> None:
         writer.write(step(t))
     writer.load_state_dict({"writer": 0, "episode": 50})
     assert (len(writer), writer.oldest, writer.steps) == (0, 7, 7)
-    with pytest.raises(IndexError, match="steps 5 to 5 asked for"):
+    with pytest.raises(IndexError, match="steps 5 to 5 were requested"):
         writer.read(5, 0)
     for t in range(7, 20):
         writer.write(step(t))

@@ -134,7 +134,7 @@ def test_columns_are_transformed_as_rows_are() -> None:
 
 
 def test_wrong_positions_and_entries(writer: StepWriter) -> None:
-    with pytest.raises(IndexError, match="steps 0 to 0 asked for, 0 to -1 are there"):
+    with pytest.raises(IndexError, match="steps 0 to 0 were requested, 0 to -1 are available"):
         writer.read_columns(0, 0)
     written = played(writer)
     with pytest.raises(KeyError, match="there is no entry 'nothing' to read"):

@@ -469,7 +469,7 @@ def test_two_writers_and_an_extend_in_one_buffer() -> None:
     assert_reads(first, written)
     play(second, two, 60)  # overwrites the rows of the first
     assert len(first) == 0 and first.oldest == 20
-    with pytest.raises(IndexError, match="0 to 0 asked for"):
+    with pytest.raises(IndexError, match="0 to 0 were requested"):
         first.read(0, 0)
 
 

@@ -33,7 +33,7 @@ def readers() -> list[Callable[[Path], Any]]:
 @pytest.mark.parametrize("number", range(8))
 def test_a_pipe_is_no_file(number: int, pipe: Path) -> None:
     """To open it would wait for somebody who writes into it."""
-    with pytest.raises(ValueError, match=r"pipe\.h5 cannot be read, or is damaged: it is no plain file"):
+    with pytest.raises(ValueError, match=r"pipe\.h5 cannot be read, or is damaged: it is not a regular file"):
         readers()[number](pipe)
 
 
@@ -42,7 +42,9 @@ def test_a_pipe_in_a_folder_is_no_file(tmp_path: Path) -> None:
 
     (tmp_path / "meta").mkdir()
     os.mkfifo(tmp_path / "meta/info.json")
-    with pytest.raises(ValueError, match=r"info\.json cannot be read, or is damaged: it is no plain file"):
+    with pytest.raises(
+        ValueError, match=r"info\.json cannot be read, or is damaged: it is not a regular file"
+    ):
         import_lerobot(tmp_path)
 
 

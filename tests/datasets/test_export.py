@@ -510,7 +510,7 @@ def test_a_suffix_of_another_format_or_of_none_is_refused(tmp_path: Path) -> Non
     for name, format in [("y.h5", "parquet"), ("y.parquet", "h5"), ("y.arrow", "lerobot")]:
         with pytest.raises(ValueError, match=rf"'{name}' has the suffix of .* format is '{format}'"):
             export(window(0), tmp_path / name, format)
-    with pytest.raises(ValueError, match=r"must end with .parquet, .* got 'y.csv': otherwise give format="):
+    with pytest.raises(ValueError, match=r"must end with .parquet, .* got 'y.csv'; or pass format="):
         export(window(0), tmp_path / "y.csv")
     assert not list(tmp_path.iterdir())
     export(window(0), tmp_path / "walks.v1", "h5")  # no suffix of a format
@@ -536,7 +536,7 @@ def test_spaces_go_from_the_collector_to_minari(tmp_path: Path) -> None:
     data = minari.MinariDataset(tmp_path / "rows")
     assert (data.observation_space, data.action_space) == (space, actions)
     rows = buffer[:]
-    with pytest.raises(ValueError, match=r"observation_space=env.single_observation_space, or note"):
+    with pytest.raises(ValueError, match=r"observation_space=env.single_observation_space, or first call"):
         module.export(rows, tmp_path / "more", "minari", action_space=actions)
     assert not (tmp_path / "more").exists()
     other = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -570,7 +570,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     items.extend([1, 2])
     with pytest.raises(TypeError, match="must be rows of tensors, got list"):
         export(items, path)
-    with pytest.raises(ValueError, match=r"'timestamp'.* would have the names of others"):
+    with pytest.raises(ValueError, match=r"'timestamp'.* would have the same names as others"):
         export(batch.copy().set("timestamp", torch.ones(10)), path, "lerobot")
     for format in IN_EPISODES:
         with pytest.raises(KeyError, match="is_init"):

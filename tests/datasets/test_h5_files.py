@@ -116,7 +116,7 @@ def longer(file: Any, folder: Path) -> None:
         (huge, "claims 400000000000 bytes"),
         (huge_and_plain, "claims|damaged"),
         (deep, "more than 64 groups"),
-        (text, "must be of numbers"),
+        (text, "must hold numbers"),
         (one_value, "single value"),
         (longer, "lengths"),
     ],

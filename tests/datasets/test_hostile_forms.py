@@ -119,7 +119,7 @@ def test_hdf5_rows_without_bytes(tmp_path: Path) -> None:
             del file[f"Trial1/{name}"]
             file.create_dataset(f"Trial1/{name}", (1 << 40, 0), "f4")
         del file["Trial1/done"], file["Trial1/env_infos"]
-    with pytest.raises(ValueError, match="'rewards' must be one number a row"):
+    with pytest.raises(ValueError, match="'rewards' must be one number per row"):
         list(read_roboset(tmp_path / "0.h5"))
     with h5py.File(tmp_path / "1.h5", "w") as file:
         for name in ("image", "action", "is_first"):
@@ -269,7 +269,7 @@ def test_lerobot_images_that_are_none(foreign: Path) -> None:
     place = frames.column_names.index("observation.pixels")
     kind = frames.schema.field(place).type
     for cell, text in [
-        ({"bytes": None, "path": "/etc/passwd"}, "not in the file itself"),
+        ({"bytes": None, "path": "/etc/passwd"}, "outside the file"),
         ({"bytes": b"no image", "path": None}, "an image that cannot be read"),
         ({"bytes": b"\x89PNG\r\n\x1a\n" + bytes(40), "path": None}, "an image that cannot be read"),
     ]:

@@ -116,7 +116,7 @@ def test_sources_may_change_their_arrays_behind_a_batch(tmp_path: Path) -> None:
     [
         ({"x": np.zeros(2)}, r"batch 1: 'x' is float64 \[\] a row, before it was int64 \[\]"),
         ({"x": np.zeros((2, 3), int)}, r"\[3\] a row"),
-        ({"y": np.zeros(2, int)}, "batch 1 must have the entries"),
+        ({"y": np.zeros(2, int)}, "batch 1 must have the same entries"),
         ({"x": torch.zeros(2, dtype=torch.int64)}, "batch 1: 'x' is torch.int64"),
         (TensorDict({"x": torch.zeros(2, 2)}, [2, 2]), "batch 1 must be flat"),
     ],
@@ -155,11 +155,11 @@ def test_rows_that_go_on_are_no_cuts() -> None:
 
 
 def test_columns_of_one_batch_fit_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one number of rows"):
+    with pytest.raises(ValueError, match="the same number of rows"):
         convert([{"x": np.arange(3), "y": np.arange(2)}], tmp_path / "set")
-    with pytest.raises(ValueError, match="one number of rows"):
+    with pytest.raises(ValueError, match="the same number of rows"):
         convert([{"x": torch.tensor(3)}], tmp_path / "set")
-    with pytest.raises(TypeError, match="'x' must be of numbers or bools"):
+    with pytest.raises(TypeError, match="'x' must hold numbers or bools"):
         convert([{"x": np.array(["a"])}], tmp_path / "set")
 
 

@@ -55,7 +55,7 @@ def test_a_set_by_name_from_a_mirror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="hopper-random-v1"):
         D4RLExperienceReplay("hopper-random-v1", root=root, download_url=url)
     call = r"D4RLExperienceReplay\('hopper-random-v1', download_url='https://HOST/{dataset_id}.SUFFIX'\)"
-    with pytest.raises(FileNotFoundError, match=rf"{call} takes them from a mirror; or pass fetch="):
+    with pytest.raises(FileNotFoundError, match=rf"{call} downloads from a mirror; or pass fetch="):
         D4RLExperienceReplay("hopper-random-v1", root=root)
     assert not [path for path in root.iterdir() if path.name.startswith(".fetched-")]
 
@@ -345,7 +345,7 @@ def test_openx_episodes_of_steps(tmp_path: Path) -> None:
 def test_episodes_of_steps_that_are_none() -> None:
     for wrong, text in [
         ([{"observation": 1}], "a row needs two"),
-        ([{"observation": 1, "is_last": True}, {"observation": 2}], "goes on after step 0"),
+        ([{"observation": 1, "is_last": True}, {"observation": 2}], "continues after step 0"),
         ([{"observation": np.ones(2)}, {"observation": np.ones(3)}], "not of one shape"),
     ]:
         with pytest.raises(ValueError, match=text):

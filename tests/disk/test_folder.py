@@ -58,7 +58,7 @@ def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with Folder(tmp_path, write=True) as folder:
         column = torch.zeros(3, dtype=torch.uint8).view(torch.bits8)
         with pytest.raises(
-            TypeError, match=re.escape("cannot store torch.bits8; what can be stored: bool, uint8")
+            TypeError, match=re.escape("cannot store torch.bits8; supported dtypes: bool, uint8")
         ):
             folder.append({"x": column})
     assert os.listdir(tmp_path) == ["lock"]
@@ -366,14 +366,14 @@ def test_dropped_rows_go(tmp_path: Path) -> None:
 def test_rows_that_leave_a_hole_or_are_others_are_refused(tmp_path: Path) -> None:
     with Folder(tmp_path, write=True) as folder:
         folder.append({"x": torch.zeros(3), "y": torch.zeros(3, 2)})
-        with pytest.raises(ValueError, match="first must be 3, the number of the row to come, got 4"):
+        with pytest.raises(ValueError, match="first must be 3, the number of the next row, got 4"):
             folder.append({"x": torch.zeros(3), "y": torch.zeros(3, 2)}, 4)
         wrong = {"x": torch.zeros(3).double(), "z": torch.zeros(3)}
         text = "'y' is missing, 'z' is new, 'x' is float64 [], expected float32 []"
         with pytest.raises(ValueError, match=re.escape(text)):
             folder.append(wrong)
         with pytest.raises(
-            ValueError, match=re.escape("columns must have one number of rows, got {'x': 3, 'y': 2}")
+            ValueError, match=re.escape("columns must have the same number of rows, got {'x': 3, 'y': 2}")
         ):
             folder.append({"x": torch.zeros(3), "y": torch.zeros(2, 2)})
         with pytest.raises(ValueError, match="must add up to its 5 values"):
@@ -435,7 +435,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "own" / "notes.txt").read_text() == "stays"
     with pytest.raises(ValueError, match="open for reading"):
         Folder(tmp_path / "own").append(rows(0, 2))
-    with pytest.raises(TypeError, match="open the path again"):
+    with pytest.raises(TypeError, match="open the path there"):
         pickle.dumps(save_again)
     save_again.close()
 

@@ -206,7 +206,7 @@ CRAFTED: list[tuple[Any, str]] = [
     (["dict", [["a"]]], "a dict that is none"),
     (["tensordict", [2], [["a", 1]]], "whose 'a' is a int"),
     (["tensordict", [3], [["a", ["tensor", "0.raw", "uint8", [4]]]]], "is none"),
-    (["lazy_stack", 0, [1]], "of no tensordicts"),
+    (["lazy_stack", 0, [1]], "an empty stack of tensordicts"),
     (0.5, "where a value should stand"),
 ]
 

@@ -93,9 +93,9 @@ def test_encode_refuses():
         ValueError, match=r"dtype must be a floating dtype such as torch.float16, got torch.int8"
     ):
         encode_delta(torch.zeros(1), torch.zeros(1), torch.int8)
-    with pytest.raises(TypeError, match=r"one real dtype, got torch\.float32 and torch\.float64"):
+    with pytest.raises(TypeError, match=r"the same real dtype, got torch\.float32 and torch\.float64"):
         encode_delta(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
-    with pytest.raises(TypeError, match="one real dtype"):
+    with pytest.raises(TypeError, match="the same real dtype"):
         encode_delta(torch.zeros(1, dtype=torch.complex64), torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(
         TypeError, match=r"delta must have the dtype of obs, torch.uint8 .* got torch.float16"

@@ -126,12 +126,12 @@ def test_padding(slices):
 
 @pytest.mark.parametrize("i", [14, -15, 99])
 def test_there_is_no_such_row(batch, i):
-    with pytest.raises(IndexError, match=rf"i={i} is no row: the batch has 14 rows, 0\.\.13"):
+    with pytest.raises(IndexError, match=rf"i={i} is not a row: the batch has 14 rows, 0\.\.13"):
         explain(batch, i)
 
 
 def test_bad_input(batch):
-    with pytest.raises(IndexError, match="i=0 is no row: the batch has 0 rows"):
+    with pytest.raises(IndexError, match="i=0 is not a row: the batch has 0 rows"):
         explain(batch[:0], 0)
     with pytest.raises(ValueError, match=r"must have batch size \[N\], got \[2, 7\]"):
         explain(batch.reshape(2, 7), 0)

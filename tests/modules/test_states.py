@@ -185,7 +185,7 @@ def test_runs_that_begin_without_their_state_are_refused(kind: Any) -> None:
         if fine:
             check_recomputed(policy, piece)
             continue
-        with pytest.raises(ValueError, match="1 of the runs begin at rows that have not kept their state"):
+        with pytest.raises(ValueError, match="1 of the runs begin at rows that do not store their state"):
             check_recomputed(policy, piece)
     burnt = BurnIn([policy[0], policy[1]], 3)(batch[12:].clone())
     check_recomputed(policy, burnt)  # its first row has a new one

@@ -302,7 +302,7 @@ def test_agents_of_refuses_what_it_cannot_tell() -> None:
         agents_of(batch, max_num_agents=2)
     with pytest.raises(ValueError, match="t must be game steps of the batch"):
         agents_of(batch, -5)
-    with pytest.raises(KeyError, match="collectors write it for games of several agents"):
+    with pytest.raises(KeyError, match="collectors write it for multi-agent games"):
         agents_of(batch.exclude(("collector", "agent")))
     moments = agents_of(batch)
     numbers = batch["collector", "game_step"][moments.max(-1).values]

@@ -187,7 +187,7 @@ def test_the_progress_bar_reads_returns_under_their_own_key():
 def test_padded_batches_into_a_buffer_are_refused_before_an_env_is_made():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     with pytest.raises(
-        ValueError, match="split_trajs=True cannot go with a replay_buffer: buffers hold flat rows"
+        ValueError, match="split_trajs=True cannot be combined with a replay_buffer: buffers hold flat rows"
     ):
         Collector(pytest.fail, frames_per_batch=4, split_trajs=True, replay_buffer=buffer)
 

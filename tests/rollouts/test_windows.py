@@ -238,7 +238,7 @@ def test_splitting_without_ids_or_with_finals_on_their_way_is_refused():
     with pytest.raises(ValueError, match="trajs_per_batch needs track_traj_ids=True"):
         Collector(make("SameStep"), frames_per_batch=10, trajs_per_batch=1, track_traj_ids=False)
     for env, options in ((make("SameStep"), {}), (CompactObs(make("SameStep")), {"compact_obs": True})):
-        with pytest.raises(ValueError, match="split_trajs=True cannot go with a replay_buffer"):
+        with pytest.raises(ValueError, match="split_trajs=True cannot be combined with a replay_buffer"):
             Collector(env, frames_per_batch=10, split_trajs=True, replay_buffer=FakeBuffer(), **options)
 
 

@@ -58,13 +58,13 @@ def test_without_memfd_memory_is_an_unlinked_file(monkeypatch: pytest.MonkeyPatc
     again = through_channel(memory)
     memory.map[0] = 1
     assert again.map[0] == 1 and again.size == 100
-    with pytest.raises(OSError, match=r"bytes of shared memory were asked for, [\d,]+ are free in"):
+    with pytest.raises(OSError, match=r"bytes of shared memory were requested, [\d,]+ are free in"):
         Memory(1 << 60)
 
 
 def test_too_much_memory_is_refused_at_once() -> None:
     with pytest.raises(
-        MemoryError, match=r"1,152,921,504,606,846,976 bytes .* were asked for, [\d,]+ are free"
+        MemoryError, match=r"1,152,921,504,606,846,976 bytes .* were requested, [\d,]+ are free"
     ):
         Memory(1 << 60)
     with pytest.raises(ValueError, match="size must be at least 1 byte, got 0"):
@@ -106,7 +106,9 @@ def test_a_block_refuses_what_does_not_fit() -> None:
         Block([table], 2, Memory(2000))
     with pytest.raises(IndexError, match="slot 2 of 2"):
         Block([table], 2).tensors(2)
-    with pytest.raises(ValueError, match=r"columns must have one number of rows, got \{'a': 3, 'b': 2\}"):
+    with pytest.raises(
+        ValueError, match=r"columns must have the same number of rows, got \{'a': 3, 'b': 2\}"
+    ):
         Table.like({"a": torch.ones(3), "b": torch.ones(2)})
     with pytest.raises(ValueError, match="column 'names' has data type <U1, which cannot be shared"):
         Table.like({"names": np.array(["a"])})

@@ -319,7 +319,7 @@ def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
 
 def test_what_cannot_be_sent_is_named(nursery: Nursery) -> None:
     with pytest.raises(
-        TypeError, match="env and other cannot be sent to a process, since pickling fails with: cannot"
+        TypeError, match="env and other cannot be sent to a process, because pickling fails: cannot"
     ):
         nursery.start(echo, env=threading.Lock(), fine=1, other=threading.Lock())
     locked = threading.Lock()

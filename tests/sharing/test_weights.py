@@ -75,7 +75,7 @@ def test_updates_while_weights_are_read_give_no_mixture(updates: int) -> None:
             {"bias": torch.zeros((), dtype=torch.float64)},
             r"'bias' was shared as float32 \[\], got float64 \[\]",
         ),
-        ({"new": torch.zeros(1)}, r"other names than those that were shared: missing \[\], new \['new'\]"),
+        ({"new": torch.zeros(1)}, r"other names than the shared ones: missing \[\], new \['new'\]"),
     ],
 )
 def test_other_shapes_are_refused_and_change_nothing(change: dict[str, Any], message: str) -> None:

@@ -176,7 +176,7 @@ def test_no_rows() -> None:
     for spec in [make(torch.int8) for make in MAKE.values()] + [STACKS["text"], Composite(a=Binary(2))]:
         none = spec.expand(0, *spec.shape)
         assert none.is_in(none.rand()) and none.is_in(none.zero()) and none.rand().shape[0] == 0
-    with pytest.raises(ValueError, match="nothing would be left"):
+    with pytest.raises(ValueError, match="none would be left"):
         STACKS["stacked"][:0]
 
 

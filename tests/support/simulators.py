@@ -41,7 +41,7 @@ def check_rows(batch: TensorDictBase, key: str, script: Script = SCRIPT, *, hidd
     reward, terminated, truncated = (
         batch["next", name].reshape(-1).tolist() for name in ("reward", "terminated", "truncated")
     )
-    assert len({tuple(row) for row in rows}) == len(rows), "a transition is there twice"
+    assert len({tuple(row) for row in rows}) == len(rows), "a transition occurs twice"
     for i, (env, episode, step) in enumerate(rows):
         last = step + 1 == script.length(env, episode)
         ends = script.end(env, episode) if last else None

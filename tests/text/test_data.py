@@ -234,10 +234,10 @@ def test_pairs_stand_side_by_side(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_an_infinite_iterator_never_hangs() -> None:
     assert list(itertools.islice(create_infinite_iterator([1, 2]), 5)) == [1, 2, 1, 2, 1]
-    with pytest.raises(ValueError, match="gives nothing"):
+    with pytest.raises(ValueError, match="is empty or exhausted"):
         next(create_infinite_iterator([]))
     generator = create_infinite_iterator(i for i in range(2))
     assert [next(generator), next(generator)] == [0, 1]
-    with pytest.raises(ValueError, match="gone through again"):
+    with pytest.raises(ValueError, match="can be restarted"):
         next(generator)
     assert next(create_infinite_iterator(create_infinite_iterator([3]))) == 3

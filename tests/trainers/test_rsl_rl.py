@@ -110,5 +110,5 @@ def test_what_is_refused(capsys: Any) -> None:
     with pytest.raises(KeyError, match="extras has no 'final_obs'"):
         algorithm.process_env_step(None, flags, flags, {"time_outs": flags})
     algorithm.critic.is_recurrent = True
-    with pytest.raises(TypeError, match="not for recurrent critics"):
+    with pytest.raises(TypeError, match="does not support recurrent critics"):
         algorithm.process_env_step(None, flags, flags, {"time_outs": flags, "final_obs": None})

@@ -184,7 +184,7 @@ def test_spec_of_spaces() -> None:
     box = spec_of(spaces.Box(-1.0, 2.0, (2,)))
     assert (box.low.tolist(), box.high.tolist()) == ([-1.0, -1.0], [2.0, 2.0])
     assert not hasattr(spec_of(spaces.Box(-1.0, float("inf"), (2,))).space, "minimum")
-    with pytest.raises(TypeError, match=r"begin with 0, got Discrete\(4, start=1\)"):
+    with pytest.raises(TypeError, match=r"start at 0, got Discrete\(4, start=1\)"):
         spec_of(spaces.Discrete(4, start=1))
     with pytest.raises(TypeError, match="TorchRL has no spec for Text"):
         spec_of(spaces.Text(3))

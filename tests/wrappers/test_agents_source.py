@@ -235,5 +235,5 @@ def test_groups_step_together() -> None:
     with pytest.raises(RuntimeError, match="1 of 2 groups have no actions yet"):
         front.step(actions[:2])
     front.reset()
-    with pytest.raises(RuntimeError, match="another group has gone on without this one: reset all groups"):
+    with pytest.raises(RuntimeError, match="another group was stepped without this one: reset all groups"):
         rear.step(actions[:4])

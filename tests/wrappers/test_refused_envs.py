@@ -79,7 +79,7 @@ def test_a_gymnasium_wrapper_that_drops_last_observations_is_named() -> None:
 def test_an_env_of_torchrl_is_refused_by_its_name() -> None:
     envs = pytest.importorskip("torchrl.envs")
     for call in (rollout, as_vector_env, lambda env: Collector(env, frames_per_batch=2)):
-        with pytest.raises(TypeError, match=r"torchrl envs are not taken.*gymnasium.make\(") as error:
+        with pytest.raises(TypeError, match=r"torchrl envs are not supported.*gymnasium.make\(") as error:
             call(envs.GymEnv("CartPole-v1"))
         assert "factory" not in str(error.value)
 

@@ -241,7 +241,7 @@ def expected_rows(
     autoreset_mode: Mode = AutoresetMode.SAME_STEP,
     max_steps: int | None = None,
 ) -> Rows:
-    """The true transitions of ``steps`` vector steps after a first reset, in order of vector step, then env.
+    """Return the true transitions of ``steps`` vector steps after a first reset, in order of vector step, then env.
 
     Each row leads from (env, episode, step) to (env, episode, step + 1). Under NEXT_STEP the vector step
     after an episode's end only resets that env and is no transition.

@@ -288,8 +288,8 @@ class DiskStorage(ColumnStorage):
         self.frame_stack, self.codec = encodings.frame_stack, encodings.codec
         if both := [key for key in self.frame_stack if key in self.codec]:
             raise ValueError(
-                f"frame_stack and codec both name {both[0]!r}: on disk one of them does, and codec alone finds the "
-                "frames that rows share"
+                f"frame_stack and codec both name {both[0]!r}: use one of them on disk; codec alone finds the "
+                "frames that rows share, too"
             )
         if layout is None:
             return
@@ -558,11 +558,11 @@ class DiskStorage(ColumnStorage):
         try:
             layout = Layout.from_json(noted)
         except ValueError as error:
-            raise damaged(f"its rows are of no known form ({error})") from None
+            raise damaged(f"its rows are of an unknown form ({error})") from None
         noted_forms = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
         expected = {key: self._form(key, *kind) for key, kind in tables["like"].items()}
         if noted_forms != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
-            raise damaged("its rows have other entries than it tells of")
+            raise damaged("its rows have other entries than its description lists")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than it tells of")
         head, end = offset + ring.head, offset + ring.written
@@ -583,8 +583,8 @@ class DiskStorage(ColumnStorage):
             self.state_dict(0)
         elif self.read_only and not self._log.has(rows.segments, rows.head, rows.end):
             raise ValueError(
-                f"{self.path} is open for reading only, and does not have the rows of the checkpoint: open the folder "
-                "that it was saved of, or make DiskStorage(max_size, path) of another folder, which takes them"
+                f"{self.path} is open for reading only, and does not have the rows of the checkpoint: open the "
+                "folder that it was saved from, or create DiskStorage(max_size, path) in another folder"
             )
 
     @override
@@ -622,7 +622,7 @@ class DiskStorage(ColumnStorage):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"a DiskStorage stays in its process: open {self.path} in the other one, with "
+            f"a DiskStorage cannot be used in another process: open {self.path} there with "
             "DiskStorage(path=..., read_only=True)"
         )
 

@@ -136,7 +136,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         recover_place(self.data_path)
         if download == "force" and not self.kind:
             raise ValueError(
-                "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
+                "download='force' is for published sets: to replace a folder, call convert(..., overwrite=True)"
             )
         there = self.data_path.exists() and not (
             self.data_path.is_dir() and not any(self.data_path.iterdir())
@@ -188,9 +188,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Fetch the files with the data set's library; return the input of `_convert`."""
         self._check_known()
         raise FileNotFoundError(
-            f"{self.data_path} does not exist, and no host of its files is named here: "
-            f"{type(self).__name__}({self.dataset_id!r}, download_url='https://HOST/{{dataset_id}}.SUFFIX') takes them "
-            "from a mirror; or pass fetch=, a function (dataset_id, folder) that puts them there or returns their path"
+            f"{self.data_path} does not exist, and flatroll knows no address to download it from: "
+            f"{type(self).__name__}({self.dataset_id!r}, download_url='https://HOST/{{dataset_id}}.SUFFIX') "
+            "downloads from a mirror; or pass fetch=, a function (dataset_id, folder) that puts them there or "
+            "returns their path"
         )
 
     def _download(self, urls: Sequence[str], dataset_id: str, folder: Path) -> None:

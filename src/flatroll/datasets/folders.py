@@ -92,7 +92,9 @@ def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
         counts = {value.shape[:1] for value in columns.values()}
         if len(counts) > 1 or () in counts:
             shapes = {key: list(value.shape) for key, value in columns.items()}
-            raise ValueError(f"batch {number} must have one number of rows, its shapes are {shapes}")
+            raise ValueError(
+                f"batch {number} must have columns with the same number of rows, got shapes {shapes}"
+            )
         count = next(iter(counts), (0,))[0]
         memory = memory or _PieceMemory(columns, piece_bytes)
         memory.check(columns, number)
@@ -131,7 +133,7 @@ class _PieceMemory:
         if columns.keys() != self.kinds.keys():
             differing = sorted(map(str, columns.keys() ^ self.kinds.keys()))
             raise ValueError(
-                f"batch {number} must have the entries of those before it: {differing} are not in both"
+                f"batch {number} must have the same entries as the batches before it: {differing} are not in both"
             )
         for key, value in columns.items():
             dtype, shape = self.kinds[key]
@@ -195,7 +197,7 @@ def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[N
     found: dict[NestedKey, Tensor | Array] = {}
     for name, array in cast(Mapping[str, Array], batch).items():
         if array.dtype.kind not in "biufc":
-            raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
+            raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
         if name not in names:
             names[name] = plain_key(tuple(name.split(".")))
         found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -229,7 +229,7 @@ class Folder:
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Folder stays in its process: open the path again in the other one")
+        raise TypeError("a Folder cannot be used in another process: open the path there")
 
     def close(self) -> None:
         """Release the lock; published versions stay."""
@@ -327,9 +327,7 @@ class Folder:
                     )
                 return result
             if damage:
-                raise DamagedFileError(
-                    f"{self.path} has no version that is whole: {'; '.join(damage.values())}"
-                )
+                raise DamagedFileError(f"{self.path} has no complete version: {'; '.join(damage.values())}")
             raise FileNotFoundError(f"{self.path} holds no version")
 
     def recover(self, *, verify: bool = False) -> range:
@@ -409,7 +407,7 @@ class Folder:
             first = self.end if first is None else first
             size = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
-                raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
+                raise ValueError(f"first must be {self.end}, the number of the next row, got {first}")
             if self._segments and schema_of(columns) != self._columns:
                 raise self._other_columns(columns)
             if not size.rows:

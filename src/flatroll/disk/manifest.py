@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """The number of a version, and the line of runs that wrote it."""
+    """The number of a version, and the id of the runs that wrote it, each continuing the one before."""
 
     number: int
     line: str
@@ -123,7 +123,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"it is no JSON: {error}") from None
+            raise DamagedFileError(f"it is not JSON: {error}") from None
         if depth(fields) > DEEPEST:
             raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
         try:

@@ -162,7 +162,9 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         if not isinstance(name, str):
             raise TypeError(f"names of columns must be strings, got {name!r}: column_name makes one of a key")
         if name.endswith(LENGTHS) or name in ("", "__metadata__"):
-            raise ValueError(f"a column cannot be called {name!r}: column_name makes a name of any key")
+            raise ValueError(
+                f"a column cannot be called {name!r}: column_name makes a valid name for any key"
+            )
         rows = column.lengths if isinstance(column, Ragged) else column
         if not isinstance(rows, Tensor):
             raise TypeError(f"column {name!r} must be a tensor or Ragged, got {type(column).__name__}")
@@ -178,7 +180,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         size += sum(part.nbytes for part in (column if isinstance(column, Ragged) else (column,)))
     sizes = set(counts.values())
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(f"columns must have one number of rows, got {counts}")
+        raise ValueError(f"columns must have the same number of rows, got {counts}")
     return Size(sizes.pop() or 0, size)
 
 
@@ -228,7 +230,7 @@ class Segment:
                 raise DamagedFileError(f"format {header.metadata['format']}, known here is {FORMAT}")
             ragged = set(json.loads(header.metadata["ragged"]))
         except (KeyError, ValueError, TypeError) as error:
-            raise DamagedFileError(f"no file of rows: {error}") from None
+            raise DamagedFileError(f"not a file of rows: {error}") from None
         entries = header.entries
         for column, entry in entries.items():
             if not entry.shape or (column not in ragged and entry.shape[0] != self.rows):

@@ -333,7 +333,7 @@ class _Unpacker:
                     or not isinstance(bounds, Tensor)
                     or bounds.dtype is not torch.int64
                 ):
-                    raise damaged("its tree has a nested tensor of no tensors")
+                    raise damaged("its tree has an empty nested tensor")
                 if (
                     bounds.ndim != 1
                     or bounds[0] != 0
@@ -361,7 +361,7 @@ class _Unpacker:
             case ["lazy_stack", int(dim), list(parts)]:
                 stacked = [self.value(part, depth) for part in parts]
                 if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):
-                    raise damaged("its tree has a stack of no tensordicts")
+                    raise damaged("its tree has an empty stack of tensordicts")
                 return LazyStackedTensorDict.lazy_stack(stacked, dim)
             case ["non_tensor", shape, data]:
                 return NonTensorData(self.value(data, depth), batch_size=_shape(shape))

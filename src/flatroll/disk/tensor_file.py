@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, such as ``"float32"``; TypeError if files cannot hold it."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise TypeError(f"cannot store {dtype}; what can be stored: {', '.join(DTYPES)}")
+        raise TypeError(f"cannot store {dtype}; supported dtypes: {', '.join(DTYPES)}")
     return name
 
 

@@ -65,7 +65,7 @@ def agents_of(
     here = (index >= 0).sum(-1)
     if int(here.sum()) < len(steps):
         raise ValueError(
-            "an agent must have one row at one game step, and the batch has some twice: draw samples without "
+            "an agent must have one row at one game step, but the batch has some twice: draw samples without "
             "replacement, or slices that do not overlap"
         )
     whole = here == torch.zeros_like(here).index_copy_(0, group, acted)

@@ -53,7 +53,9 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     floating_dtype("dtype", dtype)
     _check_pair("next_obs", obs, next_obs)
     if obs.dtype != next_obs.dtype or obs.is_complex():
-        raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")
+        raise TypeError(
+            f"obs and next_obs must have the same real dtype, got {obs.dtype} and {next_obs.dtype}"
+        )
     if obs.is_floating_point():
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
@@ -85,7 +87,7 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
         return (obs.to(wide) + delta.to(wide)).to(obs.dtype)
     if delta.dtype != obs.dtype:
         raise TypeError(
-            f"delta must have the dtype of obs, {obs.dtype} (encode_delta writes it so), got {delta.dtype}"
+            f"delta must have the dtype of obs, {obs.dtype} (as encode_delta writes it), got {delta.dtype}"
         )
     if obs.dtype is torch.bool:
         return obs ^ delta
@@ -123,15 +125,16 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
         largest = (next_obs[overflown].double() - obs[overflown].double()).abs().max().item()
         raise OverflowError(
             f"the delta of {key!r} does not fit {delta.dtype}: the largest difference is {largest:.6g}, the "
-            f"dtype ends at {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or float32, "
+            f"maximum of the dtype is {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or "
+            "float32, "
             "scale the observation, or leave the key out with in_keys"
         )
     # inf - inf and NaN: a number would become NaN
     lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
         raise ValueError(
-            f"the delta of {key!r} loses {int(lost.sum())} values: a next observation cannot be told from "
-            "its difference to a NaN or infinite one. Leave the key out with in_keys, or use compact_obs=True"
+            f"the delta of {key!r} loses {int(lost.sum())} values: a next observation cannot be restored from a "
+            "difference to NaN or infinity. Leave the key out with in_keys, or use compact_obs=True"
         )
 
 
@@ -199,7 +202,7 @@ class RestoreNextObservation:
             wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(
                 f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
-                f"take this transform out. Deltas present: {', '.join(map(repr, present)) or 'none'}"
+                f"remove this transform. Deltas present: {', '.join(map(repr, present)) or 'none'}"
             )
         out = td.copy()
         for key in used:

@@ -89,7 +89,7 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
             array: Array = column.detach().cpu().resolve_conj().resolve_neg().numpy()
         except TypeError as error:
             raise TypeError(
-                f"entry {key!r} is {column.dtype}, which NumPy does not have: cast it first"
+                f"entry {key!r} is {column.dtype}, which NumPy does not support: cast it first"
             ) from error
         yield separator.join(names), array
 
@@ -127,7 +127,7 @@ def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDic
     batch = TensorDict({}, [next(iter(lengths.values()), 0)])
     for name, array in entries.items():
         if array.dtype.kind not in "biufc":
-            raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
+            raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         batch.set(keys[name], torch.from_numpy(np.require(native, requirements=["C", "W"])))
     return batch
@@ -188,7 +188,7 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
         TypeError: a column is not of numbers, bools or arrays of them.
     """
     if not frame.columns.is_unique:
-        raise ValueError(f"columns must have names of their own, got {list(frame.columns)}")
+        raise ValueError(f"columns must have unique names, got {list(frame.columns)}")
     record: Mapping[str, _Recorded] = frame.attrs.get(_RECORD, {})
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
@@ -218,7 +218,7 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
         return np.empty((0, *recorded[1]), recorded[0])
     if not all(isinstance(item, np.ndarray) for item in column):
         raise TypeError(
-            f"column {name!r} must be of numbers, bools or arrays: cast it with astype, or leave it out"
+            f"column {name!r} must hold numbers, bools or arrays: cast it with astype, or leave it out"
         )
     shapes = {item.shape for item in column}
     if len(shapes) > 1:
@@ -274,7 +274,7 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
     for name, array in to_numpy(batch, separator=separator).items():
         if array.dtype.kind == "c":
             raise TypeError(
-                f"entry {name!r} is {array.dtype}, which Arrow does not have: torch.view_as_real it first"
+                f"entry {name!r} is {array.dtype}, which Arrow does not support: apply torch.view_as_real first"
             )
         size = prod(array.shape[1:])
         if not size:
@@ -304,7 +304,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
     pyarrow = optional_package("pyarrow", "arrow", "from_arrow")
     entries: dict[str, Array] = {}
     if len(set(table.column_names)) < len(table.column_names):
-        raise ValueError(f"columns must have names of their own, got {table.column_names}")
+        raise ValueError(f"columns must have unique names, got {table.column_names}")
     for field, chunks in zip(table.schema, table.columns, strict=True):
         values, size = (
             pyarrow.concat_arrays(chunks.chunks) if chunks.num_chunks else chunks.combine_chunks(),
@@ -318,7 +318,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
             raise ValueError(f"column {field.name!r} has {gaps} missing values: fill them, or leave it out")
         if not (pyarrow.types.is_boolean(values.type) or pyarrow.types.is_primitive(values.type)):
             raise TypeError(
-                f"column {field.name!r} must be of numbers, bools or fixed-size lists of them, got {field.type}"
+                f"column {field.name!r} must hold numbers, bools or fixed-size lists of them, got {field.type}"
             )
         column = values.to_numpy(zero_copy_only=False)
         record = (field.metadata or {}).get(_RECORD.encode())

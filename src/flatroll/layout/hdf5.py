@@ -48,7 +48,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
             value = group[name]
             address = h5py.h5o.get_info(value.id).addr
             if address in seen:
-                raise ValueError(f"{place} is another name of data that stands elsewhere in the file")
+                raise ValueError(f"{place} is another name for data elsewhere in the file")
             seen.add(address)
             if isinstance(value, h5py.Group):
                 walk(value, f"{place}/", depth + 1)
@@ -72,7 +72,7 @@ def _check_dataset(place: str, dataset: Any, single: bool) -> int:
     if dataset.shape is None or not (dataset.shape or single):
         raise ValueError(f"{place} must have one row for each row of the batch, got a single value")
     if dataset.dtype.kind not in "biufc":
-        raise TypeError(f"{place} must be of numbers or bools, got {dataset.dtype}")
+        raise TypeError(f"{place} must hold numbers or bools, got {dataset.dtype}")
     stored = int(dataset.id.get_storage_size())
     # Other libraries' filters compress small chunks more; unwritten chunks take no space.
     most = max(stored * _SMALLEST_SHARE, _LEAST) if dataset.chunks and stored else stored

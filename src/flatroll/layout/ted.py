@@ -415,7 +415,7 @@ _RUN = "traj_"
 
 
 class TED2Nested(TED2Flat):
-    """Convert rows to nested tensors with an entry for each run: `TED2Flat`, seen run by run.
+    """Convert rows to nested tensors with one entry per run, the nested form of `TED2Flat`.
 
     The result has batch size ``[R]``. An entry whose next value is the root value of the row behind has one value more
     than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
@@ -499,7 +499,7 @@ class H5Split(TED2Flat):
 
 
 class H5Combine:
-    """Combine the folders of `H5Split`, in memory or read from a file, into nested tensors as of `TED2Nested`."""
+    """Combine the folders of `H5Split`, in memory or read from a file, into the nested tensors of `TED2Nested`."""
 
     def __call__(self, data: TensorDictBase, out: TensorDictBase | None = None) -> TensorDict:
         """Return nested tensors ``[R]``, copied.

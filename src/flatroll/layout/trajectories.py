@@ -238,7 +238,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
     for key, column in flat.items(True, True):
         if signed(column) is not column:
             raise TypeError(
-                f"batch[{key!r}] is {column.dtype}, of which torch has no nested tensors in the strided layout: "
+                f"batch[{key!r}] is {column.dtype}, for which torch has no strided nested tensors: "
                 "use as_nested=torch.jagged"
             )
     # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its size

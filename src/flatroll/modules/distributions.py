@@ -61,7 +61,7 @@ class JointCategorical(Distribution):
                 f"{tuple(logits.shape)}"
             )
         if math.prod(shape) != len(nvec):
-            raise ValueError(f"shape must have a place for each choice of nvec={nvec}, got {shape}")
+            raise ValueError(f"shape must have one element for each choice of nvec={nvec}, got {shape}")
         if isinstance(start, int):
             whole_number("start", start, -(2**63))
         elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
@@ -158,7 +158,7 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
 
 
 class Gaussian(Independent):  # type: ignore[type-arg]
-    """Independent normal distributions of an action's numbers.
+    """Independent normal distributions, one for each component of an action.
 
     Args:
         loc: means, ``[*B, *shape]``.

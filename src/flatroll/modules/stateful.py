@@ -218,8 +218,8 @@ class StatefulModule(TensorDictModuleBase):
             lost &= marker(batch, MASK)  # padding begins runs of its own
         if bool(lost.any()):
             raise ValueError(
-                f"{int(lost.sum())} of the runs begin at rows that have not kept their state ({HAS_STATE!r} is False "
-                "there): draw slices with SliceSampler, which begins them at rows that have, collect with "
+                f"{int(lost.sum())} of the runs begin at rows that do not store their state ({HAS_STATE!r} is False "
+                "there): draw slices with SliceSampler, which begins them at rows that do, collect with "
                 f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
@@ -257,7 +257,7 @@ class StatefulModule(TensorDictModuleBase):
         if stored is None:
             raise KeyError(
                 f"batch has no entry {key!r}, the state each run starts from: collect with this module's "
-                f"primer (Collector wires make_tensordict_primer() by itself), or start every run from zeros "
+                f"primer (Collector calls make_tensordict_primer() automatically), or start every run from zeros "
                 f"with {type(self).__name__}(..., state='zero')"
             )
         self._check(batch, key, stored, self._state_shape)

@@ -128,7 +128,8 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
         raise ValueError("split_trajs=True needs track_traj_ids=True: trajectories are found by their ids")
     if split and to_buffer:
         raise ValueError(
-            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
+            "split_trajs=True cannot be combined with a replay_buffer: buffers hold flat rows, and their "
+            "samplers find the "
             "trajectories in them. Leave split_trajs out"
         )
     if split:

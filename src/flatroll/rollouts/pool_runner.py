@@ -271,7 +271,7 @@ class PoolRows(VectorWrapper):
         for layer in layers(env):
             if not isinstance(layer, VectorStream) and getattr(layer, "row_state", None) is None:
                 raise ValueError(
-                    f"{type(layer).__name__} does not go with an envpool in async mode: only flatroll's markers do, "
+                    f"{type(layer).__name__} does not work with an envpool in async mode: only flatroll's markers do, "
                     "and your own if row_state names the arrays [E] they keep. Use postproc, or a pool in sync mode"
                 )
         assert source.capabilities.batch_size is not None

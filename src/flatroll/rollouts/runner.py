@@ -307,7 +307,8 @@ class Runner:
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
             raise ValueError(
-                "splits= needs envs whose steps can be begun and awaited later (AsyncVectorEnv, envpool in sync mode), "
+                "splits= needs envs whose steps can be started and awaited separately (AsyncVectorEnv, envpool "
+                "in sync mode), "
                 f"without gymnasium's wrappers around them, got {base}: put wrappers around the single envs"
             )
         if self._check_actions is not None:

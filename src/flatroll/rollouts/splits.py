@@ -178,8 +178,9 @@ def _check_alike(parts: Sequence[Runner]) -> None:
             seeds += config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
     if len(set(seeds)) < len(seeds):
         raise ValueError(
-            "two envpools of splits= have envs with the same seed, which would make the same rows: env i of a pool has "
-            "the pool's seed + i (42 + i by default). Give each pool its seed: seed=0 and, after 4 envs, seed=4"
+            "two envpools of splits= have envs with the same seed, which would produce the same rows: env i of a "
+            "pool has "
+            "the pool's seed + i (42 + i by default). Give each pool its own seed: seed=0 and, after 4 envs, seed=4"
         )
 
 

@@ -77,7 +77,7 @@ class Memory:
             os.close(self._descriptor)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("shared memory has no name that a pickle could hold: send it through a Channel")
+        raise TypeError("shared memory cannot be pickled: send it through a Channel")
 
 
 def _anonymous_file(size: int) -> int:
@@ -85,14 +85,14 @@ def _anonymous_file(size: int) -> int:
     if sys.platform == "linux":
         free = int(psutil.virtual_memory().available)
         if size > free:
-            raise MemoryError(f"{size:,} bytes of shared memory were asked for, {free:,} are free")
+            raise MemoryError(f"{size:,} bytes of shared memory were requested, {free:,} are free")
         return os.memfd_create("flatroll")  # only a label in /proc
     with tempfile.TemporaryFile(prefix="flatroll") as file:
         disk = os.fstatvfs(file.fileno())
         free = disk.f_bavail * disk.f_frsize
         if size > free:  # writing to a sparse file could raise SIGBUS
             folder = tempfile.gettempdir()
-            raise OSError(f"{size:,} bytes of shared memory were asked for, {free:,} are free in {folder}")
+            raise OSError(f"{size:,} bytes of shared memory were requested, {free:,} are free in {folder}")
         return os.dup(file.fileno())
 
 
@@ -156,7 +156,7 @@ def row_count(columns: Mapping[Key, Any]) -> int:
     """Return the common number of rows N of columns ``[N, *S]``; ValueError if they differ or there are none."""
     counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
     if len(set(counts.values())) != 1 or None in counts.values():
-        raise ValueError(f"columns must have one number of rows, got {counts}")
+        raise ValueError(f"columns must have the same number of rows, got {counts}")
     (count, *_) = counts.values()
     assert count is not None
     return count

@@ -218,7 +218,7 @@ class Channel:
             os.close(self._descriptors.popleft())
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a channel has no name that a pickle could hold: send it through another channel")
+        raise TypeError("a channel cannot be pickled: send it through another channel")
 
 
 class _Socket(socket.socket):

@@ -161,8 +161,8 @@ class Nursery:
             if not culprits:
                 raise
             raise TypeError(
-                f"{' and '.join(culprits)} cannot be sent to a process, since pickling fails with: {error}. Make such "
-                "things in the worker, in a function that is sent instead"
+                f"{' and '.join(culprits)} cannot be sent to a process, because pickling fails: {error}. Create "
+                "such objects in the worker, in a function that is sent instead"
             ) from error
         self._workers.append(worker)
         return worker

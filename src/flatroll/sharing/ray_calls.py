@@ -197,7 +197,7 @@ def put_named(calls: Calls, **values: Any) -> list[Any]:
             references.append(calls.put(value))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise TypeError(
-                f"{name} cannot be sent to an actor, since pickling fails with: {error}. Make such things in the "
+                f"{name} cannot be sent to an actor, because pickling fails: {error}. Create such objects in the "
                 "actor, in a function that is sent instead"
             ) from error
     return references
@@ -247,7 +247,7 @@ def pack_batches(value: Any) -> Any:
         if not isinstance(entry, Tensor):
             raise TypeError(
                 f"entry {key!r} is of type {type(entry).__name__}: only tensors go through Ray's object store, "
-                "leave it out or make a tensor of it"
+                "leave it out or convert it to a tensor"
             )
         column = entry.detach().cpu()
         if column.dtype is torch.bfloat16:

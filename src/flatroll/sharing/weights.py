@@ -106,7 +106,7 @@ class SharedWeights:
         if state.keys() != shared.keys():
             missing, added = sorted(shared.keys() - state.keys()), sorted(state.keys() - shared.keys())
             raise ValueError(
-                f"the weights have other names than those that were shared: missing {missing}, new {added}"
+                f"the weights have other names than the shared ones: missing {missing}, new {added}"
             )
         for name, copy in shared.items():
             value = _values(name, state[name])
@@ -132,7 +132,7 @@ def _values(name: str, value: Any) -> "torch.Tensor":
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         raise TypeError(
             f"weight {name!r} is of type {type(value).__name__}: only tensors whose shape is known can be shared "
-            "(run a lazy module once before)"
+            "(call a lazy module once before)"
         )
     return value
 

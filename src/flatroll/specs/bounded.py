@@ -187,7 +187,7 @@ class Bounded(NumberSpec, Ranged):
     def _counts(self) -> list[int]:
         """Return the number of values per entry; NotImplementedError if it is infinite."""
         if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
-            raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
+            raise NotImplementedError(f"the values of {self!r} cannot be listed: there are infinitely many")
         ends = zip(self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist(), strict=True)
         return [int(high) - int(low) + 1 for low, high in ends]
 
@@ -331,7 +331,7 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
     if value is None:
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
     if dtype.is_complex:
-        raise ValueError(f"dtype must be one of real numbers between bounds, got {dtype}")
+        raise ValueError(f"dtype must be a real dtype, got {dtype}")
     # A float in float64, or torch rounds it to float32, 1e39 to inf; the largest ints are in uint64 alone.
     large = isinstance(value, int) and value >= 2**63
     wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None

@@ -98,13 +98,13 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if -1 in spec.shape:
         raise ValueError(f"no Gymnasium space has dims of any length, got shape {tuple(spec.shape)}")
     if getattr(spec, "mask", None) is not None:
-        raise ValueError("no Gymnasium space keeps a mask: call spec.update_mask(None) first")
+        raise ValueError("Gymnasium spaces have no mask: call spec.update_mask(None) first")
     if type(spec) is Composite:
         children = {key: as_space(child) for key, child in spec.present().items()}
         return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
     if spec.dtype is torch.bfloat16:
         raise TypeError(
-            "NumPy has no bfloat16, so no Gymnasium space does: call spec.to(torch.float32) first"
+            "NumPy has no bfloat16, so Gymnasium spaces have none: call spec.to(torch.float32) first"
         )
     dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
     if isinstance(spec, Bounded | Unbounded):

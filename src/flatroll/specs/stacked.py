@@ -91,8 +91,8 @@ class Parallel(TensorSpec):
         ]
         if len(along) > 1 or probe.numel() == 0:
             raise ValueError(
-                f"a {type(self).__name__} of shape {tuple(self.shape)}, stacked along dim {dim}, cannot be reshaped "
-                "or indexed so: its specs would not be along one dim any more, or nothing would be left of them"
+                f"a {type(self).__name__} of shape {tuple(self.shape)}, stacked along dim {dim}, cannot be "
+                "reshaped or indexed this way: its specs would no longer be along one dim, or none would be left"
             )
 
         def place(number: int, at: int | None) -> Any:
@@ -252,7 +252,7 @@ class Stacked(Parallel):
         sizes = [tuple(part.shape) for part in parts]
         if dim:
             raise ValueError(
-                f"values of sizes {sizes} stand beside each other only along dim 0: draw from spec.unbind() instead"
+                f"values of sizes {sizes} can be stacked only along dim 0: draw from spec.unbind() instead"
             )
         try:
             return torch.nested.nested_tensor(parts, layout=torch.jagged)
@@ -388,7 +388,7 @@ def contains_lazy_spec(spec: TensorSpec) -> bool:
 
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
-    """Whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
+    """Return whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
     if isinstance(spec, StackedComposite) and any(
         len(part) > len(spec) or not check_no_exclusive_keys(part, recurse) for part in spec.specs
     ):

@@ -275,7 +275,7 @@ class TensorSpec(ABC):
             if isinstance(item, slice) and item != slice(None) and used in self._open_dims():
                 raise IndexError(
                     f"the index {index} takes a part of a dim of any length (-1), dim {used} of {tuple(self.shape)}: "
-                    "take all of it (:) or one place of it"
+                    "take all of it (:) or one position of it"
                 )
         return tuple(items)
 
@@ -332,7 +332,7 @@ class TensorSpec(ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
             raise AttributeError(
-                f"{name} of a {type(self).__name__} cannot be set: make another spec of it, by expand, reshape or to"
+                f"{name} of a {type(self).__name__} cannot be set: create another spec with expand, reshape or to"
             )
         object.__setattr__(self, name, value)
 

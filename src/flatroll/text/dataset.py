@@ -200,7 +200,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
             yield item
         if empty:
             raise ValueError(
-                "iterator gives nothing (any more): pass what is not empty and can be gone through again"
+                "iterator is empty or exhausted: pass an iterable that is not empty and can be restarted"
             )
 
 

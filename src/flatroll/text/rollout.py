@@ -124,7 +124,7 @@ class RolloutFromModel:
         for name in ("model", "ref_model", "reward_model"):
             network = getattr(self, name)
             if isinstance(network, type) or not callable(network):
-                raise TypeError(f"{name} must be a model that can be called, got {shown(network)}")
+                raise TypeError(f"{name} must be a callable model, got {shown(network)}")
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()

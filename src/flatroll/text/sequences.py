@@ -117,7 +117,9 @@ class Sequences:
         bounds = _whole_numbers("state['bounds']", state["bounds"])
         dense_tensor("state['tokens']", state["tokens"])
         if int(bounds[-1]) != len(state["tokens"]) or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
-            raise ValueError("state has bounds that do not fit its tokens: it is not of a Sequences table")
+            raise ValueError(
+                "state has bounds that do not fit its tokens: it is not the state of a Sequences table"
+            )
         self._first, self._tokens, self._bounds = int(state["first"]), state["tokens"], bounds
 
     def _places(self, numbers: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class TensorDictTokenizer:
 
 
 class PromptTensorDictTokenizer(TensorDictTokenizer):
-    """Tokenizes prompts and what follows them, and marks where the prompt ends.
+    """Tokenizes prompts with their continuations, and marks where the prompt ends.
 
     Token ids are those of the joined text, ``sample[key] + sample["label"]``. Joining can change tokens at the
     seam ("I li" + "ke tea" has a token " like"), so the prompt is the longest prefix of tokens that the joined text and

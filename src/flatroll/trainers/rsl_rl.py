@@ -56,7 +56,7 @@ class FlatVecEnv(VecEnv):
         limit = max_episode_length or getattr(adapted.spec, "max_episode_steps", None)
         if limit is None:
             raise ValueError(
-                "max_episode_length is needed: the env names no limit in its spec. Use FlatVecEnv(env, "
+                "max_episode_length is needed: the env's spec has no time limit. Use FlatVecEnv(env, "
                 "max_episode_length=...), which truncates episodes there"
             )
         # The counter also applies the limit, if one was given.
@@ -118,7 +118,9 @@ class FinalObservations:
         if "final_obs" not in extras:
             raise KeyError("extras has no 'final_obs': make the env with flatroll.trainers.rsl_rl.FlatVecEnv")
         if getattr(self.critic, "is_recurrent", False):
-            raise TypeError("FinalObservations is not for recurrent critics, whose states it would move on")
+            raise TypeError(
+                "FinalObservations does not support recurrent critics, whose states it would advance"
+            )
         time_outs = extras["time_outs"].to(rewards.device)
         if time_outs.any():
             with torch.no_grad():

@@ -61,7 +61,7 @@ def spec_of(space: Any) -> Any:
         isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
         and (torch.as_tensor(space.start) != 0).any()
     ):
-        raise TypeError(f"TorchRL's categorical specs begin with 0, got {space}")
+        raise TypeError(f"TorchRL's categorical specs start at 0, got {space}")
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), dtype=torch.int64)
     if isinstance(space, spaces.MultiDiscrete):

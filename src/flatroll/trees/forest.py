@@ -115,7 +115,7 @@ class MCTSForest:
         self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
         if data_map is not None and not self.observation_keys:
             raise ValueError(
-                "data_map needs observation_keys or node_map beside it, to tell them from actions"
+                "data_map needs observation_keys or node_map, too, to distinguish observations from actions"
             )
         of_data = [key for key in of_data if key not in self.observation_keys]
         self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
@@ -515,6 +515,6 @@ class DataMap:
         if bool(outside.any()):
             what = "numbers of transitions" if isinstance(item, Tensor) else "pairs of observation and action"
             raise KeyError(
-                f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: ask contains()"
+                f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: check with contains()"
             )
         return self._forest.rows(edges.reshape(-1)).reshape(edges.shape)

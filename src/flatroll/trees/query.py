@@ -152,7 +152,7 @@ class QueryModule(TensorDictModuleBase):
                 if not isinstance(column, Tensor):
                     raise TypeError(
                         f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
-                        "SipHash and its kind do so with as_tensor=True"
+                        "SipHash and similar modules do so with as_tensor=True"
                     )
         return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
 

@@ -113,9 +113,7 @@ class GrowingColumns:
         """
         for key, stored in self._columns.items():
             if key not in columns:
-                raise KeyError(
-                    f"no entry {key!r}, which the rows before have; got {sorted(map(str, columns))}"
-                )
+                raise KeyError(f"no entry {key!r}, which earlier rows have; got {sorted(map(str, columns))}")
             column = columns[key]
             if column.dtype != stored.dtype or column.shape[1:] != stored.shape[1:]:
                 raise TypeError(

@@ -96,7 +96,7 @@ def _visits(count: Tensor, parent: Tensor) -> Tensor:
 
 
 def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each parent's edge with the highest score; of equal ones the first.
+    """Find each parent's edge with the highest score, the first of several equal ones.
 
     Args:
         score: float ``[E]`` without NaN.

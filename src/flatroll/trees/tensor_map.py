@@ -47,7 +47,7 @@ class TensorMap(ABC, Generic[K, V]):
 
 
 class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBase]):
-    """A dict for batches: keys are rows of tensordicts, compared by some of their entries, and so are values.
+    """A dict for batches: keys and values are rows of tensordicts; keys are compared by some of their entries.
 
     ``map[keys] = values`` stores values for keys of batch size ``[*B]``, or for a single row, and writes the keys'
     positions and hashes into ``keys`` (`QueryModule`). Of equal keys in one batch the last one wins. ``map[keys]``
@@ -197,8 +197,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             if default is None or (not len(self) and not isinstance(default, TensorDictBase)):
                 first = {key: require(item, key).reshape(len(found), -1)[row].tolist() for key in self._read}
                 raise KeyError(
-                    f"{int(unknown.sum())} of {len(found)} keys are not in the map, the first in row {row}: {first}. "
-                    "Ask contains(), or pass default="
+                    f"{int(unknown.sum())} of {len(found)} keys are not in the map, the first in row {row}: "
+                    f"{first}. Check with contains(), or pass default="
                 )
             if isinstance(default, TensorDictBase):
                 values = default.expand(item.batch_size).reshape(len(found)).clone()

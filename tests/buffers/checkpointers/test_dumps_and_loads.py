@@ -588,7 +588,7 @@ def test_what_does_not_fit_is_refused_and_says_how(tmp_path: Path) -> None:
         (made(LazyTensorStorage(CAPACITY - 1)), r"make it with max_size=48"),
         (compact, "saved without a trajectory index"),
         (items, "of a storage of tensors, this is a ListStorage"),
-        (frames, r"in a FrameColumn: load it into a storage made as the saved one"),
+        (frames, r"in a FrameColumn: load it into a storage created like the saved one"),
         (less, r"as batch\['state'\], this storage keeps nothing: load it into"),
         (
             made(sampler=SliceSampler(slice_len=3)),
@@ -603,7 +603,7 @@ def test_what_does_not_fit_is_refused_and_says_how(tmp_path: Path) -> None:
         made().loads(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"has no version 9; there are: versions 1"):
         made().loads(tmp_path, version=9)
-    with pytest.raises(FileNotFoundError, match="reads what it has written"):
+    with pytest.raises(FileNotFoundError, match="reads only its own files"):
         made(checkpointer=H5StorageCheckpointer()).loads(tmp_path)
     with pytest.raises(TypeError, match="use ListStorageCheckpointer"):
         made(ListStorage(3), checkpointer=TensorStorageCheckpointer()).dumps(tmp_path / "a")

@@ -86,7 +86,7 @@ def later(file: Any, folder: Path) -> None:
         (raw_file, "lies in other files"),
         (huge, "claims 400000000000 bytes"),
         (deep, "more than 64 groups"),
-        (text, "must be of numbers"),
+        (text, "must hold numbers"),
         (later, "install a later flatroll"),
     ],
 )

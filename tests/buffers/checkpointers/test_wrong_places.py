@@ -201,7 +201,7 @@ def test_versions_that_are_not_there_are_told_from_damage(tmp_path: Path) -> Non
     # Of an ensemble whose newest version lacks a file of a member, the one before is whole.
     (tmp_path / "ensemble" / "member-1" / "manifest-000000000003.json").unlink()
     other = ensemble()
-    with pytest.warns(RuntimeWarning, match=r"a member is not there: .*member-1 has no version 3"):
+    with pytest.warns(RuntimeWarning, match=r"a member is missing: .*member-1 has no version 3"):
         other.loads(tmp_path / "ensemble")
     assert len(other[1]) == 9
 
@@ -298,7 +298,7 @@ def test_another_schema_by_the_letter_of_the_error(tmp_path: Path) -> None:
         (typed, "torch.int64 .* as .*this storage keeps torch.int32"),
     ]:
         with pytest.raises(
-            ValueError, match=f"{text}.*: load it into a storage made as the saved one, and extend"
+            ValueError, match=f"{text}.*: load it into a storage created like the saved one, and extend"
         ):
             other.loads(tmp_path)
         assert len(other) == 5

@@ -197,7 +197,7 @@ def test_an_ensemble_is_sampled_by_a_handle_and_extended_by_those_of_its_members
     one.extend(TensorDict({"x": torch.ones(5)}, [5]))
     assert handle.sample()["x"].tolist() == [[0.0] * 3, [1.0] * 3] and len(handle) == 10
     assert handle.stats() == ensemble.stats()
-    with pytest.raises(RuntimeError, match=r"an ensemble does not know for which"):
+    with pytest.raises(RuntimeError, match=r"an ensemble cannot choose one of its"):
         handle.extend(TensorDict({"x": torch.ones(5)}, [5]))
 
 

@@ -247,7 +247,7 @@ def test_an_interrupted_call_does_not_shift_the_answers(
 @pytest.mark.parametrize(
     ("kind", "content", "text"),
     [
-        ("gossip", None, "no end of a post sends"),
+        ("gossip", None, "was not expected"),
         (LETTER, (b"", []), "."),
         (LETTER, 5, "."),
         ("mailbox: window", (0, 0, [10**9], b""), "slot 0 of block 0 was announced"),

@@ -495,7 +495,7 @@ def _wide(achieved: Tensor, desired: Tensor, info: Any) -> Any:
             "complex64, which .* cannot hold",
         ),
         (None, {"terminated_fn": reached}, TypeError, "must return bool, got torch.float32"),
-        (None, {"goal_key": "count"}, ValueError, "cannot take the place"),
+        (None, {"goal_key": "count"}, ValueError, "cannot replace the other"),
     ],
 )
 def test_rows_that_cannot_be_relabelled(change: Any, options: Any, error: Any, text: str) -> None:

@@ -334,7 +334,7 @@ def test_rows_changed_on_the_way_in_do_not_go_with_final() -> None:
     at = torch.tensor([3, 7, 11])
     final = TensorDict({"row": at, "next": {"observation": data["next", "observation"][at]}}, [3])
     with pytest.raises(
-        ValueError, match=r"final counts the rows of the batch, \[12\], .* changed them to \[8\]"
+        ValueError, match=r"final refers to the rows of the batch, \[12\], .* changed them to \[8\]"
     ):
         buffer.extend(data.exclude(("next", "observation")), final=final)
     assert len(buffer) == 0

@@ -118,7 +118,7 @@ def test_own_folder_gives_the_generator_back(tmp_path: Path) -> None:
     would_come = buffer.sample(9)["rewards"]
     buffer.load_checkpoint(tmp_path / "run")
     assert torch.equal(buffer.sample(9)["rewards"], would_come)
-    with pytest.raises(ValueError, match="the folder of this buffer"):
+    with pytest.raises(ValueError, match="this buffer's own folder"):
         buffer.load_checkpoint(tmp_path / "run", True, 0, 2)
     buffer.close()
 
@@ -538,7 +538,7 @@ def test_rlinf_files_that_are_made_up(tmp_path: Path) -> None:
     again: dict[str, Any] = {}
     for _ in range(60):
         again = {"a": again, "b": again}
-    refused(rlinf(tmp_path / "again", x=again), "is there twice")
+    refused(rlinf(tmp_path / "again", x=again), "occurs twice")
     path = rlinf(tmp_path / "flipped", x=torch.zeros(T, B, 50))
     file = path / "trajectory_0_w0.pt"
     whole = file.read_bytes()

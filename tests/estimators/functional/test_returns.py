@@ -513,7 +513,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rolling_gamma": (
         lambda: td1_return_estimate(0.9, ONE, ONE, NO, rolling_gamma=False),
         ValueError,
-        "rolling_gamma=False (one row's gamma for all the rewards behind it) is not a recursion",
+        "rolling_gamma=False (one row's gamma for all later rewards) is not a recursion",
     ),
     "threshold": (
         lambda: vtrace_advantage_estimate(0.9, ONE, ONE, ONE, ONE, ONE, NO, rho_thresh=-1.0),

@@ -295,7 +295,7 @@ def test_wrong_networks() -> None:
     memory = GRUModule(3, 4, in_key="observation", out_key="features")
     recurrent = TensorDictSequential(memory, continuous_critic(reads="features"))
     with pytest.raises(
-        TypeError, match="SACLoss reads rows one by one, and a recurrent module remembers others"
+        TypeError, match="SACLoss reads rows independently, but a recurrent module needs the rows before"
     ):
         SACLoss(continuous_actor(), recurrent)
     silent = TensorDictModule(StateAction(), ["observation", "action"], ["q"])

@@ -715,7 +715,7 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
         (
             lambda: KINDS["gae"](norm_critic(), shifted=True, single_call=False),
             ValueError,
-            "single_call is another name of shifted, got False and True",
+            "single_call is another name for shifted, got False and True",
         ),
         (
             lambda: KINDS["gae"](norm_critic(), shifted=True, shifted_budget=0),
@@ -742,7 +742,7 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
         (
             lambda: KINDS["gae"](norm_critic(), group_key="task"),
             ValueError,
-            "group_key='task' says within what",
+            "group_key='task' names the groups",
         ),
     ],
     ids=[

@@ -16,7 +16,7 @@ make_env = partial(make, "SameStep")
 
 WRONG = [
     ({"create_env_fn": make_env()}, TypeError, "create_env_fn must be a function that makes an env"),
-    ({"create_env_fn": []}, ValueError, "a function or a list of some, got an empty list"),
+    ({"create_env_fn": []}, ValueError, "a function or a list of functions, got an empty list"),
     ({"num_collectors": 0}, ValueError, "num_collectors must be"),
     (
         {"create_env_fn": [make_env], "num_collectors": 2},
@@ -49,7 +49,7 @@ WRONG = [
         ValueError,
         "needs workers_per_actor=1, got 2: the workers of",
     ),
-    ({"interruptor": threading.Event()}, TypeError, "interruptor is asked in the process that collects"),
+    ({"interruptor": threading.Event()}, TypeError, "interruptor works only in the process that collects"),
     ({"remote_configs": [{}, {}]}, ValueError, "remote_configs has 2 entries for 1 collectors"),
     (
         {"remote_configs": {"max_restarts": 3}},

@@ -84,13 +84,13 @@ def test_a_recurrent_policy(pool: Any) -> None:
 def test_steps_by_hand_are_noticed(pool: Any) -> None:
     used = pool("CartPole-v1", 2)
     used.async_reset()
-    with pytest.raises(RuntimeError, match="was reset, or its rows received, by hand"):
+    with pytest.raises(RuntimeError, match="was reset, or its rows received, by other code"):
         rollout(used, push, 3)
     used = pool("CartPole-v1", 2)
     collector = Collector(used, push, frames_per_batch=20)
     next(collector)
     used.recv()
-    with pytest.raises(RuntimeError, match="was reset, or its rows received, by hand"):
+    with pytest.raises(RuntimeError, match="was reset, or its rows received, by other code"):
         next(collector)
 
 

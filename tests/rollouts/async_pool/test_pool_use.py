@@ -207,7 +207,7 @@ def test_pools_that_were_used_by_hand_are_refused(mark: str) -> None:
     made = collector(pool)
     setattr(pool, mark, 0)  # what envpool leaves there
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="by hand, so it is not known which envs are under way"):
+        with pytest.raises(RuntimeError, match="by other code, so it is unknown which envs are stepping"):
             next(made)
 
 
@@ -216,7 +216,7 @@ def test_rows_that_somebody_takes_or_makes_are_noticed() -> None:
     made = collector(pool)
     next(made)
     pool._last_players_env_id = np.arange(2)  # a recv has replaced it
-    with pytest.raises(RuntimeError, match="its rows received, by hand"):
+    with pytest.raises(RuntimeError, match="its rows received, by other code"):
         next(made)
     pool = ScriptedPool(5, 2)
     source: Any = as_vector_env(pool).source  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ def test_rows_that_somebody_takes_or_makes_are_noticed() -> None:
     pool.send(np.zeros(2, np.int64), first)
     for env in first:
         pool.under_way[int(env)] = (-1.0, pool.under_way[int(env)][1])  # done first
-    with pytest.raises(RuntimeError, match="somebody else has sent actions to it"):
+    with pytest.raises(RuntimeError, match="other code has sent actions to it"):
         source.receive()
 
 
@@ -268,16 +268,16 @@ def four() -> Any:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: collector(Silent(four())), ValueError, "Silent does not go with an envpool in async mode"),
+        (lambda: collector(Silent(four())), ValueError, "Silent does not work with an envpool in async mode"),
         (
             lambda: collector(NextObservationDelta(four())),
             ValueError,
-            "does not go with an envpool in async mode",
+            "does not work with an envpool in async mode",
         ),
         (
             lambda: collector(gym.wrappers.vector.ClipReward(as_vector_env(four()), 0, 1)),
             ValueError,
-            "ClipReward does not go with an envpool in async mode",
+            "ClipReward does not work with an envpool in async mode",
         ),
         (lambda: collector(StepCounter(four(), max_steps=3)), ValueError, "envpool: max_episode_steps="),
         (lambda: collector(four(), max_frames_per_traj=3), ValueError, "envpool: max_episode_steps="),
@@ -290,7 +290,7 @@ def four() -> Any:
         (
             lambda: collector([four(), four()], splits=2),
             ValueError,
-            "splits= needs envs whose steps can be begun",
+            "splits= needs envs whose steps can be started",
         ),
         (
             lambda: collector(four(), remember),

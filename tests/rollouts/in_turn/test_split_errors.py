@@ -64,7 +64,7 @@ class Flipped(gym.vector.VectorActionWrapper):
             lambda: [ScriptedVectorEnv(Script(2)), ScriptedVectorEnv(Script(2))],
             by_place,
             ValueError,
-            "splits= needs envs whose steps can be begun and awaited later",
+            "splits= needs envs whose steps can be started and awaited separately",
         ),
         (lambda: [Part()] * 2, by_place, ValueError, "must be different envs, got one of them twice"),
         (

@@ -53,7 +53,7 @@ def test_a_thread_fills_the_buffer(sync: bool, nursery: Nursery) -> None:
     ) as collector:
         collector.start()
         with pytest.raises(
-            RuntimeError, match=r"the thread of start\(\) collects: sample from the replay buffer"
+            RuntimeError, match=r"the thread of start\(\) is collecting: sample from the replay buffer"
         ):
             next(collector)
         wait_until(lambda: len(buffer) > 50)

@@ -169,7 +169,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         stacks = dict(options.get("frame_stack") or {})
         if set(stacks) - {"observation"}:
-            raise ValueError(f"frame_stack can name 'observation', got {stacks}")
+            raise ValueError(f"frame_stack can only name 'observation', got {stacks}")
         self._stack = stacks.get("observation")
         slices(options, num_slices, slice_len, strict_len, replacement)
         super().__init__(dataset_id, batch_size, **options)

@@ -150,7 +150,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         except ImportError as error:
             raise ImportError(
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
-                f"({error}): leave it out and pass the HDF5 file by fetch=, or pass the env by fetch="
+                f"({error}): leave it out and pass the HDF5 file with fetch=, or pass the env with fetch="
             ) from error
         return gym.make(self.dataset_id)
 

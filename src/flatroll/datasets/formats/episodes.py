@@ -49,7 +49,7 @@ def damage_in(file: str | Path) -> Iterator[None]:
     with naming(file):
         # Opening a pipe would wait for a writer.
         if not stat.S_ISREG(Path(file).stat().st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         yield
 
 

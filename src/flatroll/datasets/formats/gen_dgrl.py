@@ -195,7 +195,7 @@ class _Array(np.ndarray[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         version, shape, kind, fortran, data = state
         if version != 1 or not isinstance(kind, _Kind) or not isinstance(data, bytes | list):
-            raise pickle.UnpicklingError("no state of a NumPy array")
+            raise pickle.UnpicklingError("this is not the state of a NumPy array")
         self._budget[0] -= len(data)
         if self._budget[0] < 0:
             raise pickle.UnpicklingError("the arrays have more than max_bytes")
@@ -207,13 +207,13 @@ class _Kind:
 
     def __init__(self, kind: Any, *_: Any) -> None:
         if not isinstance(kind, str) or re.fullmatch("[biufc][0-9]{1,2}|O8?", kind) is None:
-            raise pickle.UnpicklingError(f"arrays of {kind!r} are asked for, not of numbers")
+            raise pickle.UnpicklingError(f"arrays of {kind!r} are in the pickle, expected numbers")
         self.dtype = np.dtype(kind)
 
     def __setstate__(self, state: Any) -> None:
         order, *parts = state[1:5]  # version, byte order, and what structured dtypes have
         if order not in ("<", ">", "|", "=") or any(part is not None for part in parts):
-            raise pickle.UnpicklingError("no dtype of numbers")
+            raise pickle.UnpicklingError("this is not a dtype of numbers")
         self.dtype = self.dtype.newbyteorder(order)
 
 
@@ -236,9 +236,7 @@ class _ArraysOnly(pickle.Unpickler):
             return _Function(_Kind)
         if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
             return _Function(_encode)
-        raise pickle.UnpicklingError(
-            f"{module}.{name} is asked for, which is not part of NumPy arrays: it was not run"
-        )
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of NumPy arrays: it was not run")
 
 
 class _Function:
@@ -251,7 +249,7 @@ class _Function:
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("a function is no array")
+        raise pickle.UnpicklingError("the pickle has a function, expected arrays")
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:

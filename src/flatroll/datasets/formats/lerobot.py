@@ -179,7 +179,7 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
         key, shape = tuple(name.split(".")), list(array.shape[1:])
         if array.dtype.kind == "c" or not np.prod(shape):
             raise TypeError(
-                f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not have: leave it out"
+                f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
             )
         image = None
         if (key in observed or key[1:] in observed) and array.dtype == np.uint8 and array.ndim == 4:
@@ -202,7 +202,7 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
         )
     stored = [field["column"] for field in fields if not field["next"]]
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
-        raise ValueError(f"columns {clash} would have the names of others: rename the entries first")
+        raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
     present = {field["key"] for field in fields}
     missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
     if missing:
@@ -475,7 +475,7 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         if "episode_index" not in table.column_names or table["episode_index"].unique().to_pylist() != [
             number
         ]:
-            raise ValueError(f"{file} should go on with {length} frames of episode {number}, and does not")
+            raise ValueError(f"{file} should continue with {length} frames of episode {number}, but does not")
         yield number, table
 
 
@@ -488,9 +488,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
         for cell in column.to_pylist():
             content = cell.get("bytes") if isinstance(cell, dict) else cell
             if not isinstance(content, bytes):
-                raise ValueError(
-                    f"{name} has an image that is not in the file itself: have LeRobot embed images"
-                )
+                raise ValueError(f"{name} has an image stored outside the file: let LeRobot embed images")
             try:
                 picture = pillow.open(io.BytesIO(content), formats=["PNG", "JPEG"])
                 if picture.size != (width, height):  # known before anything is decoded

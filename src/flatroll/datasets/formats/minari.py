@@ -102,7 +102,9 @@ def write_minari(
                 if name not in columns:
                     raise ValueError(f"a Minari episode needs {name}: it is not in the batch")
                 if columns[name].size != len(columns[name]):
-                    raise ValueError(f"{name} must be one number a row, got {list(columns[name].shape[1:])}")
+                    raise ValueError(
+                        f"{name} must be one number per row, got {list(columns[name].shape[1:])}"
+                    )
                 single[place] = columns[name].reshape(-1)
             yield buffer_of(
                 id=number, observations=_observations(rows), actions=_actions(rows), infos=infos, **single
@@ -160,9 +162,9 @@ def _space_of(columns: Any, key: tuple[str, ...], source: Source, argument: str)
     space: gym.Space[Any] | None = source.space_of(key)
     if space is None or (space.dtype, space.shape) != (columns.dtype, columns.shape[1:]):
         raise ValueError(
-            f"{argument} must be given: nothing tells the space of {'.'.join(key)!r}, {columns.dtype} "
-            f"{list(columns.shape[1:])}. Pass {argument}=env.single_{argument}, or note the "
-            "collector's first: buffer.note_spec(collector.spec)"
+            f"{argument} must be given: flatroll does not know the space of {'.'.join(key)!r}, {columns.dtype} "
+            f"{list(columns.shape[1:])}. Pass {argument}=env.single_{argument}, or first call "
+            "buffer.note_spec(collector.spec)"
         )
     return space
 
@@ -211,7 +213,7 @@ def read_minari_columns(
     if record is not None:
         if rename:
             raise ValueError(
-                "rename is for sets of other makers: export wrote this one, under the names of its columns"
+                "rename is only for sets from other sources: export wrote this one, under the names of its columns"
             )
         yield from (_restore_episode(episode, record) for episode in data.iterate_episodes())
         return
@@ -225,8 +227,8 @@ def read_minari_columns(
         }
         if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
             raise ValueError(
-                f"episode {episode.id} has other infos than those before it, or of other shapes or dtypes: "
-                f"{differing}; infos=False leaves all of them out"
+                f"episode {episode.id} has other infos than the episodes before it, or other shapes or dtypes: "
+                f"{differing}; pass infos=False to omit them all"
             )
         before = kinds
         yield columns
@@ -310,7 +312,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     Raises:
         ImportError: Minari is missing: ``pip install "flatroll[minari]"``.
         FileNotFoundError: Minari does not have the set here, and was not to fetch it.
-        ValueError: Minari knows no set of that name.
+        ValueError: Minari has no set of that name.
     """
 
     kind = "minari"
@@ -343,7 +345,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         try:
             return minari.load_dataset(self.dataset_id, download=not self._local)
         except (KeyError, FileNotFoundError) as error:
-            raise ValueError(f"Minari knows no set {self.dataset_id!r}: {error}") from None
+            raise ValueError(f"Minari has no set {self.dataset_id!r}: {error}") from None
 
     @override
     def _convert(self, source: Any) -> Iterator[dict[str, Array]]:

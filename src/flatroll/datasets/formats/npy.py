@@ -39,7 +39,7 @@ class ArrayStream:
         with naming(name):
             shape, fortran, self.dtype = read_header(stream)
         if self.dtype.kind not in "biufc":
-            raise TypeError(f"{name} must be of numbers or bools, got {self.dtype}")
+            raise TypeError(f"{name} must hold numbers or bools, got {self.dtype}")
         if not shape or (fortran and len(shape) > 1):
             raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
         self.shape, self.rows = shape, next(iter(shape))
@@ -48,8 +48,8 @@ class ArrayStream:
         claimed = self.rows * max(1, self._row_bytes)
         if claimed > max_bytes:
             raise ValueError(
-                f"{name} claims {claimed} bytes, at most {max_bytes} can be: the file is damaged, "
-                "or max_bytes too small"
+                f"{name} claims {claimed} bytes, the maximum is {max_bytes}: the file is damaged, or max_bytes is "
+                "too small"
             )
         self._read = 0
 
@@ -77,7 +77,7 @@ def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
         return np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
     if version == (2, 0):
         return np.lib.format.read_array_header_2_0(stream, max_header_size=_LONGEST_HEADER)
-    raise ValueError(f"it has version {version} of the format, known are 1.0 and 2.0")
+    raise ValueError(f"it has version {version} of the format, supported are 1.0 and 2.0")
 
 
 def read_whole(stream: IO[bytes], name: str, max_bytes: int) -> Any:

@@ -65,7 +65,7 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         if len(steps) < 2:
             raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
         if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
-            raise ValueError(f"episode {number} goes on after step {early[0]}, its last one")
+            raise ValueError(f"episode {number} continues after step {early[0]}, its last one")
         if any("observation" not in step for step in steps):
             raise KeyError(f"episode {number} has a step without 'observation'")
         states = _columns(steps, "observation", number)
@@ -173,7 +173,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             del options["download"]
         if streaming:
             if replacement:
-                raise ValueError("streaming=True reads each episode once in a pass: leave out replacement")
+                raise ValueError("streaming=True reads each episode once per pass: leave out replacement")
             self._open_stream(dataset_id, batch_size, options)
             self.stream = EpisodeStream(
                 self._episodes,
@@ -216,7 +216,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         given = {name for name, value in options.items() if value not in (None, False)}
         if unknown := sorted(given - known):
             raise ValueError(
-                f"streaming=True reads a set without storing it, and takes no {unknown}: leave it out"
+                f"streaming=True reads a set without storing it, and does not accept {unknown}: leave it out"
             )
         fetch = options.get("fetch")
         if fetch is None:
@@ -335,7 +335,7 @@ class EpisodeStream:
         generator: torch.Generator | None = None,
     ) -> None:
         if num_slices is not None and slice_len is not None:
-            raise ValueError("pass num_slices or slice_len, not both: batch_size says the other")
+            raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
         self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices)
         self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len)
         self.shuffle, self.strict_length = shuffle, strict_length

@@ -61,7 +61,7 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
         raise ValueError(f"{place} has {length} actions, and of others {wrong}")
     for name in ("rewards", "done", "terminated", "truncated"):  # so no rows are only claimed, either
         if name in columns and columns[name].size != length:
-            raise ValueError(f"{place}: {name!r} must be one number a row, got {list(columns[name].shape)}")
+            raise ValueError(f"{place}: {name!r} must be one number per row, got {list(columns[name].shape)}")
     arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
     states, others = dict[str, Array](), dict[str, Array]()

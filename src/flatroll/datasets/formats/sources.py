@@ -200,7 +200,7 @@ def write_beside(path: str | Path) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists: remove it first, or choose another path")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is not a folder: make it first")
+        raise FileNotFoundError(f"{target.parent} is not a folder: create it first")
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield beside / target.name

@@ -56,7 +56,7 @@ def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
         record = frame.attrs["flatroll"]
         if wide := [name for name, (dtype, _) in record.items() if dtype.startswith("complex")]:
             raise TypeError(
-                f"entry {wide[0]!r} is complex, which Parquet does not have: torch.view_as_real it first"
+                f"entry {wide[0]!r} is complex, which Parquet does not support: apply torch.view_as_real first"
             )
         # Parquet's lists have one dimension. NaNs are values like others: Table.from_pandas would make gaps of them.
         arrays = [

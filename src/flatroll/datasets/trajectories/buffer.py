@@ -176,8 +176,8 @@ class TrajectoryReplayBuffer:
     ) -> None:
         if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
-                'trajectory_format="pkl" reads files that can run code of whoever wrote them: allow_pickle=True admits '
-                'it for files of your own; "pt" runs none'
+                'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
+                'allow_pickle=True for files that you trust; "pt" runs none'
             )
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder where auto_save=True")
@@ -350,7 +350,7 @@ class TrajectoryReplayBuffer:
             index = self.buffer.index
             if index is None:
                 raise RuntimeError(
-                    "slices need an index of trajectories, which the sampler keeps none of: use a SliceSampler"
+                    "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
             draw = index.draw(
                 whole_number("num_slices", num_slices),
@@ -502,9 +502,7 @@ class TrajectoryReplayBuffer:
             self._check_open()
             if path.resolve() == Path(self.storage.path).resolve():
                 if is_distributed and world_size > 1:
-                    raise ValueError(
-                        f"{path} is the folder of this buffer, which has all: load it into another one"
-                    )
+                    raise ValueError(f"{path} is this buffer's own folder: load it into another buffer")
                 self._restore_own()
                 return
             checkpoint = SavedTrajectories(path, self.trajectory_format == "pkl")
@@ -528,7 +526,7 @@ class TrajectoryReplayBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(
-                "the buffer is closed: make another one, which loads a checkpoint or auto_save_path"
+                "the buffer is closed: create another one, which loads a checkpoint or auto_save_path"
             )
 
     def _check_not_empty(self) -> None:

@@ -140,7 +140,7 @@ def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[
     for name, value in fields.items():
         if isinstance(value, Mapping):
             if id(value) in seen:  # which could go on for ever
-                raise ValueError(f"{name!r} is there twice")
+                raise ValueError(f"{name!r} occurs twice")
             seen.add(id(value))
             kept[name], inside = _tensors(value, seen)
             left_out += [f"{name}/{one}" for one in inside]

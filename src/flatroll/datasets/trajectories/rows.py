@@ -100,8 +100,8 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     for i, part in enumerate(parts):
         if names := find_differing(form_of(parts[0]), form_of(part)):
             raise ValueError(
-                f"trajectory {i} differs from the first one in the entries {names}: all must have the same, of the "
-                "same dtypes and shapes. Nothing was stored"
+                f"trajectory {i} differs from the first one in the entries {names}: all must have the same "
+                "entries, dtypes and shapes. Nothing was stored"
             )
     joined: Any = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
     return joined, records
@@ -166,7 +166,9 @@ def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
     """Raise ValueError unless trajectories have distinct numbers, and rows."""
     numbers = {record.number for record in records}
     if len(numbers) < len(records) or not all(0 <= number < MOST_NUMBERS for number in numbers):
-        raise ValueError(f"two trajectories have one number, or one is not in 0 ... {MOST_NUMBERS - 1}")
+        raise ValueError(
+            f"two trajectories have the same number, or a number is not in 0 ... {MOST_NUMBERS - 1}"
+        )
     if not all(0 < record.rows < _MOST_ROWS and record.lanes > 0 for record in records):
         raise ValueError("a trajectory has no rows, or too many")
 
@@ -237,7 +239,7 @@ def _facts(given: Mapping[str, Any]) -> tuple[int, str]:
 def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[TrajectoryRecord]]:
     """Rows of a flat batch, each run a trajectory."""
     if any(name == _MARKS for name in batch.keys()):  # noqa: SIM118
-        raise ValueError(f"the batch has an entry {_MARKS!r}, a name that the buffer needs for itself")
+        raise ValueError(f"the batch has an entry {_MARKS!r}, a name that the buffer reserves")
     starts = torch.nonzero(run_starts(batch)).squeeze(1).cpu()
     lengths = torch.diff(starts, append=torch.tensor([batch.batch_size[0]]))
     records = [TrajectoryRecord(number + i, length, 1) for i, length in enumerate(lengths.tolist())]
@@ -297,7 +299,7 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
                 f"{'another' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
             )
     if not path and _MARKS in fields:
-        raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer needs for itself")
+        raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")
 
 
 def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:

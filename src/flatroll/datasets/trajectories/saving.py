@@ -51,7 +51,7 @@ class RankSave:
             if loaded.version != known:
                 raise FileExistsError(
                     f"{path} holds version {loaded.version.number}, which this buffer has neither saved nor loaded: "
-                    "load_checkpoint it first, or save to another folder"
+                    "call load_checkpoint first, or save to another folder"
                 )
             named = rank_versions(loaded.json) or []
             self.named = named if len(named) == ranks else []

@@ -155,7 +155,7 @@ class OwnFolder:
             end = min(high, segment.end)
             columns = self.folder.read_rows(low, end)
             if any(isinstance(column, Ragged) for column in columns.values()):
-                raise ValueError(f"{self.folder.path} holds rows in another form than trajectories have")
+                raise ValueError(f"{self.folder.path} holds rows in another form than trajectories")
             rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
             form = form_of(rows)
             if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
@@ -282,7 +282,7 @@ class SavedTrajectories:
             if names := find_differing(form, found):
                 raise ValueError(
                     f"{self.path} has rows that differ from {others} in the entries {names}: all must have the "
-                    "same, of the same dtypes and shapes. Nothing was loaded"
+                    "same entries, dtypes and shapes. Nothing was loaded"
                 )
 
     def read(self) -> Iterator[tuple[TensorDictBase, list[TrajectoryRecord]]]:
@@ -362,7 +362,7 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     if len(rows) < ranks:
         most = f"use a world_size of at most {len(rows)}" if rows else "there is nothing to load"
         raise ValueError(
-            f"{len(rows)} trajectories cannot be divided among {ranks} ranks, one at least for each: {most}"
+            f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )
     ends = [0, *accumulate(rows)]  # ends[i] rows precede trajectory i
     bounds = [0]

@@ -57,7 +57,7 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
         )
     n, i = batch.shape[0], whole_number("i", i, -(2**63))
     if not -n <= i < n:
-        raise IndexError(f"i={i} is no row: the batch has {n} rows, 0..{n - 1}")
+        raise IndexError(f"i={i} is not a row: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
     return Text("\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)]))
 

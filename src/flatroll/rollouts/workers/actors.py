@@ -495,8 +495,8 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColum
         names = [name for name in {**layout, **came} if layout.get(name) != came.get(name)]
         changes = ", ".join(f"{name!r} was {layout.get(name)}, got {came.get(name)}" for name in names[:3])
         raise ValueError(
-            f"the policy's weights have changed their names or shapes ({changes}): its actors cannot take them, make "
-            "a new collector"
+            f"the policy's weights have changed their names or shapes ({changes}): its actors cannot load them, "
+            "create a new collector"
         )
     parts = [state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name in layout]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)

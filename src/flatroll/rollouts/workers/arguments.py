@@ -85,7 +85,7 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
     """Raise ValueError or TypeError for further arguments that a worker's `Collector` would refuse."""
     if "interruptor" in options:
         raise TypeError(
-            "interruptor is asked in the process that collects: use preemptive_threshold, pause() or shutdown()"
+            "interruptor works only in the process that collects: use preemptive_threshold, pause() or shutdown()"
         )
     if unknown := sorted(options.keys() - _PASSED_ON):
         raise TypeError(
@@ -109,7 +109,7 @@ def one_for_each(
     if not isinstance(functions, (list, tuple)):
         functions = [functions] * (count or 1)
     if not functions:
-        raise ValueError("create_env_fn must be a function or a list of some, got an empty list")
+        raise ValueError("create_env_fn must be a function or a list of functions, got an empty list")
     if count not in (None, len(functions)):
         raise ValueError(f"{name} must be the number of functions, {len(functions)}, got {num_workers}")
     for function in functions:
@@ -117,7 +117,7 @@ def one_for_each(
         for part in parts:
             if not callable(part) or (hasattr(part, "step") and not isinstance(part, type)):
                 raise TypeError(
-                    "create_env_fn must be a function that makes an env, since each worker makes its own, got "
+                    "create_env_fn must be a function that makes an env, since each worker creates its own, got "
                     f"{part!r}: write lambda: gymnasium.make(...)"
                 )
     factories = policy_factory

@@ -479,8 +479,8 @@ class MultiCollector(Facts):
         """Raise an error of `start`'s thread that was not raised before; RuntimeError in another process."""
         if os.getpid() != self._supply.owner:
             raise RuntimeError(
-                f"this collector belongs to process {self._supply.owner}, which made it: rows taken here would be "
-                "missing there. Make another one in this process"
+                f"this collector belongs to process {self._supply.owner}, which created it: rows taken here would "
+                "be missing there. Create another one in this process"
             )
         self._supply.raise_error()
 
@@ -489,7 +489,7 @@ class MultiCollector(Facts):
         self._check_open()
         if self._supply.is_running:
             raise RuntimeError(
-                "the thread of start() collects: sample from the replay buffer, or pause() it before"
+                "the thread of start() is collecting: sample from the replay buffer, or call pause() first"
             )
         return self._supply
 

@@ -282,7 +282,7 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
         if options.get("max_restarts") or options.get("max_task_retries"):
             raise ValueError(
                 "remote_configs must leave max_restarts and max_task_retries at 0: an actor that Ray restarts would "
-                'give ids that were there before. on_failure="replace" makes another with new ones'
+                'reuse ids. on_failure="replace" starts another one with new ids'
             )
     own = ("max_restarts", "max_task_retries")
     return [

@@ -214,7 +214,7 @@ def columns_of(table: Any) -> Mapping[Any, Tensor]:
     if not isinstance(table, TensorDictBase) or not table.batch_dims:
         raise TypeError(
             "a worker's batch must be a tensordict with a first dimension of rows, got "
-            f"{type(table).__name__} {list(getattr(table, 'shape', []))}: let postproc return such a one"
+            f"{type(table).__name__} {list(getattr(table, 'shape', []))}: let postproc return one"
         )
     columns = dict(table.items(True, True, is_leaf=is_leaf_nontensor))
     for key, column in columns.items():

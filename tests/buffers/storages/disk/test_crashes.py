@@ -223,7 +223,7 @@ def test_the_error_names_a_manifest_that_cannot_be_read(
     else:
         monkeypatch.setattr(files, "open_to_read", open_to_read)
     with pytest.raises(
-        DamagedFileError, match=r"no version that is whole: version \d: manifest-\d+\.json: (I|its)"
+        DamagedFileError, match=r"no complete version: version \d: manifest-\d+\.json: (I|its)"
     ):
         make(tmp_path)
 
