@@ -101,6 +101,7 @@ class UpdateStep:
                 raise ValueError(
                     "updater must move the target networks of this loss, got one of another loss"
                 )
+        checks.flags(compile=compile)
         checks.one_of("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not any(id(x) in trained for x in loss.parameters() if x.requires_grad):

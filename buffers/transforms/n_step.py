@@ -48,7 +48,7 @@ class NStep(Transform):
     ) -> None:
         super().__init__()
         self.gamma = float(number("gamma", gamma, least=0, most=1))
-        self.n_steps = n_steps
+        self._n_steps = whole_number("n_steps", n_steps)
         need_keys(optional=True, done_key=done_key, mask_key=mask_key)
         rewards = "reward" if reward_keys is None else reward_keys
         rewards = [rewards] if isinstance(rewards, str) else key_names("reward_keys", rewards)
