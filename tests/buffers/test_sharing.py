@@ -62,7 +62,7 @@ def worker(rb, *others):
         try:
             other.extend(other[:])
         except RuntimeError as error:
-            assert "hand over buffer.handle()" in str(error)
+            assert "pass buffer.handle()" in str(error)
         else:
             raise AssertionError("these rows are lost")
         other = copy.deepcopy(other)
@@ -346,7 +346,9 @@ def change(buffer: ReplayBuffer, answers: Any) -> None:
         buffer.empty,
     ]
     for write in [*writes, writes[0]]:  # the first one is not the only one
-        text = rf"belongs to process {os.getppid()}.*hand\s+over buffer.handle\(\).*LazyMemmapStorage with shared=True"
+        text = (
+            rf"belongs to process {os.getppid()}.*pass buffer.handle\(\).*LazyMemmapStorage with shared=True"
+        )
         with pytest.raises(RuntimeError, match=text):
             write()
     sample, own = buffer.sample(), copy.deepcopy(buffer)

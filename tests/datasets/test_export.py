@@ -358,7 +358,7 @@ def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     parquet.write_table(frames, data)  # all episodes in one row group, as other makers write them
     check_same(by_trajectory(window(0)), read_back("lerobot", tmp_path / "rows"))
     parquet.write_table(frames.slice(1), data)
-    with pytest.raises(ValueError, match="go on with 3 frames of episode 0"):
+    with pytest.raises(ValueError, match="continue with 3 frames of episode 0"):
         read_back("lerobot", tmp_path / "rows")
     parquet.write_table(frames.slice(0, 9), data)
     with pytest.raises(ValueError, match="ends before the 1 frames of episode 3"):

@@ -166,8 +166,8 @@ def test_transforms_collate_info_and_what_a_buffer_has() -> None:
     ("options", "text"),
     [
         ({"replacement": True}, "leave out replacement"),
-        ({"sampler": RandomSampler()}, r"takes no \['sampler'\]"),
-        ({"download": True, "split_trajs": True}, r"takes no \['download', 'split_trajs'\]"),
+        ({"sampler": RandomSampler()}, r"does not accept \['sampler'\]"),
+        ({"download": True, "split_trajs": True}, r"does not accept \['download', 'split_trajs'\]"),
         ({"num_slices": 2, "slice_len": 2}, "not both"),
         ({"slice_len": 0}, "slice_len must be"),
     ],

@@ -70,7 +70,7 @@ def test_overflow_is_an_error_that_names_the_key_and_the_value():
         check_delta(delta, obs, following, ("agents", "pos"))
     text = str(error.value)
     assert "('agents', 'pos') does not fit torch.float16: the largest difference is 200000" in text
-    assert "ends at 65504" in text and "delta_dtype=torch.bfloat16" in text
+    assert "the maximum of the dtype is 65504" in text and "delta_dtype=torch.bfloat16" in text
     wide = encode_delta(obs, following, torch.float32)
     check_delta(wide, obs, following, "observation")
     assert torch.equal(decode_delta(obs, wide), following)

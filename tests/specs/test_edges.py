@@ -78,7 +78,7 @@ def test_bounds_are_exact() -> None:
         torch.tensor([-1e30])
     ).item() == -(2**63)
     assert Bounded(0.5, 0.75, (1,)).project(torch.tensor([3])).item() == 0.75
-    with pytest.raises(ValueError, match="real numbers"):
+    with pytest.raises(ValueError, match="real dtype"):
         Bounded(0, 1, (1,), dtype=torch.complex64)
     assert Unbounded((2,), dtype=torch.complex64).is_in(Unbounded((2,), dtype=torch.complex64).rand())
 

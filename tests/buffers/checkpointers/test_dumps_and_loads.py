@@ -481,7 +481,7 @@ def test_hooks_change_what_is_written(tmp_path: Path) -> None:
     assert others[:] == [1, 2, 3]
     buffer.storage.checkpointer = TensorStorageCheckpointer()
     buffer.register_save_hook(lambda rows, path: rows[:1])
-    with pytest.raises(ValueError, match="must return as many"):
+    with pytest.raises(ValueError, match="must return the same number"):
         buffer.dumps(tmp_path / "fewer")
     frames = made(STORAGES["frames"]())
     frames.extend(batch(0, 9))
