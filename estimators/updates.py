@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any
@@ -216,8 +216,8 @@ class UpdateStep:
             if len({x.device for x in gradients}) > 1:
                 nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
             else:  # the same in half of its time
-                norm = torch.stack(torch._foreach_norm(gradients)).norm()  # pyright: ignore[reportPrivateImportUsage]
-                factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+                norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+                factor = clip_factor(norms, self.max_grad_norm)
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
@@ -239,6 +239,12 @@ class UpdateStep:
         for value in losses[1:]:
             total = total + value
         return total, numbers
+
+
+def clip_factor(norms: Sequence[Tensor], most: float) -> Tensor:
+    """Return what ``clip_grad_norm_`` multiplies gradients of these norms by, to bring their joint norm to ``most``."""
+    factor: Tensor = most / (torch.stack([*norms]).norm() + 1e-6)
+    return factor.clamp(max=1.0)
 
 
 def columns_read_by(loss: LossModule, batch: TensorDictBase) -> dict[NestedKey, Tensor]:
@@ -418,8 +424,7 @@ class _Graph:
             flat = [x.detach() for own in parameters for x in own]
             gradients, (_, (numbers, priorities)) = grad_and_value(total, has_aux=True)(flat)
             if self.step.max_grad_norm is not None:
-                norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-                factor = (self.step.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # that of clip_grad_norm_
+                factor = clip_factor([gradient.norm() for gradient in gradients], self.step.max_grad_norm)
                 gradients = [gradient * factor for gradient in gradients]
             if not self.applies:
                 return numbers, priorities, gradients

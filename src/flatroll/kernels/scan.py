@@ -421,19 +421,17 @@ def _readable_arrays(
     factors ``[N]`` or of the columns' shape never.
     """
     tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
-    if not all(isinstance(x, Tensor) for x in tensors):
+    if is_tracing():
         return None
-    dtype = columns[0].dtype
-    shape = columns[0].shape
-    if any(x.shape != shape for x in columns) or any(x.shape != shape[: x.ndim] for x in flags):
+    for x in tensors:
+        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.layout is not torch.strided:
+            return None
+    shape, dtype = columns[0].shape, columns[0].dtype
+    if dtype not in _COMPILED_DTYPES or any(x.dtype != dtype or x.shape != shape for x in columns):
         return None
-    if any(x.dtype is not torch.bool for x in flags) or any(x.layout is not torch.strided for x in tensors):
-        return None
-    if is_tracing() or dtype not in _COMPILED_DTYPES or any(x.dtype != dtype for x in columns):
+    if any(x.dtype is not torch.bool or x.shape != shape[: x.ndim] for x in flags):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
         return None
     arrays: list[Any] = []
     for factor in factors:

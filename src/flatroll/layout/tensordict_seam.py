@@ -307,7 +307,8 @@ def build_distribution(
     Normal(loc: torch.Size([2]), scale: torch.Size([2]))
     """
     outputs = {} if outputs is None else outputs
-    if _samples_once(sampler) and sampler.dist_keys == sampler.in_keys:
+    plain = type(sampler).get_dist is ProbabilisticTensorDictModule.get_dist
+    if plain and sampler.dist_keys == sampler.in_keys:
         keys: list[Any] = sampler.in_keys
         columns = {
             key: outputs[key] if key in outputs else get_entry(batch, key) for key in keys if type(key) is str

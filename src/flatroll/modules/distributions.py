@@ -26,6 +26,11 @@ from flatroll.layout.checks import dense_tensor, floating_tensor, number, shown,
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 
 
+def _draw_noise(sample_shape: Any, loc: Tensor) -> Tensor:
+    """Draw standard normal numbers ``[*sample_shape, *loc.shape]``."""
+    return torch.randn((*sample_shape, *loc.shape), dtype=loc.dtype, device=loc.device)
+
+
 class JointCategorical(Distribution):
     """Independent categorical choices, as in a MultiDiscrete space, or a Discrete one that does not start at 0.
 
@@ -180,9 +185,7 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
         """Draw actions, and their log-probabilities from the noise that made them, which loses no digits."""
         normal: Any = self.base_dist
-        noise = torch.randn(
-            (*sample_shape, *normal.loc.shape), dtype=normal.loc.dtype, device=normal.loc.device
-        )
+        noise = _draw_noise(sample_shape, normal.loc)
         log_prob = -0.5 * noise.square() - normal.scale.log() - _HALF_LOG_2_PI
         axes = tuple(range(-self.reinterpreted_batch_ndims, 0))
         return normal.loc + normal.scale * noise, log_prob.sum(axes) if axes else log_prob
@@ -330,8 +333,7 @@ class SquashedGaussian(TransformedDistribution):
 
     def draw_base(self, sample_shape: Any = ()) -> Tensor:
         """Draw normal numbers ``[*sample_shape, *B, *shape]``; gradients flow through them."""
-        noise = torch.randn((*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device)
-        return self.loc + self.scale * noise
+        return self.loc + self.scale * _draw_noise(sample_shape, self.loc)
 
     def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """The actions that normal numbers make, and their log-probabilities ``[*B]``."""

@@ -25,7 +25,6 @@ class LinearRecurrence(StatefulModule):
         dropout: float,
         **options: Unpack[StatefulOptions],
     ) -> None:
-        check_sizes(input_size, hidden_size, num_layers)
         number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from gymnasium.vector import AsyncVectorEnv
@@ -29,11 +29,7 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is None and name in optional:
             continue
-        try:
-            index(None if isinstance(count, bool) else count)  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
-            raise TypeError(f"{name} must be an integer, got {shown(count)}") from None
-        assert count is not None
+        count = _integer(name, count)
         if name == "total_frames":
             if count == 0 or count < -1:
                 raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
@@ -48,6 +44,16 @@ def check_counts(**counts: int | None) -> None:
             f"total_frames={total} is not a multiple of frames_per_batch={frames}: {whole} frames will be collected",
             stacklevel=3,
         )
+
+
+def _integer(name: str, value: object) -> int:
+    """Return an argument as an integer, which a tensor or an array of one may be; TypeError if it is none."""
+    try:
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+            return index(value)
+    except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
+        pass
+    raise TypeError(f"{name} must be an integer, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +148,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
     """Raise ValueError if the ids would not contain ``writer``; ``marker`` is the env's own TrajId."""
-    try:
-        writer = index(None if isinstance(writer, bool) else writer)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        raise TypeError(f"writer must be an integer, got {shown(writer)}") from None
+    writer = _integer("writer", writer)
     if not writer:
         return
     if marker is not None and marker.writer != writer:
