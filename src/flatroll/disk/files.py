@@ -186,7 +186,7 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
 
 def in_memory(mapped: Tensor, begin: int) -> bool:
     """Return whether the page of a map at ``begin`` is in memory."""
-    resident = ctypes.c_ubyte(1)  # the default if the system does not report it
+    resident = ctypes.c_ubyte(1)  # default if the system does not report it
     _SYSTEM.mincore(_ADDRESS(mapped.data_ptr() + begin), 1, ctypes.byref(resident))
     return bool(resident.value & 1)
 
@@ -324,5 +324,5 @@ class SteadyFile(io.RawIOBase):
         """Record an error instead of raising it."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C would also leave HDF5 in a partial state
+        except BaseException as error:  # also Ctrl-C, which would leave HDF5 in a partial state
             self._failure = self._failure or error

@@ -314,7 +314,7 @@ class Folder:
                         raise DamagedFileError(f"{self.path}, {damage[found]}") from None
                     continue
                 except ValueError as error:
-                    if len(text := str(error)) > 1000:  # it may repeat a name of any length
+                    if len(text := str(error)) > 1000:  # a name in it may be of any length
                         error.args = (f"{text[:1000]} ...",)
                     error.add_note(f"while version {found} of {self.path} was read")
                     raise
@@ -354,7 +354,7 @@ class Folder:
                 except MissingFileError:
                     if listing == before:
                         raise
-                before = listing  # a writer may have merged or dropped files meanwhile: list again
+                before = listing  # a writer may have merged or dropped files meanwhile: list them again
             if verify and (damage := damaged_rows(segments)):
                 raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
             if manifest is None:
@@ -413,7 +413,7 @@ class Folder:
             if not size.rows:
                 return
             self._begin_change()
-            # With the short ones before them, if it is time for that.
+            # Together with the short ones before them if a merge is due.
             sizes = [
                 Size(segment.rows, sum(entry.size for entry in segment.header.entries.values()))
                 for segment in self._segments
@@ -478,13 +478,13 @@ class Folder:
                 if record is not None:
                     files.publish(self.path, record.name, chunks, synced=self._sync, named=False)
                 self._settle(record is not None)
-                # Before it is there: whenever Ctrl-C comes, this run knows the version as its own.
+                # Before publishing: if Ctrl-C interrupts it, this run still knows the version as its own.
                 self._known.add(version)
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
                 self._kept, self._named = [manifest, *self._kept][: self._keep], [*self._segments]
                 self.version = version
             finally:
-                self._remove_unused()  # versions that are too old; the new state, if its manifest failed
+                self._remove_unused()  # versions that are too old; also the new state if its manifest failed
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
@@ -570,12 +570,12 @@ class Folder:
             raise ValueError(f"{self.path} is {state}")
         if not self._admitted:
             listing = Listing.of(self.path)
-            # Newer versions that this run found damaged are not unknown to it.
+            # Newer versions that this run found damaged are known.
             known = 0 if self.version is None else self.version.number
             newer = [
                 version for version in listing.versions if version > known and version not in self._damaged
             ]
-            # Where rows count with their version only, those without one were left by a save that did not end.
+            # Where rows count only as part of a version, rows without one are left over from an interrupted save.
             left_over = not self._log and not listing.versions
             unknown = bool(self._whole_manifests(newer)) or not (
                 self._loaded or left_over or not (listing.rows or listing.versions)
@@ -604,7 +604,7 @@ class Folder:
         self._unsettled |= not self._log
         segment, unused = Segment(self.path, name, header), self._segments[old]
         head, reached = self.head if self._segments else first, end if old.stop is None else self.end
-        # All at once, without a call that Ctrl-C could end, and before files go: no row is published twice.
+        # One assignment, which Ctrl-C cannot split, and before files are removed: no row is published twice.
         self._segments[old], self._columns, self.head, self.end = [segment], segment.schema, head, reached
         if unused:
             self._remove_unused()
@@ -779,7 +779,7 @@ class Folder:
             schema: Schema = {}
         else:
             line, schema = manifest.version.line, manifest.columns
-            # A merged file may begin within the rows of the version; one that ends within them adds nothing.
+            # A merged file may begin within the version's rows; a file that ends within them adds nothing.
             later = {name for name in listing.rows if name.line == line and name.end > manifest.end}
             candidates, first = {*known, *later}, named[0].first if named else manifest.end
         segments: list[Segment] = []
@@ -835,8 +835,8 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
     """
     found = set()
     largest: RowsName | None = None
-    # By first row, the longest first, and of equal ones those that stay: what covers a file comes before it, and of the
-    # files before it the one that ends last covers it if any does.
+    # Sorted by first row, longest first, and among equals the files that stay first: a file comes after those
+    # that cover it, and if any earlier file covers it, the one that ends last does.
     for name in sorted(present, key=lambda name: (name.first, -name.end, name in names, name)):
         if largest is not None and name.end <= largest.end:
             if name in names:

@@ -143,7 +143,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     elif count:
         lines += ["", "no column says where trajectories begin or end"]
     for name in files.names(path):
-        if _PART.fullmatch(name):  # of an ensemble, or of several processes that saved together
+        if _PART.fullmatch(name):  # part of an ensemble, or of a save by several processes
             try:
                 part = inspect_folder(path / name.rstrip("/"), verify=verify)
             except ValueError as error:
@@ -201,7 +201,7 @@ def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
     whole = bool((values == values.round()).all())
     if (
         len(values) and whole and float(values.max() - values.min()) < 1e6
-    ):  # bins of whole numbers, about each
+    ):  # whole numbers: bins centred on them
         low, high = int(values.min()), int(values.max())
         edges: Any = torch.arange(low, high + 2 + (high - low) // 30, 1 + (high - low) // 30).numpy() - 0.5
     else:
@@ -214,7 +214,7 @@ def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
         label += f" (mean {mean:.5g})"
         if (
             float(values.max() - values.min()) < 6 and whole
-        ):  # a bar of few values is not as wide as the picture
+        ):  # with few values, a bar is narrower than the picture
             axes.set_xlim(float(values.min()) - 3, float(values.max()) + 3)
     axes.xaxis.get_major_locator().set_params(integer=whole)
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -328,7 +328,7 @@ def _number_trajectories(
     if done is not None:
         goes_on &= ~done[last_rows[before]]
     begins = torch.cat([goes_on.new_ones(1), ~goes_on])
-    first_run = order[begins][begins.cumsum(0) - 1]  # in this order: the run that the trajectory begins with
+    first_run = order[begins][begins.cumsum(0) - 1]  # in this order: the first run of each trajectory
     joined = torch.empty_like(runs).scatter_(0, order, first_run)
     return ((joined == runs).cumsum(0) - 1)[joined]
 
@@ -343,7 +343,7 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     if not bool(torch.isfinite(finite.max() - finite.min())):
         return lines
     whole = bool((finite == finite.round()).all()) and high - low < 2**53
-    # Parts of whole numbers have whole widths, the least one for which ten parts are enough.
+    # Whole numbers get bins of a whole width: the smallest for which ten bins are enough.
     width = float(int(high - low) // _BINS + 1) if whole else (high - low) / _BINS
     places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
     counts = torch.bincount(places).tolist()

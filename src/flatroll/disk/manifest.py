@@ -21,10 +21,10 @@ Json: TypeAlias = Any
 KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
-#: The name of a version's manifest, of its number, and what it matches.
+#: The manifest name of a version number, and the pattern of such names.
 manifest_name = "manifest-{:012d}.json".format
 MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
-#: The name of a version's file of tensors, of its number and line, and what it matches.
+#: The name of the tensor file of a version number and line, and the pattern of such names.
 state_name = "state-{:012d}.{}.state".format
 STATE = re.compile(rf"state-[0-9]{{12}}\.{LINE}\.state")
 installed = cache(version)  # reading a package's metadata takes longer than writing a manifest

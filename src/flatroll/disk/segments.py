@@ -21,11 +21,11 @@ from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingF
 from flatroll.layout.checks import shown
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
-#: Of files and folders; a reader refuses others.
+#: Format of files and folders; a reader refuses others.
 FORMAT = 1
 #: Suffix of the tensor with the number of values per row of a ragged column.
 LENGTHS = "#lengths"
-#: Row numbers are below this, since they have 15 digits in names.
+#: Row numbers are below this limit, since file names have 15 digits for them.
 MOST_ROWS = 10**15
 #: The random word in file names that separates independent runs.
 LINE = r"[0-9a-f]{8}"
@@ -314,7 +314,7 @@ class Segment:
         except MissingFileError:
             if "_maps" not in self.__dict__:
                 raise
-            # A writer has removed the file since; the map still has it.
+            # A writer has removed the file meanwhile; the map still holds it.
             tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
             for name, tensor in tensors.items():
                 tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
@@ -334,7 +334,7 @@ class Segment:
                 raise
             files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced, named=False)
         else:
-            if synced:  # its writer may not have synced it
+            if synced:  # the writer of the linked file may not have synced it
                 files.sync_all(folder / str(name))
         return Segment(folder, name, self.header)
 
@@ -487,7 +487,7 @@ def _assemble(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column
             columns[name] = values
             continue
         lengths = tensors[name + LENGTHS]
-        # The sum cannot overflow once no length is above the number of values.
+        # The sum cannot overflow: no length exceeds the number of values.
         if bool(((lengths < 0) | (lengths > len(values))).any()) or int(lengths.sum()) != len(values):
             raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
         columns[name] = Ragged(values, lengths)

@@ -19,11 +19,11 @@ from torch import Tensor
 from flatroll.layout.export import optional_package
 from flatroll.layout.trajectories import nested_values
 
-_DEEPEST = 64  # levels of nesting, written and read
-_MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a separate limit
-_WORTH = 1024  # bytes from which on compressing is tried
+_DEEPEST = 64  # maximum nesting depth, in writing and reading
+_MOST_ITEMS = 2**24  # maximum number of values in a tree read; its JSON text has a separate limit
+_WORTH = 1024  # minimum number of bytes to try compression on
 _TRIAL = 2**16  # bytes compressed first, to see whether the rest is worth it
-_MOST_BITS = 13_000  # of an integer: Python reads 4300 digits
+_MOST_BITS = 13_000  # maximum size of an integer: Python parses at most 4300 digits
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
 
 Array = NDArray[Any]
@@ -188,7 +188,7 @@ class Packer:
                 pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
             if kind is dict:
                 return ["dict", pairs]
-            # What nn.Module.state_dict says of the versions of its modules.
+            # nn.Module.state_dict stores the versions of its modules here.
             metadata = getattr(value, "_metadata", None)
             return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
         if isinstance(value, (TensorDictBase, NonTensorData)):
@@ -242,9 +242,10 @@ class Packer:
             return ["tensor", self._names[given][0], *form]
         flat = (plain.cpu() if self._host else plain).resolve_conj().resolve_neg().contiguous().reshape(-1)
         flat = flat.as_strided((plain.numel(),), (1,))
-        words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
+        # Words that every version of safetensors supports, in place of the dtype.
+        words = flat.view(_WORDS[plain.element_size()])
         name = self._store(words, flat.data_ptr() == plain.data_ptr())
-        self._names[given] = name, plain  # keeps it alive, so that its address is not reused
+        self._names[given] = name, plain  # keeps the tensor alive, so that its address is not reused
         return ["tensor", name, *form]
 
     def _store(self, words: Tensor, shared: bool) -> str:
@@ -455,7 +456,7 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
         zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
         reader, pieces, total = zstandard.ZstdDecompressor().stream_reader(packed), list[bytes](), 0
         try:
-            # In pieces: do not allocate what a damaged file only claims.
+            # In pieces, so that a damaged size does not cause a huge allocation.
             while total <= size and (piece := reader.read(2**20)):
                 pieces.append(piece)
                 total += len(piece)

@@ -51,15 +51,15 @@ DECLARED = {
 }
 #: Dtypes by that name.
 BY_STORED = {name: dtype for dtype, name in STORED.items()}
-#: All of them by torch's name, such as ``"float32"``.
+#: All dtypes by torch's name, such as ``"float32"``.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*STORED, *DECLARED)}
-#: From this size on the checksum is XXH64, which is several times as fast and needs compiled code.
+#: From this size on the checksum is XXH64, which is several times faster and needs compiled code.
 LARGE = 1 << 18
 CHECKSUMS = ("crc32", "xxh64")
 MOST_HEADER = 16 << 20  # bytes of a header
 MOST_DIMENSIONS = 32
-_LENGTH = 8  # bytes before the header: its length
-# Bytes read before updating the checksum, so that they are still in the cache.
+_LENGTH = 8  # size in bytes of the field with the header's length
+# Bytes read at a time, so that they are still in the cache when the checksum reads them.
 _AT_ONCE = 1 << 20
 _ALIGNED = 64  # the tensors' bytes begin at a multiple of this
 # The header begins with these bytes and the 8 hexadecimal digits of its crc32 (computed with zeros there).
@@ -150,7 +150,7 @@ def encode(
     """
     data: list[Buffer] = []
     table: dict[str, dict[str, Any]] = {}
-    found: dict[str, Entry] = {}  # by places after the header, whose length is not known yet
+    found: dict[str, Entry] = {}  # offsets relative to the end of the header, whose length is not known yet
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
@@ -223,7 +223,7 @@ def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     except FileNotFoundError:
         raise MissingFileError(f"{name} is missing") from None
     except DamagedFileError as error:
-        raise type(error)(f"{name}: {str(error)[:400]}") from None  # it may repeat a name of any length
+        raise type(error)(f"{name}: {str(error)[:400]}") from None  # a name in it may be of any length
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EIO, errno.ENXIO):
             raise
@@ -292,7 +292,7 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
     tensors = {}
     for name, entry in header.entries.items():
         piece = data[entry.begin : entry.begin + entry.size]
-        if not entry.size:  # a view needs bytes at an address that suits its dtype, and there may be none
+        if not entry.size:  # an empty view would need an aligned address too
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
         elif entry.dtype.is_complex:
             tensors[name] = torch.view_as_complex(piece.view(DECLARED[entry.dtype]).view(*entry.shape, 2))

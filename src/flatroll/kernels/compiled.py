@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
-Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
+Records = Any  # a structured array whose fields are read as attributes, which type checkers do not know
 
 # Numba recompiles a kernel when its own file changes, but not when a called function in another file does. Therefore
 # the cache's name ends with a hash of all files of this folder.
@@ -27,7 +27,7 @@ class _Notice(event.Listener):
     """Prints one line to stderr when this process first compiles a kernel instead of loading it from disk."""
 
     def __init__(self) -> None:
-        self.kernels: set[Any] | None = set()  # None: printed
+        self.kernels: set[Any] | None = set()  # None after the line was printed
 
     def on_start(self, event: Any) -> None:
         """Called when Numba begins to compile a function, also one of other packages."""
@@ -65,7 +65,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         function.__qualname__ = f"{name}-{_HASH}"  # Numba names the file on disk by it
         try:
             kernel = numba.njit(cache=True, nogil=True, **options)(function)
-        except RuntimeError:  # no writable directory: each process compiles for itself
+        except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(nogil=True, **options)(function)
         function.__qualname__ = kernel.__qualname__ = name
         if _notice.kernels is not None:

@@ -157,8 +157,8 @@ class _Scan(torch.autograd.Function):
         y, ends, *rest = ctx.saved_tensors
         a = rest[0] if rest else ctx.number
         row_wise = bool(rest) and a.ndim == y.ndim and a.shape[0] > 1
-        # db runs forward in time: flipped, it is the same scan with the decay one row earlier (a[i - 1] at row i), and
-        # runs end where they began: at the first row, and after each end.
+        # db is the same scan forward in time: on flipped rows, with the decay one row earlier (a[i - 1] at
+        # row i), and with runs that end at their first rows: row 0 and each row after an end.
         before = torch.cat([a[:1], a[:-1]]).flip(0) if row_wise else a
         first = torch.cat([torch.ones_like(ends[:1]), ends[:-1]]).flip(0)
         db = segmented_scan(before, grad.flip(0), first, longest=ctx.longest).flip(0)
@@ -168,7 +168,7 @@ class _Scan(torch.autograd.Function):
         # NaN and inf count only if the next row was read, and if this row has a gradient.
         inside = inside & (y[1:].isfinite() | ((db[:-1] != 0) & ((a[:-1] if row_wise else a) != 0)))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
-        # Summed over the rows and features that share a number.
+        # Sum over the rows and features that share one decay.
         return da.sum_to_size(a.shape), db, None, None
 
 
@@ -453,15 +453,16 @@ def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
     """Compile a loop of this file with Numba, which is imported at the first call."""
     from flatroll.kernels.compiled import compiled
 
-    # "contract" lets a * y + b round once (one FMA); it assumes nothing about NaN or inf.
+    # "contract" lets a * y + b round once (one FMA) and allows no other optimisation: NaN and inf stay exact.
     code: Callable[..., None] = compiled(fastmath={"contract"})(loop)
     return code
 
 
-# The loops go backward from the last row; `y` is the value accumulated up to the next row. Both the sum inside a run
-# and the one at its end are computed and one is selected: a branch would be mispredicted at every other short run, and
-# 0 * NaN must not cross an end or a factor of 0. Therefore loads are outside of conditions, and flags are joined by "|"
-# ("or" would branch), so that the compiler emits selects. Arrays are [N], factors of any stride, unless noted.
+# The loops go backward from the last row; `y` is the value accumulated up to the next row. Both the sum
+# inside a run and the one at its end are computed and one is selected: a branch would be mispredicted at
+# every other short run, and 0 * NaN must not cross an end or a factor of 0. The compiler emits selects only
+# if loads are outside conditions and flags are joined by "|" ("or" would branch). Unless noted, arrays are
+# [N] and factors may have any stride.
 
 
 def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
@@ -526,8 +527,8 @@ def _return_loop(
     """Compute the lambda-return: ``1 - lmbda`` of the bootstrap inside a run, all of it at its end."""
     zero, one = reward.dtype.type(0), reward.dtype.type(1)
     last = reward.shape[0] - 1
-    # Starts with the last row's bootstrap value: the row uses lmbda of it in place of a next return and 1 - lmbda as
-    # its own bootstrap, together all of it, so the last row need not be marked as an end.
+    # Starts with the last row's bootstrap value. The row adds lmbda of it as the next return and 1 - lmbda as
+    # its own bootstrap, all of it in total, so the last row need not be marked as an end.
     y = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
         ahead, discount, decay = next_value[i], gamma[i], lmbda[i]
@@ -556,7 +557,7 @@ def _vtrace_loop(
     zero = reward.dtype.type(0)
     last = reward.shape[0] - 1
     y = zero
-    # The next row's target; for the last row its bootstrap value.
+    # The target of the next row, or the bootstrap value of the last row.
     behind = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
         ahead, discount, weight = next_value[i], gamma[i], rho[i]

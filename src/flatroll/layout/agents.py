@@ -58,7 +58,7 @@ def agents_of(
         raise ValueError(
             f"max_num_agents must be at least {highest}, as the batch has agent {highest - 1}, got {width}"
         )
-    # The game steps in ascending order, and the place of each row's one among them.
+    # The game steps in ascending order, and each row's index among them.
     numbers, group = torch.unique(steps, return_inverse=True)
     index: Tensor = group.new_full((len(numbers), width), -1)
     index[group, agent] = torch.arange(len(steps), device=steps.device)

@@ -80,7 +80,7 @@ def run_ends(
     if done is None:
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:
-        ends = done.to(any_marker.device, copy=True)  # a copy: the lines below write into it
+        ends = done.to(any_marker.device, copy=True)  # a copy, because the lines below write into it
     inner = ends[..., :-1]  # a view of all rows but the last
     if is_init is not None:  # row i ends a run if row i + 1 begins one
         inner |= is_init[..., 1:].to(any_marker.device)
@@ -132,6 +132,6 @@ def steps_into_run(starts: Tensor) -> Tensor:
     >>> steps_into_run(torch.tensor([True, False, False, True]))
     tensor([0, 1, 2, 0])
     """
-    # The number of each row minus that of the last start up to it, which cummax carries along.
+    # The row number minus that of the last start at or before the row, which cummax carries forward.
     at = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return at - torch.where(starts, at, 0).cummax(-1).values

@@ -137,7 +137,7 @@ def number(
     ...
     ValueError: fps must be above 0, got 0
     """
-    # float first: a protocol check takes as long as the rest of the function.
+    # float first: isinstance() with a protocol takes as long as the rest of the function.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", shown(value), hint))
     try:
@@ -146,7 +146,7 @@ def number(
         TypeError,
         ValueError,
         RuntimeError,
-    ) as error:  # an array of several numbers, or one without values
+    ) as error:  # an array of several numbers, or an empty one
         raise TypeError(_text(name, "be a number", shown(value), hint)) from error
     low = least if above is None else above
     high = most if below is None else below
@@ -190,7 +190,7 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
     try:
         if value in choices:
             return value
-    except (TypeError, ValueError, RuntimeError):  # it has no hash, or is an array
+    except (TypeError, ValueError, RuntimeError):  # unhashable, or an array
         pass
     *others, last = map(repr, choices)
     hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
@@ -519,7 +519,7 @@ def need_rows(batch: object, *, values: bool = False) -> None:
         raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
 
-#: What Python and torch raise for an entry of a wrong class, dtype, shape or device.
+#: What Python and torch raise for an entry with the wrong class, dtype, shape or device.
 BLAMED = (RuntimeError, TypeError, IndexError, AttributeError)
 
 
@@ -625,6 +625,6 @@ def writer_number(writer: object) -> int:
     try:
         if isinstance(writer, SupportsIndex) and not isinstance(writer, bool) and 0 <= index(writer) < 2**23:
             return index(writer)
-    except (TypeError, RuntimeError):  # a tensor of several numbers, or of none
+    except (TypeError, RuntimeError):  # a tensor of several numbers, or an empty one
         pass
     raise ValueError(f"writer must be in [0, 2**23), got {shown(writer)}")

@@ -129,7 +129,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
             "float32, "
             "scale the observation, or leave the key out with in_keys"
         )
-    # inf - inf and NaN: a number would become NaN
+    # inf - inf and NaN: a number would be decoded as NaN
     lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
         raise ValueError(
@@ -197,7 +197,7 @@ class RestoreNextObservation:
         used = present if self.in_keys is None else self.in_keys
         missing = [key for key in used if key not in present]
         if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:
-            return td  # a MultiStepTransform has restored them
+            return td  # a MultiStepTransform has restored the observations
         if missing or not present:
             wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(
@@ -212,7 +212,7 @@ class RestoreNextObservation:
             out.set(next_key(key), decode_delta(root, require(out, (*DELTA, *key))))
         if not self.drop_delta:
             return out
-        # the whole entry if all deltas were used, else one by one
+        # the whole entry if all deltas were used, else only the used ones
         return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
 
     __call__ = forward

@@ -84,7 +84,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
         raise ValueError(
             f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
         )
-    # Strictly ascending, so the first and last bound all others and none repeats.
+    # Strictly ascending rows do not repeat, and the first and last bound all others.
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
             f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '

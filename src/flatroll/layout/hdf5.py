@@ -7,7 +7,8 @@ from typing import Any
 from flatroll.layout.export import optional_package
 
 _DEEPEST = 64  # maximum depth of groups
-# Maximum decompression ratio, or decompressed bytes: DEFLATE's ratio is at most 1032.
+# Limits of the decompressed size, to refuse decompression bombs: this many times the stored size (DEFLATE
+# reaches at most 1032), or this many bytes if that is more.
 _SMALLEST_SHARE, _LEAST = 1100, 2**20
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from flatroll.layout.checks import torch_device
 
-#: Rows that are widened to float64 at a time: larger batches are merged from parts.
+#: Number of rows converted to float64 at a time: larger batches are merged from parts.
 _PART = 2**16
 
 
@@ -84,7 +84,7 @@ class Moments(nn.Module):
             ValueError: a row that counts is NaN or infinite; nothing is changed. Only rows on the host are checked;
                 on other devices NaN propagates to mean and variance.
         """
-        rows = columns[0][1]  # the moments are taken where the rows are, and only they are moved
+        rows = columns[0][1]  # moments are computed on the rows' device; only the results are moved
         fresh = tuple(rows.new_zeros(n, dtype=torch.float64) for n in (1, self.mean.shape, self.mean.shape))
         with torch.no_grad():
             for _, rows, counted in columns:
@@ -103,7 +103,7 @@ class Moments(nn.Module):
         """Merge count, mean and variance into the buffers."""
         self.unlearned = 0
         to = self.count.device
-        with torch.no_grad():  # a copy to a device need not be waited for, one from it must be
+        with torch.no_grad():  # a copy to a device may be asynchronous, one from it may not
             moved = tuple(x.to(to, non_blocking=to.type != "cpu") for x in fresh)
             own = (self.count, self.mean, self.var)
             for buffer, value in zip(own, _merge(own, moved), strict=True):
@@ -115,7 +115,7 @@ class Moments(nn.Module):
 
     def normalized(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
         """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``, its dtype stays."""
-        # In float64 and cast once, to preserve differences of one part in a million.
+        # In float64 and cast once, which preserves differences of one part in a million.
         out = (x.double() - self.mean.view(self.shape)) * self._rate(epsilon)
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
@@ -129,7 +129,8 @@ def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, 
     """Count, mean and variance of two parts together."""
     (count, mean, var), (more, mean_of_more, var_of_more) = one, other
     total = count + more
-    share = more / torch.where(total > 0, total, 1.0)  # nothing on both sides: 0, and nothing changes
+    # With no rows on either side the share is 0 and nothing changes.
+    share = more / torch.where(total > 0, total, 1.0)
     apart = mean_of_more - mean
     spread = (1 - share) * apart.square()
     return total, mean + share * apart, (1 - share) * var + share * (var_of_more + spread)
@@ -142,7 +143,7 @@ def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, T
         count = wide.new_full((), float(len(wide)))
         mean = wide.mean(0)
         return count, mean, (wide - mean).square_().mean(0)
-    # where(), not a product: what does not count may be NaN
+    # where(), not a product: rows that do not count may be NaN
     counted = counted.reshape(-1, *[1] * (rows.ndim - 1))
     count = counted.sum(dtype=torch.float64)
     least = count.clamp(min=1.0)

@@ -82,12 +82,13 @@ def draw(
         base = root.rsample(shape) if reparametrize else root.sample(shape)
         return *_apply_transforms(dist, base), base
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
-        choice = torch.multinomial(dist.probs, 1, True)  # as sample() does; both methods take twice as long
+        # As sample() does, at half the cost of sample() and log_prob().
+        choice = torch.multinomial(dist.probs, 1, True)
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
     together: Any = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
     if together is not None:
         sample, log_prob = together(shape)
-    else:  # the distribution may know the very tensor that it made
+    else:  # the distribution may recognise its own sample and reuse what it computed
         sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
         log_prob = dist.log_prob(sample)
     return sample, log_prob, None
@@ -157,7 +158,7 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
         return base, dist.log_prob(base)
     sample, log_prob = _apply_transforms(dist.base_dist, base)
     parts = _parts(dist)
-    # the dims of an event before each part, from that of the first one's input
+    # event dims of the input of each part, beginning with the first
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
     for part in parts:
@@ -196,7 +197,7 @@ def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
 
 
 def _is_transformed(dist: Distribution) -> TypeGuard[TransformedDistribution]:
-    kind = type(dist)  # one that scores or samples in its own way is left to it
+    kind = type(dist)  # a subclass that scores or samples differently does it itself
     return isinstance(dist, TransformedDistribution) and (
         hasattr(kind, "from_base")
         or (

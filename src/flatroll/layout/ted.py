@@ -98,7 +98,7 @@ def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([1, 2, 5]), tensor([2, 3, 6]))
     """
     places = root_places(ends)
-    # The last row of unwritten memory has no entry after it; readers leave it out.
+    # In unwritten memory the last row may have no entry after it; readers leave that row out.
     behind = (places + 1).clamp(max=len(column) - 1)
     whole = signed(column)
     return whole[places].view(column.dtype), whole[behind].view(column.dtype)
@@ -320,7 +320,7 @@ class Flat2TED(Conversion):
         def put(key: Names, column: Tensor) -> None:
             if len(column) != rows:
                 raise ValueError(f"entry {key!r} has {len(column)} rows, the others have {rows}")
-            # [L * T, *F] -> [L, T, *F] -> [T, L, *F], of which the rows that count
+            # [L * T, *F] -> [L, T, *F] -> [T, L, *F], without the unwritten slots
             in_slots = column.reshape(lanes, slots, *column.shape[1:]).transpose(0, 1)[: shape[0]]
             in_slots = in_slots.reshape(*shape, *column.shape[1:])
             if is_full and shift:

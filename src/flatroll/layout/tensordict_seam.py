@@ -43,8 +43,8 @@ USES_PRIVATES = all(hasattr(TensorDict, name) for name in ("_new_unsafe", "_mayb
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Hooks on every module of the process.
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}", {}) for name in _HOOKS)
-# The attributes of a module that does nothing but call its function, or its parts in turn. A version of tensordict
-# that names them otherwise has no plain modules: all are called.
+# The attributes of a module that only calls its function, or its parts in turn. With a version of tensordict
+# that renames them, no module counts as plain, and all are called.
 _PLAIN_MODULE: dict[str, Any] = {
     "_kwargs": None,
     "method": None,
@@ -103,7 +103,7 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
         rows, device = batch.batch_size, batch.device
-        # A value that is a tensordict takes the long way.
+        # Values that are tensordicts take the general path below.
         if (
             isinstance(value, Tensor)
             and value.shape[: len(rows)] == rows
@@ -143,7 +143,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     own_kind: Any = type(network)
     if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _has_same_call(own_kind)):
         return None
-    # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
+    # only tensordict's own call skips existing entries, runs hooks and compiles
     if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
         return None
     own = network.__dict__
@@ -157,7 +157,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     # network.compile() sets _compiled_call_impl
     if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None:
         return None
-    if torch.compiler.is_compiling():  # which cannot compare views of dicts
+    if torch.compiler.is_compiling():  # torch.compile cannot compare dict views
         return own if all(name in own and own[name] == value for name, value in plain.items()) else None
     return own if plain.items() <= own.items() else None
 
@@ -170,7 +170,7 @@ def _has_same_call(actor: type) -> bool:
     return issubclass(actor, base) and all(getattr(actor, name) is getattr(base, name) for name in names)
 
 
-# What holds tensordict's modes.
+# The variables that hold tensordict's modes.
 _TYPE: Any = getattr(probabilistic, "_interaction_type", None)
 _SKIPS: Any = getattr(utils, "_skip_existing", None)
 
@@ -314,7 +314,7 @@ def build_distribution(
             key: outputs[key] if key in outputs else get_entry(batch, key) for key in keys if type(key) is str
         }
         if len(columns) == len(keys):
-            # get_dist() does it in more steps; it finds the words for what goes wrong
+            # faster than get_dist(), which runs only if this fails, to raise its own error
             with suppress(TypeError):
                 built: Distribution = sampler.distribution_class(**columns, **sampler.distribution_kwargs)
                 return built
@@ -345,7 +345,7 @@ def prepare_sampling(
     sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
     if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
         return None
-    # parts may ask how the actor samples: as the block around the call says, or else as the last part does
+    # parts may query the interaction type: that of the enclosing block, else the last part's default
     before = _mode_of(_TYPE, interaction_type)
     exchange_interaction_type(before or last.default_interaction_type)
     try:
@@ -353,7 +353,7 @@ def prepare_sampling(
             made: list[Any] = parts[0].out_keys if len(parts) == 1 else []
             roots = {key if isinstance(key, str) else key[0] for key in made}
             alone = all(key in made for key in last.in_keys)
-            for reader in readers:  # one that is more than a function may read anything
+            for reader in readers:  # a reader that is not a plain function may read any entry
                 read: Any = reader.in_keys
                 alone = alone and plain_attributes(reader, TensorDictModule, _PLAIN_MODULE) is not None
                 alone = alone and not any((key if isinstance(key, str) else key[0]) in roots for key in read)
@@ -373,12 +373,12 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
     """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
     out_keys: list[Any] = network.out_keys
     if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
-        return None  # what the batch holds there is another's
+        return None  # an entry of the batch with this name is not the network's
     outputs = _call_function(network, batch) if len(out_keys) == 1 else None
     if outputs is not None:
         value = outputs[out_keys[0]]
         if isinstance(value, Tensor):
-            return value  # a plain function writes nothing into the batch, so no copy is needed
+            return value  # a plain function does not write into the batch, so no copy is needed
     found: Tensor | None = get_entry(call_network(network, shallow_copy(batch)), key)
     return found
 
@@ -395,7 +395,7 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
         if not isinstance(column, Tensor):
             return None
         inputs.append(column)
-    # network.module takes longer than all else here
+    # looking up network.module would take longer than everything else here
     function = own["module"] if "module" in own else own["_modules"]["module"]
     try:
         out = function(*inputs)

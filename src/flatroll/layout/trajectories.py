@@ -241,8 +241,8 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
                 f"batch[{key!r}] is {column.dtype}, for which torch has no strided nested tensors: "
                 "use as_nested=torch.jagged"
             )
-    # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its size
-    # is what torch says of these nested tensors: -1 if the lengths differ, else their one length.
+    # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its
+    # size is what torch reports for such nested tensors: -1 if the lengths differ, else the common length.
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
         batch_size=[len(lengths), lengths[0] if len(set(lengths)) == 1 else -1],
@@ -252,7 +252,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 def _unnest(parts: TensorDictBase) -> TensorDictBase:
     """Nested tensors to the flat batch; in the jagged layout their values are its columns."""
 
-    # rows of all trajectories together, by any column
+    # total number of rows, from any column
     first = next(iter(parts.values(True, True)))
     rows = len(first.values()) if first.layout is torch.jagged else sum(map(len, first.unbind()))
     return cast(TensorDictBase, parts.apply(nested_values, batch_size=[rows]))

@@ -59,7 +59,7 @@ class Memory:
         return memory
 
     def _open(self, descriptor: int) -> None:
-        # The size is that of the file: another process's message cannot exceed it.
+        # The size of the file, so that a message from another process cannot exceed it.
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._descriptor = descriptor
 
@@ -98,7 +98,7 @@ def _anonymous_file(size: int) -> int:
 
 Key = str | tuple[str, ...]
 
-_ALIGNMENT = 64  # bytes: a cache line, so that no two columns share one
+_ALIGNMENT = 64  # bytes of a cache line, so that no two columns share one
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Block:
         self.tables, self.slots = tuple(tables), slots
         if slots < 1 or any(table.rows < 0 for table in self.tables):
             raise ValueError(f"slots must be at least 1 and rows at least 0, got {slots} and {self.tables}")
-        self._offsets: list[dict[Key, int]] = []  # of each table: where its columns begin in a slot
+        self._offsets: list[dict[Key, int]] = []  # of each table: offsets of its columns in a slot
         end = 0
         for table in self.tables:
             offsets = {}
@@ -227,7 +227,7 @@ class Block:
 
     def tensors(self, slot: int = 0, table: int = 0) -> "dict[Key, torch.Tensor]":
         """Return a table's columns as tensor views ``[rows, *S]``."""
-        import torch  # here: a process that only starts others does without
+        import torch  # not at the top: a process that only starts others does not need torch
 
         made = {}
         for key, column, start in self._places(slot, table):

@@ -21,8 +21,8 @@ import cloudpickle
 
 from flatroll.sharing.block import Memory
 
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere set after they came
-_HEADER = struct.Struct("=QI")  # bytes of the message, descriptors that came with it
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; on other systems set after receiving
+_HEADER = struct.Struct("=QI")  # size of the message in bytes, number of descriptors sent with it
 _CHUNK = 1 << 18
 _MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
 
@@ -55,10 +55,10 @@ class Channel:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptors: deque[int] = deque()  # that came with the bytes
+        self._descriptors: deque[int] = deque()  # received with the bytes
         self._socket = _Socket(fileno=descriptor)
         self._socket.setblocking(False)
-        self._bytes = bytearray()  # read, but not yet a whole message
+        self._bytes = bytearray()  # received, but not yet a whole message
         self._messages: deque[tuple[str, Any]] = deque()
         self._ended = False
 
@@ -93,7 +93,7 @@ class Channel:
             try:
                 sent = (
                     socket.send_fds(self._socket, [data], descriptors)
-                    if descriptors  # plain bytes otherwise, at half the cost
+                    if descriptors  # otherwise plain bytes, at half the cost
                     else self._socket.send(data)
                 )
             except BlockingIOError:
@@ -214,7 +214,7 @@ class Channel:
             self._socket.shutdown(how)
 
     def __del__(self) -> None:
-        while getattr(self, "_descriptors", None):  # Ctrl-C may come before there is one
+        while getattr(self, "_descriptors", None):  # missing if Ctrl-C interrupted the constructor
             os.close(self._descriptors.popleft())
 
     def __reduce__(self) -> NoReturn:
@@ -278,7 +278,7 @@ class Door:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, _CLOSE_ON_EXEC)
         except OSError:
             return None
-        for descriptor in descriptors:  # one at most: there is room for no more
+        for descriptor in descriptors:  # at most one: the buffer has no room for more
             os.set_inheritable(descriptor, False)
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return descriptor

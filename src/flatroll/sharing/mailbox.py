@@ -233,7 +233,7 @@ def unpack(rest: bytes, tensors: "list[torch.Tensor]") -> Any:
 
 class _Packer(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
-        import torch  # here: a process that only starts others does without
+        import torch  # not at the top: a process that only starts others does not need torch
 
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []

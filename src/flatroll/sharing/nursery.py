@@ -30,9 +30,10 @@ from flatroll.sharing.worker import (
     kill_group,
 )
 
-#: The helper's interpreter. The libraries of linear algebra read these names when they are loaded, and would start
-#: threads, which a fork loses. Imports may take long, and the parent may be killed meanwhile: a thread waits for that
-#: (by the parent's end of the channel where the system has no descriptors of processes) and ends before the first fork.
+#: The helper's interpreter. Linear algebra libraries read these variables when they are loaded, and would
+#: otherwise start threads, which a fork loses. Imports may take long, and the parent may be killed meanwhile:
+#: a thread watches for that (through the parent's end of the channel where the system has no process
+#: descriptors) and ends before the first fork.
 HELPER_PROGRAM = """
 import os, select, sys, threading
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
@@ -67,7 +68,7 @@ def end_watch():
 from flatroll.sharing.worker import run_helper
 run_helper(descriptor, parent, bool(fork), preload, end_watch)
 """
-_OF_A_START = 8  # file descriptors that starting a worker needs for a moment, and some spare ones
+_OF_A_START = 8  # file descriptors needed while a worker starts, with some to spare
 
 
 def need_descriptors(count: int) -> None:
@@ -148,7 +149,8 @@ class Nursery:
         """
         need_descriptors(_OF_A_START)
         number = next(self._numbers)
-        # "Started" is answered before anything is sent to the worker, so it reads while this process writes.
+        # The helper confirms the start before anything is sent to the worker, so the worker reads while this
+        # process writes.
         worker = self._helper.start(number, name or f"worker {number}")
         try:
             worker.channel.send(RUN, (function, arguments, self.num_threads))
@@ -279,9 +281,9 @@ class Worker:
         """Whether it has sent something not yet received, or has exited."""
         if not self.channel.has_messages():
             self.channel.feed()
-        if self.channel.has_messages() or not self.has_ended():  # each of them is a system call
+        if self.channel.has_messages() or not self.has_ended():  # each check is a system call
             return self.channel.has_messages()
-        self.channel.feed()  # what it sent before its end is there now
+        self.channel.feed()  # what it sent before it ended has arrived by now
         return True
 
     def sources(self) -> list[Channel]:
@@ -308,7 +310,7 @@ class Worker:
         ended = False
         while True:
             message = self.channel.pop(*(kinds and (*kinds, FAILED)))
-            if message is None:  # each read is a system call
+            if message is None:  # only now, because each read is a system call
                 ended = self.has_ended()
                 self.channel.feed()
                 message = self.channel.pop(*(kinds and (*kinds, FAILED)))
@@ -356,7 +358,7 @@ class _Helper:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal goes to this process alone
+                start_new_session=True,  # Ctrl-C in a terminal reaches only this process
             )
         finally:
             theirs.forget()
@@ -377,7 +379,7 @@ class _Helper:
                 self._control.feed()
                 if broken := self._control.pop(BROKEN):
                     broken[1].throw("the process that starts workers")
-                if self._control.has_messages():  # READY, which stays there: Ctrl-C cannot lose it
+                if self._control.has_messages():  # READY, left unread: Ctrl-C cannot lose it
                     self._ready = True
                 elif self._control.ended:
                     raise self._ended_error()
@@ -436,11 +438,11 @@ class _Helper:
         if not self.is_mine():
             return
         self._control.close()
-        if not self._ready:  # it may still be importing, and has no workers
+        if not self._ready:  # it may still be importing, and has no workers yet
             self.process.kill()
         try:
             self.process.wait(5)
-        except subprocess.TimeoutExpired:  # stopped, or the system is very slow
+        except subprocess.TimeoutExpired:  # the helper is stopped, or the system is very slow
             self.process.kill()
             self.process.wait()
             for number in list(self._pids):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatroll.sharing.worker import Failure, WorkerDied
 
-#: Arguments of ``ray.init`` that only the one who starts a cluster may give.
+#: Arguments of ``ray.init`` that are allowed only when it starts a cluster.
 _OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}
 _LARGEST_DEFAULT_STORE = 2**30  # bytes
 #: Ray's errors for a lost actor, node or result. Not every version has all of them.
@@ -100,7 +100,7 @@ class RayCalls:
                 self._ray.init(**{"address": "auto", **joining})
                 return
         except ConnectionError as error:
-            # Ray's message if no cluster is named; a named one that does not answer is an error.
+            # Ray's message if no cluster is named; if a named one does not answer, that is an error.
             if "address" in given or "any running Ray instance" not in str(error):
                 raise
         store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
@@ -135,9 +135,7 @@ class RayCalls:
             return self._ray.get(reference)
         except tuple(getattr(errors, name) for name in _DEATHS if hasattr(errors, name)) as error:
             raise WorkerDied(f"the actor is gone: {error}") from error
-        except (
-            errors.RayTaskError
-        ) as error:  # outside of `attempt`: arguments or results that cannot be pickled
+        except errors.RayTaskError as error:  # not in `attempt`: arguments or results that cannot be pickled
             cause = error.cause
             return Failure.of(cause if isinstance(cause, BaseException) else error, trace=str(error))
 

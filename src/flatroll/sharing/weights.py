@@ -98,7 +98,7 @@ class SharedWeights:
             for name, copy in self._copies[version % 2].items():
                 state[name].detach().copy_(copy)
             _fence()
-            if self._header[_BEGUN] < version + 2:  # the copy was not overwritten while it was read
+            if self._header[_BEGUN] < version + 2:  # the copy was not overwritten during the read
                 return version
 
     def _check(self, state: "Mapping[str, torch.Tensor]") -> None:
@@ -127,7 +127,7 @@ def _from_block(block: Block) -> SharedWeights:
 
 
 def _values(name: str, value: Any) -> "torch.Tensor":
-    import torch  # here: a process that only starts others does without
+    import torch  # not at the top: a process that only starts others does not need torch
 
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         raise TypeError(

@@ -23,9 +23,9 @@ import numpy as np
 
 from flatroll.sharing.channel import Channel, Closed
 
-RUN, FAILED = "run", "failed"  # kinds of messages to and from a worker
+RUN, FAILED = "run", "failed"  # kinds of messages between owner and worker
 START, KILL = "start", "kill"  # kinds of messages to the helper
-READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds of messages from it
+READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds of messages from the helper
 
 
 class WorkerTraceback(Exception):
@@ -66,13 +66,13 @@ class Failure:
         name, ends = type(error).__name__, not isinstance(error, Exception)
         try:
             text = str(error)
-        except Exception as other:  # whatever its author's __str__ raises
+        except Exception as other:  # its __str__ may raise anything
             text = f"(its text cannot be had: __str__ raised {type(other).__name__})"
         if trace is None:
             trace = "".join(format_exception(error))
         try:
             pickled = None if ends else cloudpickle.dumps(error)
-        except Exception:  # likewise for __reduce__
+        except Exception:  # and so may its __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
         return failure if failure._unpickle() is not None else Failure(name, text, trace, None, ends)
@@ -84,9 +84,7 @@ class Failure:
         try:
             error = pickle.loads(self.pickled)
             same = type(error).__name__ == self.name and str(error) == self.text
-        except (
-            Exception
-        ):  # an import that fails, an __init__ that wants other arguments, a __str__ that raises
+        except Exception:  # an import fails, __init__ takes other arguments, __str__ raises
             return None
         return error if same and isinstance(error, Exception) else None
 
@@ -126,7 +124,7 @@ def run(channel: Channel) -> int:
     try:
         function, arguments, threads = channel.receive(RUN)
         torch: Any = sys.modules.get("torch")
-        # Forked siblings have the same generators: without this they would all draw the same numbers.
+        # Forked siblings inherit the same generator state and would all draw the same numbers.
         random.seed()
         np.random.seed()
         if torch is not None:
@@ -162,7 +160,7 @@ def die_with(starter: int) -> None:
 
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != starter:  # it went before that
+    if os.getppid() != starter:  # it exited before the call
         os._exit(1)
 
 
@@ -187,9 +185,9 @@ def run_helper(
         preload: modules to import before the first fork.
         end_watch: ends the thread that waits for the parent's death while this process imports.
     """
-    # The parent may have blocked signals, and a blocked SIGCHLD would never tell that a worker ended.
+    # The parent may have blocked signals; with SIGCHLD blocked, exits of workers would go unnoticed.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # It was passed to this interpreter, and must not be passed on to those of the workers.
+    # This interpreter inherited it; the interpreters of the workers must not.
     os.set_inheritable(descriptor, False)
     control = Channel(descriptor)
     for stop in (signal.SIGTERM, signal.SIGHUP):
@@ -230,7 +228,8 @@ def prepare_forks(preload: list[str]) -> None:
             f"importing {', '.join(preload)} initialized CUDA, which does not survive a fork: "
             'use start_method="spawn", or preload less'
         )
-    # What is loaded now stays: the collector would else write into these pages and so copy them into each worker.
+    # Freeze everything loaded so far: otherwise the garbage collector would write to these pages, which
+    # copies them into each worker.
     gc.collect()
     gc.freeze()
 
@@ -250,7 +249,7 @@ class Helper:
 
     def __init__(self, control: Channel, parent: int, fork: bool) -> None:
         self._control, self._parent_pid, self._fork = control, parent, fork
-        self._pids: dict[int, int] = {}  # of each worker's number
+        self._pids: dict[int, int] = {}  # pid of each worker number
         self._reports: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
@@ -261,7 +260,8 @@ class Helper:
         self._selector.register(self._wake, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        # A child of the parent may hold a copy of its end of the channel, which then is not closed by its death.
+        # Another child of the parent may hold a copy of the parent's end of the channel, so that the parent's
+        # death does not close it.
         self._parent = death_of(parent)
         if self._parent is not None:
             self._selector.register(self._parent, selectors.EVENT_READ)
@@ -297,11 +297,11 @@ class Helper:
                 status = run(channel)
             finally:
                 os._exit(status)
-        with suppress(ProcessLookupError, PermissionError):  # both do it, since either may come first
+        with suppress(ProcessLookupError, PermissionError):  # parent and child both do it
             os.setpgid(pid, pid)
         channel.forget()
         self._pids[number], self._reports[number] = pid, report
-        with suppress(Closed):  # Ctrl-C came while the parent waited
+        with suppress(Closed):  # Ctrl-C interrupted the waiting parent
             report.send(STARTED, pid)
 
     def _become_worker(self, channel: Channel, helper: int) -> None:
@@ -331,7 +331,7 @@ class Helper:
             kill_group(pid)
             _, status = os.waitpid(pid, 0)
             del self._pids[number]
-            with suppress(Closed):  # the parent has let go of the worker
+            with suppress(Closed):  # the parent has released the worker
                 self._reports[number].send(ENDED, os.waitstatus_to_exitcode(status))
             self._reports.pop(number).forget()
 
@@ -346,14 +346,14 @@ class Helper:
 
 def kill_group(pid: int) -> None:
     """Kill a process and its children that are still in its group."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a group of zombies
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises it for a group of zombies
         os.killpg(pid, signal.SIGKILL)
 
 
 def death_of(pid: int) -> Any:
     """Return an object with a descriptor that is readable once the process has exited; None if not supported."""
     if hasattr(os, "pidfd_open"):
-        with suppress(OSError):  # an old kernel, a container that forbids it, or the process has exited
+        with suppress(OSError):  # an old kernel, a container that forbids it, or a process that has exited
             return open(os.pidfd_open(pid), "rb", buffering=0)
     if hasattr(select := importlib.import_module("select"), "kqueue"):
         queue = select.kqueue()

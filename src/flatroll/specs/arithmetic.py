@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _NOT_ORDERED = {torch.bool, torch.uint16, torch.uint32, torch.uint64}  # torch has no clamp for these
-#: The largest float64 that these dtypes hold: their own largest number is rounded up in float64.
+#: The largest float64 within the range of these dtypes: their own maximum would be rounded up.
 _LARGEST_DOUBLE = {torch.int64: 2.0**63 - 1024, torch.uint64: 2.0**64 - 2048}
 
 
@@ -19,7 +19,7 @@ def to_ordered(numbers: Tensor) -> Tensor:
     """Map numbers to a dtype that torch can clamp and compare, preserving the order."""
     if numbers.dtype not in _NOT_ORDERED:
         return numbers
-    if numbers.dtype is torch.uint64:  # with its highest bit flipped int64 has the same order
+    if numbers.dtype is torch.uint64:  # with the highest bit flipped, int64 has the same order
         return numbers.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return numbers.long()
 
@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
     low: Tensor
     high: Tensor
-    bounded: bool  # whether all are finite
+    bounded: bool  # whether all limits are finite
 
     @classmethod
     def of(cls, low: Tensor, high: Tensor) -> "Limits":
@@ -79,8 +79,8 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
     """
     low, high, bounded = limits
     uniform = torch.rand(shape, generator=generator, device=low.device, dtype=torch.float64)
-    # Weighted ends, not low + (high - low) * u, which overflows for the widest bounds. Whole numbers reach high
-    # because the floor is taken below one more.
+    # A weighted sum of the limits: low + (high - low) * u would overflow for the widest bounds. Whole numbers
+    # reach high because the floor is taken of numbers below high + 1.
     drawn = low * (1 - uniform) + (high + 1 if whole else high) * uniform
     if not bounded:
         below, above = low.isfinite(), high.isfinite()
@@ -105,4 +105,4 @@ def draw_categories(
 def draw_masked(mask: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     """Draw categories ``[*shape, *mask.shape[:-1]]`` uniformly among those that a mask ``[..., n]`` allows."""
     noise = torch.rand((*shape, *mask.shape), generator=generator, device=mask.device)
-    return noise.masked_fill_(~mask, -1.0).argmax(-1)  # the largest of independent numbers is uniform
+    return noise.masked_fill_(~mask, -1.0).argmax(-1)  # the largest is at a uniformly random place

@@ -168,7 +168,7 @@ class Bounded(NumberSpec, Ranged):
         limits = self._cache.get("draws")
         if limits is None:
             low, high = (as_double(bound) for bound in self._limits())
-            if "open_below" in self._parameters:  # whole numbers, which cannot be infinite
+            if "open_below" in self._parameters:  # only integer dtypes, which cannot represent infinity
                 low = low.masked_fill(self._parameters["open_below"], -torch.inf)
                 high = high.masked_fill(self._parameters["open_above"], torch.inf)
             limits = self._cache["draws"] = Limits.of(low, high)
@@ -264,11 +264,12 @@ class Unbounded(NumberSpec):
 
     @override
     def all_allowed(self, value: Tensor) -> bool:
-        return is_whole(value.dtype) or torch.equal(value, value)  # NaN equals nothing
+        # False for NaN, which does not equal itself.
+        return is_whole(value.dtype) or torch.equal(value, value)
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        return value == value  # all but NaN
+        return value == value  # False only for NaN
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -332,14 +333,14 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
     if dtype.is_complex:
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
-    # A float in float64, or torch rounds it to float32, 1e39 to inf; the largest ints are in uint64 alone.
+    # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
     large = isinstance(value, int) and value >= 2**63
     wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")
     bound = given.to(dtype)
-    # Floats are rounded; whole numbers must be themselves, and what is finite must stay so.
+    # Floats may be rounded, but must stay finite; whole numbers must not change.
     changed = is_whole(dtype) and not torch.equal(bound.to(given.dtype), given)
     if dtype is torch.uint64 and given.dtype is not torch.uint64:
         changed = changed or bool((given < 0).any())

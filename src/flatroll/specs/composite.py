@@ -63,7 +63,7 @@ class Composite(TensorSpec):
         self.names = names
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
-        self.of_tuple = False  # whether it describes a Gymnasium Tuple, its entries in order
+        self.of_tuple = False  # whether it describes a Gymnasium Tuple; its entries are then in order
         if len(args) > 1 or not all(isinstance(arg, Mapping | Composite) for arg in args):
             raise TypeError(f"Composite takes one dict of specs, or specs by name, got {args!r}")
         for entries in (*args, specs):
@@ -121,7 +121,7 @@ class Composite(TensorSpec):
         if spec.shape[: self.ndim] == self.shape and spec.batch_ndim >= self.ndim:
             return checked
         if spec.shape == self.shape[: spec.ndim]:
-            if type(spec) is Composite:  # its entries must have all of the dims
+            if type(spec) is Composite:  # the dims apply to all its entries
                 wider = Composite(
                     dict(spec.items()), shape=self.shape, device=spec.device, data_cls=spec.data_cls
                 )
@@ -182,7 +182,7 @@ class Composite(TensorSpec):
             if isinstance(mine, Composite) and isinstance(spec, Mapping | Composite):
                 mine.update(spec)
                 spec = mine
-            self[key] = spec  # also merged ones: a stack returns a copy
+            self[key] = spec  # also a merged one, because a stack returns a copy
         return self
 
     def __contains__(self, key: object) -> bool:
@@ -295,7 +295,7 @@ class Composite(TensorSpec):
     def map_dims(self, operation: Operation, dims: int) -> Self:
         shape, frame = self._map_shape(operation, dims)
         names = self._names
-        if names is not None:  # a tensordict knows where names go
+        if names is not None:  # let a tensordict permute the names
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names

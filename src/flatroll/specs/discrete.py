@@ -28,7 +28,7 @@ class Categories:
 class Numbered(Ranged):
     """Base of specs of categories as numbers, with an optional mask of allowed ones."""
 
-    _kept = 1  # the last dim of a mask
+    _kept = 1  # masks have their categories in one last dim
 
     @abstractmethod
     def _counts(self) -> list[int]:
@@ -53,7 +53,7 @@ class Numbered(Ranged):
             raise ValueError(f"the mask must be bool, got {given.dtype}")
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
         try:
-            short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own
+            short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own mask
         except RuntimeError as error:
             raise ValueError(f"the mask must broadcast to shape {sizes}, got {tuple(given.shape)}") from error
         for k, part in enumerate(short.split_with_sizes(counts, -1)):
@@ -217,7 +217,7 @@ class Categorical(Numbered):
 class Encoded(TensorSpec):
     """Base of specs whose last dim holds flags: one True for each category of another spec."""
 
-    categories: Any  # the spec of the categories as numbers
+    categories: Any  # spec of the categories as integers
     value_dims = 1
 
     def __init__(self, *arguments: Any) -> None:
@@ -409,7 +409,7 @@ class OneHot(Encoded):
         numbers = super().to_numpy(value, safe)
         if not self.use_register:
             return numbers
-        names = list(self._register)  # in order of their numbers
+        names = list(self._register)  # sorted by number
         return np.array([names[i] for i in numbers.reshape(-1)]).reshape(numbers.shape)
 
     @override

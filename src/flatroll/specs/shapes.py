@@ -12,7 +12,8 @@ from torch import Tensor
 from flatroll.layout.checks import shown
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
-#: An operation on the first k dims of a tensor.
+#: Stands for a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four such
+#: dims and a batch have fewer than 2**63 elements.
 Operation: TypeAlias = Callable[[Any], Any]
 
 #: Size that represents a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four

@@ -113,7 +113,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
     if isinstance(spec, Categorical):
         if not spec.shape:
-            # int64 is the default, and all there is before Gymnasium 1.2.2.
+            # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
             options = {} if dtype in (None, np.int64) else {"dtype": dtype}
             return spaces.Discrete(spec.n, start=spec.start, **options)
         shape = tuple(spec.shape)

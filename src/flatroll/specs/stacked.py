@@ -72,18 +72,18 @@ class Parallel(TensorSpec):
 
     @override
     def map_dims(self, operation: Operation, dims: int) -> Any:
-        # The operation is a closure, so what it does to the stacked dim is read off a probe: a tensor that holds the
-        # number of the spec at each place.
+        # The operation is opaque, so its effect on the stacked dim is read off a probe: a tensor that holds
+        # the number of the spec at each position.
         specs, dim = self.specs, self.dim
-        if dim >= dims:  # behind the dims of the operation, which may change how many there are
+        if dim >= dims:  # not reached by the operation, which may change the dims before it
             done: Any = [spec.map_dims(operation, dims) for spec in specs]
             return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
         inner = zip(*(spec._frame.shape[: dims - 1] for spec in specs), strict=True)
-        sizes = [max(parts) for parts in inner]  # where they differ, the widest
+        sizes = [max(parts) for parts in inner]  # the largest size where they differ
         sizes.insert(dim, len(specs))
         numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
         probe = operation(numbers.expand(sizes))
-        # Along which dim of the result the number of the spec changes.
+        # The dims of the result along which the number of the spec changes.
         along = [
             d
             for d in range(probe.ndim)
@@ -112,13 +112,13 @@ class Parallel(TensorSpec):
             alone = place(number, None)
             return (
                 specs[number] if alone == specs[number] else alone
-            )  # itself, so that changes of it are kept
+            )  # itself, so that later changes to it are visible
         order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
     @override
     def _open_dims(self) -> set[int]:
-        # A size that differs between the specs is known in each.
+        # A dim whose size differs between the specs is not open: each spec knows its size.
         return {dim + (dim >= self.dim) for spec in self.specs for dim in spec._open_dims()}
 
     @override
@@ -448,7 +448,7 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
     if isinstance(first, Composite):
         return first.empty()
     outer = first.batch_ndim
-    # Size 0 where the others differ, or else behind the batch's dims.
+    # Size 0 where the sizes differ; if none does, in the dims after the batch's.
     sizes = [
         0 if size == -1 or any(spec.shape[d] != size for spec in specs) else size
         for d, size in enumerate(first.shape[:outer])

@@ -31,7 +31,7 @@ Device: TypeAlias = torch.device | str | int | None
 DType: TypeAlias = torch.dtype | DTypeLike | None
 #: Numbers or flags as arguments: one, a list or array of them, or a tensor.
 Numbers: TypeAlias = ArrayLike | Tensor
-_FIXED = {"shape", "dtype", "device"}  # set once; shape operations and `to` make another spec
+_FIXED = {"shape", "dtype", "device"}  # set only once; shape operations and `to` return another spec
 #: torch function -> what it does to specs; filled by `implements`.
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -85,7 +85,7 @@ class TensorSpec(ABC):
     domain: str
     value_dims: int = 0  # how many of the last dims belong to one value
     _default_device: torch.device | None = torch.device("cpu")
-    _frame: Tensor  # one number in memory with the batch dims: operations on it give the new shape
+    _frame: Tensor  # one number in memory, expanded to the batch dims; operations on it give the new shape
     _parameters: dict[str, Tensor]  # each broadcasts to [*batch dims, ...]; see `shorten`
     _kept: int = 0  # how many of a parameter's last dims belong to one value
     _cache: dict[str, Any]  # computed from the parameters when first needed
@@ -132,14 +132,15 @@ class TensorSpec(ABC):
         new = object.__new__(type(self))
         state = vars(new)
         state.update(vars(self))
-        state["_cache"], state["_parameters"] = {}, self._parameters.copy()  # in which a mask is replaced
+        # A copy: masks are replaced in it.
+        state["_cache"], state["_parameters"] = {}, self._parameters.copy()
         state.update(attributes)
         return new
 
     def _map_shape(self, operation: Operation, dims: int) -> tuple[torch.Size, Tensor]:
         """The shape, and the frame, after an operation on the first ``dims`` dims."""
         frame = self._frame
-        if isinstance(operation, Gather):  # on the first dims only, so that one number stays one in memory
+        if isinstance(operation, Gather):  # first dims only: the frame stays one number
             sizes = operation(frame.as_strided(frame.shape[:dims], (0,) * dims)).shape + frame.shape[dims:]
             frame = frame.as_strided(sizes, (0,) * len(sizes))
         else:
@@ -158,7 +159,7 @@ class TensorSpec(ABC):
         behind = self._frame.ndim - dims
         for name, parameter in self._parameters.items():
             own = parameter.ndim - self._kept
-            if own > behind:  # else it is the same for all of these dims, so also afterwards
+            if own > behind:  # otherwise it is the same along all of these dims, before and after
                 full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
                 parameter = shorten(operation(full), self._kept)
             parameters[name] = parameter
@@ -195,7 +196,7 @@ class TensorSpec(ABC):
     def expand(self, *shape: Shape) -> Self:
         """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
         outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
-        new = len(outer) - dims  # in these -1 is any length, in those that there are it keeps them
+        new = len(outer) - dims  # -1 means any length in a new dim, and the current size in an existing one
         outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
         try:
             return self.map_dims(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
@@ -478,10 +479,11 @@ class TensorSpec(ABC):
         """
         flags(ignore_device=ignore_device)
         if not isinstance(value, Tensor):
-            # In float64, where torch rounds a list to float32; a copy, because torch takes no negative strides.
+            # As float64, because torch rounds lists to float32; as a copy, because torch supports no negative
+            # strides.
             try:
                 value = np.ascontiguousarray(value).reshape(np.shape(value))
-            except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, say
+            except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
                 raise TypeError(f"value must be an array or a tensor, got {shown(value)}") from error
         given = as_numbers("value", value)
         if not ignore_device:
@@ -497,7 +499,7 @@ class TensorSpec(ABC):
             return given
         tensor = given.to(self.dtype)
         changed = not torch.equal(tensor.to(given.dtype), given) if is_whole(self.dtype) else None
-        if changed is None:  # floats are rounded, but what is finite stays so
+        if changed is None:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
             raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
@@ -586,7 +588,7 @@ class TensorSpec(ABC):
 class Ranged(TensorSpec):
     """Base class of specs whose entries are between two numbers, both included."""
 
-    _whole = True  # only whole numbers are allowed, also in a dtype of floats
+    _whole = True  # whether only whole numbers are allowed, even with a floating dtype
     _range_text = "{} to {}"
 
     @abstractmethod
@@ -604,7 +606,7 @@ class Ranged(TensorSpec):
     def all_allowed(self, value: Tensor) -> bool:
         low, high = self._get_limits()
         numbers = to_ordered(value)
-        if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is equal to nothing
+        if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is not equal to itself
             return False
         return not (self._whole and numbers.is_floating_point()) or torch.equal(numbers.round(), numbers)
 
@@ -628,7 +630,7 @@ class Ranged(TensorSpec):
             low, high = (as_double(limit) for limit in self._limits())
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
             numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
-            numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
+            numbers = numbers.clamp(low, high)  # in float64, for numbers that the dtype cannot hold
         return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 
     @override

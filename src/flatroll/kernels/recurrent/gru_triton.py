@@ -85,7 +85,7 @@ def add_product(
     INNER: tl.constexpr,
 ) -> tl.tensor:
     """``total [RUNS, UNITS]`` plus the slopes ``[RUNS, GATES H]`` of these runs times the weights of these units."""
-    # INNER slopes of each run at a time, and the rows of the weights that belong to them
+    # INNER slopes of each run at a time, and the matching rows of the weights
     for inner in range(0, GATES * hidden, INNER):  # pyright: ignore[reportArgumentType]  # compiled, an int
         k = inner + tl.arange(0, INNER)
         inside = k < GATES * hidden
@@ -134,7 +134,7 @@ def gru_forward(
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
-                # the first gate's entries of these rows and units; the other gates stand H columns further each
+                # the first gate's entries of these rows and units; each further gate is another H columns on
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
                 n = tl.load(at, mask=active, other=0).to(REAL)
                 r = tl.load(at + hidden, mask=active, other=0).to(REAL)

@@ -31,7 +31,7 @@ _COUNT, _REST, _STRIPE = (
     4,
     5,
     32,
-)  # place of the number of bytes, of the bytes that are left; bytes of a stripe
+)  # offsets of the byte count and of the remaining bytes in the state; bytes per stripe
 _29, _32, _33 = np.uint64(29), np.uint64(32), np.uint64(33)
 
 

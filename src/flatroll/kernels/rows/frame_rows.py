@@ -13,8 +13,8 @@ from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 #: The row with which a new row shares all but its newest frame: none, a stored row, the previous row.
 NOTHING, STORED, BEFORE = 0, 1, 2
 _STRIDE = 64  # words compared between checks for a difference
-_PAGE = 4096  # range in bytes of the hardware prefetcher
-_LINES = 4  # cache lines it takes to begin
+_PAGE = 4096  # bytes that the hardware prefetcher covers
+_LINES = 4  # cache lines that start it
 
 
 @compiled()
@@ -49,7 +49,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
     rows, stack = values.shape[:2]
     new = 0
     for j in range(rows):
-        # a row that continues another one has its frames except the oldest, shifted by one
+        # a row that continues another one shares its frames except the oldest, shifted by one
         shares[j] = NOTHING
         if hint[j] >= 0:
             for k in range(stack - 1):

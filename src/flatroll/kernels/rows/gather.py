@@ -198,7 +198,7 @@ class HostColumns(Generic[K]):
     def __init__(self, columns: Mapping[K, Tensor]) -> None:
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
-        # Blocks of the columns that were requested together; there is none for no key.
+        # Blocks of columns that were requested together; an empty request has none.
         self._joint: dict[tuple[K, ...], HostBlock | None] = {(): None}
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
@@ -206,7 +206,7 @@ class HostColumns(Generic[K]):
         self._spans = Spans.of(self.columns.values())
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
-        ] = []  # for batches with as many rows as the last one
+        ] = []  # for batches with as many rows as the previous one
         self._form_rows = -1
 
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
@@ -266,7 +266,7 @@ class HostColumns(Generic[K]):
         addresses, (low, high, starts, stops) = [], self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
-            # for sparse tensors the checks after the one of the layout would raise
+            # the layout is checked first: the other checks raise on sparse tensors
             if (
                 value is None
                 or value.dtype is not dtype
@@ -357,7 +357,7 @@ def gather_pieces(
     """
     pieces = len(firsts) - 1
     # Adjacent rows of a piece form a stretch; all row numbers are checked here.
-    stretches = np.empty((len(rows), 4), np.int64)  # piece, first row in it, first position, rows
+    stretches = np.empty((len(rows), 4), np.int64)  # piece, first row in it, first position, row count
     count, piece, before = 0, 0, np.int64(-2)
     for i in range(len(rows)):
         row = rows[i]

@@ -18,7 +18,7 @@ from flatroll.kernels.compiled import Array, Int, compiled
 _FIRST, _SECOND, _STEP = (np.uint64(x) for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _BITS_30, _BITS_27, _BITS_31, _BITS_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
 
-# Floating-point numbers of 4 and 8 bytes as words: the sign's bit, infinity, and the NaN that torch writes.
+# Floating-point numbers of 4 and 8 bytes as words: the sign bit, infinity, and the NaN that torch writes.
 _ZERO, _ONE, _LOW = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFF)
 _SIGN_4, _INF_4, _NAN_4 = (np.uint64(x) for x in (0x80000000, 0x7F800000, 0x7FC00000))
 _SIGN_8, _INF_8, _NAN_8 = (np.uint64(x) for x in (1 << 63, 0x7FF << 52, 0xFFF << 51))

@@ -41,7 +41,7 @@ def _ask_code(typing_context: Any, address: Any) -> Any:
 
 def _word_code(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # An alignment of 1: the address may be any.
+        # align=1: the address may be unaligned.
         return builder.load(builder.inttoptr(arguments[0], _LONG.as_pointer()), align=1)
 
     return types.uint64(types.int64), generate

@@ -26,7 +26,7 @@ STATE = np.dtype(
         ("newest", "i8"),  # 1 + chain of the newest row, 0 if none
         ("ids", "i8"),  # entries of the id table in use
         ("spare", "i8"),  # free pool entries: spare[:state.spare]
-        ("taken", "i8"),  # pool entries ever handed out; a reader compares it before and after
+        ("taken", "i8"),  # pool entries ever handed out; readers compare it before and after
     ]
 )
 FRAGMENT = np.dtype(

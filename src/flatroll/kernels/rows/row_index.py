@@ -142,7 +142,7 @@ class SortedRows(Numbering):
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
-        if floats:  # the rows are in host memory and not packed: its kernel would normalise 0.0 and NaN
+        if floats:  # host rows come unpacked, for a kernel that normalises 0.0 and NaN
             words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
         hashes = hash_words(words)
         ids = self._find(words, hashes)

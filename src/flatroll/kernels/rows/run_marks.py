@@ -42,7 +42,7 @@ def fragments(
     first, joined = 0, False
     for i in range(rows):
         end = i == rows - 1
-        # the run ends where row i is done, or where row i + 1 begins something else
+        # the run ends where row i is done, or where row i + 1 starts an episode, has another id, or another mask
         if not end:
             end = (done != 0 and is_done[i]) or (init != 0 and is_init[i + 1])
             end = end or (ids != 0 and number[i] != number[i + 1]) or (mask != 0 and real[i] != real[i + 1])

@@ -28,7 +28,7 @@ def pack_rows(columns: Sequence[Tensor]) -> Tensor:
             [4575657221408423936,                   0]])
     """
     if all(column.dtype is torch.int64 and column.ndim == 1 for column in columns):
-        return torch.stack(list(columns), -1)  # a fifth of the time that the general way takes
+        return torch.stack(list(columns), -1)  # 5 times as fast as the general path
     words = [_words(column) for column in columns]
     return words[0] if len(words) == 1 else torch.cat(words, -1)
 

@@ -60,7 +60,7 @@ def _ask_for(fragments: Records, number: Int) -> None:
     """Prefetch fragment ``number`` and its end, which are read one round later."""
     address = np.int64(fragments.ctypes.data) + (number & (len(fragments) - 1)) * fragments.itemsize
     ask(address)
-    # the last byte of ``first`` of the next fragment, which may be in the next cache line
+    # the last byte of the next fragment's ``first``, which may be in the next cache line
     ask(address + fragments.itemsize + 7)
 
 
@@ -124,7 +124,8 @@ def walk(
                     slot = 0
                 slots[i] = slot
             if len(follow):
-                # the next slot in the sample, for the row before this fragment too; its last row comes later
+                # follow: the next slot in the sample, also for the row before this fragment; its last row is
+                # set below
                 if first > begin[j]:
                     follow[first - 1] = slots[first]
                 for i in range(first, first + take - 1):
@@ -134,7 +135,7 @@ def walk(
                     patch[0, patched] = last
                     patch[1, patched] = f.pool
                     patched += 1
-                if rows == take:  # else the next round writes what follows, without a cache miss
+                if rows == take:  # otherwise the next round sets it, without a cache miss
                     patched = _next_of(
                         fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )

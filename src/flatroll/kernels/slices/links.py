@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
-Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
+Records = Any  # a structured array whose fields are read as attributes, which type checkers do not know
 
 
 @numba.njit(nogil=True)

@@ -20,7 +20,7 @@ def _entry(table: Records, key: Int) -> Int:
     mask = len(table) - 1
     # the upper half of the product with 2**64 over the golden ratio, which spreads consecutive keys
     at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
-    # linear probing: the next entry, until one is unused
+    # linear probing: on to the next entry until one is unused
     while table[at].chain != 0 and table[at].id != key:
         at = (at + 1) & mask
     return at
@@ -70,7 +70,7 @@ def claim(
         if lost <= 0:
             break
         chain = chains[f.chain]
-        # fragments of a chain are dropped in order, so all of its rows before these are dropped, too
+        # fragments of a chain are dropped in order, so all its rows before these are dropped as well
         chain.dropped = f.offset + lost
         touched[count] = f.chain
         count += 1
@@ -105,7 +105,7 @@ def _compare(
 ) -> Int:
     """Compare the first row of each new fragment with the next values of the row that it continues, for `link`."""
     before, slots, agree = found
-    stands = np.empty(len(joined), np.int64)  # position of the next value, stored or in the batch
+    stands = np.empty(len(joined), np.int64)  # index of the next value, in storage or in the batch
     for j in range(len(joined)):  # prefetch all before comparing one
         stands[j] = slots[j]
         if before[j] >= 0:
@@ -229,7 +229,7 @@ def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
     """Create an empty chain for fragment ``j`` in a free slot of ``chains``; return the slot."""
     s = state[0]
     if s.free:
-        # take the first of the linked list of free slots; its ``last`` is the next one
+        # take the first slot of the linked list of free slots; its ``last`` is the next free one
         c = s.free - 1
         s.free = chains[c].last
     else:
@@ -267,7 +267,7 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     before = fragments[last & mask]
     before.next = f.prev = f.jump = number - last
     f.span = 1
-    # Myers' rule: two jumps of one length in a row become one jump over both
+    # Myers' rule: two consecutive jumps of the same length become one jump over both
     far = last - before.jump
     if far >= s.first and fragments[far & mask].span == before.span:
         f.jump = number - (far - fragments[far & mask].jump)

@@ -54,8 +54,8 @@ def _marked_start(
     full = max(high - length, low)  # the last row with ``length`` rows from it on, as an offset
     if high <= low or (strict and high - low < length):
         return -1
-    # the last mark that a slice may begin at: the first one from which a slice reaches the end of the chain, else the
-    # last one before
+    # the last mark at which a slice may begin: the first from which a slice reaches the end of the chain,
+    # else the last one before it
     final = np.int64(-1)
     if not strict:
         final = _nearest_mark(state, capacity, fragments, last, marks, full, high - 1)
@@ -150,7 +150,7 @@ def slice_partition(
         if begin[f.chain] < 0:
             continue
         chain = chains[f.chain]
-        # offsets of the fragment's first live row and of the row after its last one, and of the first slice
+        # offsets of the fragment's first live row, of the row after its last one, and of the first slice
         low = max(f.offset, chain.dropped)
         high = f.offset + fragment_stop(state, fragments, number) - f.first
         at = chain.dropped + begin[f.chain]

@@ -70,7 +70,7 @@ def step_spans(
             if step < stored:
                 return False
             continue
-        # the row, or if it waits, its env's last stored one, which may be of the same trajectory
+        # the row itself, or if it is waiting, its env's last stored row, which may belong to the same trajectory
         env, step = places[i] - step * num_envs, min(step, stored - 1)
         low, high = 0, used
         while low < high:

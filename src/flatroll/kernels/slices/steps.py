@@ -67,8 +67,9 @@ def locate(
             waiting[0, count], waiting[1, count] = i, env * length + step - stored
             count += 1
             continue
-        # The last window that begins at or before the step: first guess that all windows have ``length`` steps, else
-        # search: windows 0 ... low - 1 begin at or before the step, those from high on after it.
+        # The last window that begins at or before the step. First guess that all windows have ``length``
+        # steps, else search: windows 0 ... low - 1 begin at or before the step, windows from high on begin
+        # after it.
         low, high = min((step - windows[0, 0]) // length + 1, used), used
         if not (low > 0 and windows[0, low - 1] <= step and (low == used or windows[0, low] > step)):
             low = 0

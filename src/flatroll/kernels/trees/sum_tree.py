@@ -15,11 +15,12 @@ from flatroll.kernels.compiled import Array, Int, compiled
 
 Float = Any
 
-#: Children per node. Measured at 1 and 10 million leaves (4, 8, 16, 32): 8 updates fastest and draws as fast as 4.
+#: Children per node. Of 4, 8, 16 and 32, measured at 1 and 10 million leaves, 8 updates fastest and draws as
+#: fast as 4.
 FAN = 8
 _LINE = 64  # bytes of a cache line
 _TINY = float(np.finfo(np.float64).tiny)
-#: Weights stay below ``10 ** LARGEST``: 10^18 of them still have a finite sum.
+#: Weights stay below ``10 ** LARGEST``, so that the sum of 10^18 of them is finite.
 LARGEST = 290
 
 
@@ -89,7 +90,7 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
     low, high = first, first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
     for k in range(1, len(levels)):
-        # parents of the first and the last changed node; all between are parents of changed nodes, too
+        # parents of the first and the last changed node; all nodes between them are parents of changed nodes as well
         low, high = low // FAN, high // FAN
         for i in range(low, high + 1):
             _refresh(nodes, levels, k, i)
@@ -262,7 +263,7 @@ class SumTree:
 
     def __setstate__(self, state: tuple[int, Array]) -> None:
         capacity, leaves = state
-        # Draws follow the sums: with a negative weight or NaN they could end anywhere.
+        # Draws descend the sums: a negative weight or NaN could lead them anywhere.
         if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
             raise ValueError(
                 f"the pickle is damaged: {leaves.shape} leaves are not weights of {capacity} slots"

@@ -169,7 +169,8 @@ class _Row:
         i, batch = self.i, self.batch
         after = f"observation of row {i + 1}"
         roots = observation_keys(batch)
-        # What else "next" has too, such as values, is no observation where one goes by that name.
+        # If an entry is named "observation", other entries that also exist under "next", such as values, are
+        # not observations.
         roots = [key for key in roots if as_tuple(key)[0] == OBSERVATION] or roots
         keys = [key for key in roots if batch.get(next_key(key), None) is not None]
         if keys:

@@ -34,7 +34,7 @@ from flatroll.layout.keys import (
 Severity = Literal["error", "suspicious"]
 WHOLE_BATCH = -1
 
-#: What the contract fixes of each marker: the dims after the batch's, and the dtype.
+#: The contract of each marker: its dims after the batch's, and its dtype.
 CONTRACT: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]] = {
     IS_INIT: ((1,), torch.bool),
     STEP_COUNT: ((1,), torch.int64),
@@ -150,7 +150,7 @@ def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Itera
             continue
         if tuple(column.shape) != shape:
             yield whole("shape", f"{key!r} has shape {tuple(column.shape)}, expected {shape}")
-        # Collectors write float32; what a data set's files have stays.
+        # Collectors write float32; rewards from a data set's files keep their dtype.
         if column.dtype != dtype and not (key == REWARD and column.is_floating_point()):
             yield whole("dtype", f"{key!r} is {column.dtype}, expected {dtype}")
 
@@ -215,7 +215,7 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.done is None:
         return
-    # row i is done and row i + 1 is no first row
+    # row i is done and row i + 1 is not a first row
     candidate = rows.done[:-1] & ~rows.is_init[1:]
     severity: Severity = "error"
     if rows.ids is not None:
@@ -260,7 +260,7 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     yield rows.breach("traj_id", rows.ids < 0, "the trajectory id is negative: no env wrote this row")
     if rows.step is None:
         return
-    # rows sorted by id, then by step, then by place: neighbours are the candidates for twins
+    # rows sorted by id, then by step, then by place: twins are adjacent
     order = rows.step.argsort(stable=True)
     order = order[rows.ids[order].argsort(stable=True)]
     before, after = order[:-1], order[1:]
@@ -274,7 +274,7 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     text = (
         "an earlier row has this id and step_count and is another transition: the id names two trajectories"
     )
-    # ``after`` are the rows in sorted order: marking them brings them back into their own
+    # ``after`` holds row numbers in sorted order, so index_fill marks the rows in their original order
     other = torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)
     yield rows.breach("traj_id", other, text)
     if rows.terminated is not None:
@@ -291,7 +291,7 @@ def _id_changes(rows: UnpaddedRows) -> Tensor:
     changed = torch.zeros_like(rows.ends[:-1])
     if rows.ids is None or rows.step is None or not pairs:
         return changed
-    # another id, but the next step, and the observation that was announced
+    # another id, but the next step count and the expected observation
     goes_on = (rows.ids[1:] != rows.ids[:-1]) & (rows.step[1:] == rows.step[:-1] + 1)
     if rows.done is not None:
         goes_on &= ~rows.done[:-1]
@@ -306,7 +306,7 @@ def _id_changes(rows: UnpaddedRows) -> Tensor:
 def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
     """Rule ``next_observation``: inside a run it equals the observation of the next row."""
     for key, now, later in rows.pairs():
-        # what row i announces is not what row i + 1 holds, in one run
+        # within a run, the next observation of row i differs from the observation of row i + 1
         differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
         text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
         yield rows.breach("next_observation", differs, text)
@@ -335,11 +335,11 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     pairs = rows.pairs()
     if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
-    # row i is done, and row i + 1 begins an episode with the observation that row i announces
+    # row i is done, and row i + 1 begins an episode with the next observation of row i
     fresh = rows.done[:-1].clone()
     if rows.is_init is not None:
         fresh &= rows.is_init[1:]
-    # A slice may be followed by the slice that continues it, whose first observation is rightly the next one.
+    # A slice may be followed by the slice that continues it: its first observation is then correctly the next one.
     fresh &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
     moves = torch.zeros_like(fresh)
     for _, now, later in pairs:
@@ -362,7 +362,7 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         if column is None or not column.is_floating_point() or len(rows.numbers) < 2:
             continue
         flat = column.reshape(len(rows.numbers), -1)
-        # how far the observation moves from each row to the next
+        # distance between the observations of adjacent rows
         move = (flat[1:] - flat[:-1]).abs().sum(1)
         inner = ~rows.ends[:-1]
         if not bool(inner.any()):
@@ -370,7 +370,7 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         # equal observations get equal numbers
         _, kind = flat.unique(dim=0, return_inverse=True)
         start_like = torch.isin(kind[1:], kind[rows.is_init])
-        # in a run, to an observation that some first row has, and far
+        # large moves within a run to an observation that some first row has
         leaps = inner & start_like & (move > 2 * move[inner].median())
         text = (
             f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"

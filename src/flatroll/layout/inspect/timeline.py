@@ -34,10 +34,10 @@ Ints = npt.NDArray[np.int64]
 MOST_LANES = 48
 MOST_LINES = 30
 
-# How a run begins and ends; numbers of the entries of MARKS.
+# How a run begins and ends, as indices into MARKS.
 BEGINS, RESUMES, TERMINATES, TRUNCATES, IS_CUT = range(5)
 
-# Marks take Okabe and Ito's colours, which colour-blind readers tell apart; their shapes differ as well.
+# The marks use Okabe and Ito's colours, which colour-blind readers can tell apart; their shapes differ as well.
 INK, MUTED, TRACK, PAPER = "#37424d", "#7d8791", "#f6f8fa", "#ffffff"
 RIBBONS = ("#c3d1df", "#d9e2ea")
 TINTS = ("#9dc3e0", "#f0c987", "#a3d5bf", "#e3b1cd", "#c9c6e6", "#efb399", "#cfd8a0", "#b9c4cc")
@@ -48,7 +48,7 @@ MARKS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("truncated", {"marker": "D", "c": "#0072b2", "linewidths": 0}),
     ("cut", {"marker": "o", "facecolors": PAPER, "edgecolors": INK, "linewidths": 0.9}),
 )
-SIDE = (1.1, 0.58, 0.55, 0.5, 0.55)  # of a mark, as a part of the ribbon's height
+SIDE = (1.1, 0.58, 0.55, 0.5, 0.55)  # size of each mark relative to the ribbon's height
 HALF = 0.34  # half a ribbon's height, in lanes
 
 
@@ -149,7 +149,7 @@ def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     terminated, truncated, done = (
         np.zeros(len(last), bool) if flag is None else to_numpy(flag)[rows][last] for flag in flags
     )
-    # Done for no reason given is drawn as truncated: consumers bootstrap there. The first that holds counts.
+    # Done without a reason is drawn as truncated, because consumers bootstrap there. The first true condition counts.
     end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
     return RunTable(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
 
@@ -178,7 +178,7 @@ class Placement:
 
     def at(self, runs: Ints, rows: Ints) -> tuple[npt.NDArray[Any], Ints]:
         """Return the x position and the lane of row ``rows[k]`` of run ``runs[k]``."""
-        # pieces are in order of run, then of row: the last piece that does not begin after the row holds it
+        # pieces are in order of run, then of row: the last piece that begins at or before the row holds it
         key = self.run * (1 << 40) + self.skipped
         piece = np.searchsorted(key, runs * (1 << 40) + rows, side="right") - 1
         return self.x[piece] + (rows - self.skipped[piece]) + 0.5, self.lane[piece]
@@ -195,7 +195,7 @@ def lay_out(runs: RunTable) -> Placement:
     count = len(runs.first)
     if count > MOST_LANES:
         return _end_to_end(runs)
-    # along the steps of the episode, unless that would shrink the runs to dots
+    # by step of the episode, unless that would shrink the runs to dots
     every, zero = np.arange(count), np.zeros(count, np.int64)
     x, xlabel = zero, "row within the run"
     if len(runs.step) and int((runs.step + runs.length).max()) <= 20 * float(np.median(runs.length)):
@@ -205,17 +205,18 @@ def lay_out(runs: RunTable) -> Placement:
 
 def _end_to_end(runs: RunTable) -> Placement:
     total = int(runs.length.sum())
-    # the width of a line: at least 20, and the next round number after what MOST_LINES lines need
+    # width of a line: at least 20, rounded up to a round number from what MOST_LINES lines need
     least = total / MOST_LINES
     power = 10.0 ** np.floor(np.log10(max(least, 1.0)))
     width = max(20, int(next(k * power for k in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if k * power >= least)))
-    # a run has a piece in each line it reaches into, from the line of its first row to that of its last one
+    # a run has a piece in each line from that of its first row to that of its last row
     start = runs.first - runs.first[0]
     pieces = (start + runs.length - 1) // width - start // width + 1
     run = np.repeat(np.arange(len(start)), pieces)
-    # number of the piece within its run: its own less that of the run's first piece
+    # number of the piece within its run: its own number minus that of the run's first piece
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    # a piece runs from the start of its line or of its run to the end of the earlier of both
+    # a piece spans from the start of its line or of its run to the end of the line or of the run, whichever
+    # is shorter
     lane = start[run] // width + nth
     left = np.maximum(start[run], lane * width)
     right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)
@@ -241,7 +242,7 @@ def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
     ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
     ax.grid(axis="x", color="#eef1f4", linewidth=0.8)
     ax.set_axisbelow(True)
-    for lane in range(placed.count):  # a faint track, so that the eye finds from a short ribbon to its number
+    for lane in range(placed.count):  # a faint track that leads the eye from a short ribbon to its number
         ax.axhspan(lane - HALF, lane + HALF, color=TRACK, linewidth=0, zorder=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
@@ -302,7 +303,7 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     every = np.arange(len(runs.first))
-    # the ribbon's height in points, by which the marks are sized
+    # the ribbon's height in points, which sets the size of the marks
     lane_points = ax.get_window_extent().height * 72 / ax.figure.dpi / placed.count
     ribbon = min(2 * HALF * lane_points, 13.0)
     left = placed.at(every, np.zeros_like(every))

@@ -26,7 +26,7 @@ from flatroll.layout.inspect.timeline import (
 from flatroll.layout.keys import TRAJ_IDS, NestedKey, flat_column
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 58, 12, 46, 34  # of the picture and its margins, in pixels
-# Colours of middling lightness, which are seen on white paper and on a dark page; text takes the page's own colour.
+# Colours of medium lightness, visible on light and dark pages; text has the page's own colour.
 PLAIN, MUTED = ("#8fa9c2", "#b4c5d5"), "#8a949e"
 TINTS = ("#6fa8d6", "#dfa94e", "#6db48e", "#cf87ad", "#9d97d3", "#dd8f68", "#a8b45f", "#8d9da9")
 SCALE = (
@@ -46,7 +46,7 @@ MARK_STYLES = (
     'fill="#2489d0"',
     'fill="#fff" stroke="#333"',
 )
-MARK_PATHS = {  # from the edge of the run inwards: beginnings to the right of it, ends to the left
+MARK_PATHS = {  # from the edge of the run inwards: beginnings extend to the right, ends to the left
     BEGINS: "v{h}",
     RESUMES: "m1-4l6 4l-6 4z",
     TERMINATES: "m-8-3.5h7v7h-7z",
@@ -182,7 +182,7 @@ class _Picture:
             colours = SCALE
             shade, note = self._shades(name, values)
             piece, place, row = placed.rows(runs)
-            # rows next to each other of one piece and one shade make one stroke
+            # adjacent rows of one piece and one shade form one stroke
             shades = shade[row]
             heads = np.flatnonzero(
                 np.diff(piece, prepend=-1).astype(bool) | np.diff(shades, prepend=-1).astype(bool)
@@ -237,7 +237,7 @@ class _Picture:
             if chosen.any():
                 at, lane = left if starts else right
                 x = self.x(at[chosen] + (-0.5 if starts else 0.5))
-                # the line that marks a beginning goes down from the upper edge of the ribbon
+                # the line of a beginning goes down from the upper edge of the ribbon
                 y = self.y(lane[chosen]) - (self.thick / 2 if kind == BEGINS else 0)
                 points = (f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
                 lines.append(self._mark_path(kind, points, self.thick))
