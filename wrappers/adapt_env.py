@@ -97,7 +97,8 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
             if max_steps is not None or not layer.same_step:
                 _refuse_statistics(layer.source.env, asked)
             layer.reset_in_same_step(max_steps)
-        # A row reset in the same step has its last observation in info, which observation wrappers do not transform.
+        # The last observation of a row that reset in the same step is in info, which observation wrappers do
+        # not transform.
         elif isinstance(layer, VectorObservationWrapper):
             name = type(layer).__name__
             raise ValueError(
@@ -112,7 +113,7 @@ def scales_by_running_statistics(env: object) -> bool:
     The sub-envs of an AsyncVectorEnv are in other processes and are not checked.
     """
     return any(
-        # By name: this matches the wrappers of vector envs and of single envs. Either may be frozen.
+        # By name, to match the wrappers of both vector and single envs. Either may be frozen.
         any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
         and getattr(layer, "update_running_mean", True)
         for layer in wrappers_within(env)
@@ -178,7 +179,7 @@ def _choose_source(
             )
         return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
     base = getattr(env, "unwrapped", env)
-    # ManiSkill's base env neither resets nor ends by time.
+    # ManiSkill's base env has neither autoreset nor a time limit.
     wrapped = isinstance(env, gymnasium.Wrapper)
     left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
     if left_alone and (wrapped or mode is not AutoresetMode.DISABLED):

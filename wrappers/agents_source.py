@@ -21,7 +21,7 @@ from flatroll.layout.spaces import space_leaves
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
 from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
-#: The entry of the observation that holds the state of the whole game.
+#: The observation entry with the state of the whole game.
 STATE = "state"
 
 _ENTRIES = ("observations", "rewards", "terminations", "truncations")
@@ -174,8 +174,8 @@ class PettingZooSource(VectorSource):
         self.render_mode = getattr(first, "render_mode", None)
         numbers = np.array([games.names.index(name) for name in names], np.int64)
         self.agents = np.tile(numbers, len(games.envs)), np.repeat(np.arange(len(games.envs)), count)
-        self.actions: Tree = None  # actions that wait for the games' next step
-        self._turn = 0  # resets and steps of the games that this group has seen
+        self.actions: Tree = None  # actions waiting for the games' next step
+        self._turn = 0  # number of resets and steps of the games that this group has seen
         games.add(self)
 
     @override
@@ -318,11 +318,12 @@ class Games:
                     f"{list(env.possible_agents)} in game {number}: make them alike, or a collector for each kind"
                 )
         self.groups: list[PettingZooSource] = []
-        #: How often the games were reset or stepped, and whether the last call was a reset.
+        #: Number of resets and steps of the games; whether the last of them was a reset.
         self.turn = 0
         self.began = False
-        self._places: dict[Any, tuple[PettingZooSource, int]] = {}  # name: (group, position in it)
-        self._living: list[list[Any]] = [[] for _ in games]  # the agents of each game
+        # By name: the agent's group and its position there.
+        self._places: dict[Any, tuple[PettingZooSource, int]] = {}
+        self._living: list[list[Any]] = [[] for _ in games]  # the live agents of each game
 
     def add(self, group: PettingZooSource) -> None:
         """Register a group and the rows of its agents."""

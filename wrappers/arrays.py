@@ -59,7 +59,7 @@ def full_for(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
         return torch.full((size,), value, dtype=dtype, device=like.device)
     return np.full(
         size, value, dtype=str(dtype).removeprefix("torch.")
-    )  # bool, int64 and float32 are in both
+    )  # all of these are float32, int64 or bool
 
 
 def first_leaf(tree: Tree) -> Array:
@@ -105,7 +105,7 @@ class ActionCheck:
         self,
         space: spaces.Space[Any],  # of one action
         num_envs: int,
-        framework: str,  # "numpy" or "torch", what the env takes
+        framework: str,  # "numpy" or "torch": the kind of arrays that the env accepts
         device: torch.device | None = None,  # where a torch env expects its actions; None leaves them
         check_range: bool = False,  # refuse discrete actions outside the space, for envs that do not check
     ) -> None:
@@ -135,14 +135,14 @@ class ActionCheck:
         if on_torch:
             array: Array = actions if isinstance(actions, Tensor) else as_numbers("actions", actions)
         elif isinstance(actions, Tensor):
-            # numpy() shares the tensor's memory; force=True copies only where that is impossible.
+            # numpy() shares memory; force=True copies only if sharing is impossible.
             if actions.is_meta:
                 raise TypeError("actions must have values, got a tensor on the device meta")
             array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
             try:
                 array = np.asarray(actions)
-            except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, say
+            except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
                 raise TypeError(f"actions must be an array, got {shown(actions)}") from error
         if array.shape != self._shape:
             hint = "one row for each env"
@@ -166,7 +166,7 @@ class ActionCheck:
             array = array.astype(self._dtype)
         if self._limit and not drawn:
             shifted = array - self._start if self._start else array
-            # Viewed as unsigned, values below the range become far too large: one comparison finds both.
+            # Viewed as unsigned, values below the range become very large, so one comparison finds both.
             if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
                 raise ValueError(ActionLimits(self._space).problem(array))
         return array
@@ -209,7 +209,7 @@ class ActionLimits:
         #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
         same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
-        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # over all entries
+        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # one bound for all entries
 
     @property
     def is_limited(self) -> bool:
@@ -218,7 +218,7 @@ class ActionLimits:
 
     def problem(self, actions: np.ndarray[Any, Any]) -> str | None:
         """Describe what is wrong with actions ``[N, *S]``, NaN included; None if they are valid."""
-        if self._ends is not None:  # two passes over all values, much faster than per entry
+        if self._ends is not None:  # two passes over all values, much faster than checks per entry
             low, high = self._ends
             if np.minimum.reduce(actions, axis=None) >= low and np.maximum.reduce(actions, axis=None) <= high:
                 return None

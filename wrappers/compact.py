@@ -65,7 +65,7 @@ class CompactObs(MarkerWrapper):
         """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
-        # NEXT_STEP returns the last observation itself. The caller keeps the mask, so it is a copy.
+        # NEXT_STEP returns the final observation as the observation. The mask is copied because the caller keeps it.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
         return result
@@ -104,7 +104,7 @@ class ObservationDelta(MarkerWrapper):
         obs, info, stream = result[0], result[4], self.stream
         next_obs = true_next(obs, info, stream)
         if not stream.same_step and stream.any_first is not False:
-            # Rows on which the env only reset are not transitions: their difference is 0.
+            # Rows on which the env only reset are not transitions: their delta is 0.
             next_obs = map_tree(lambda n, o: select(stream.first, o, n), next_obs, self._obs)
         if stream.known is not None:  # the env hides the last observation: NaN, or 0 for dtypes without NaN
             lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)

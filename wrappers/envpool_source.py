@@ -40,8 +40,8 @@ class EnvPoolSource(VectorSource):
             batch_size=None if in_step else batch,
         )
         super().__init__(env, num_envs, *single, capabilities)
-        self._sent = False  # whether a step is under way
-        self._shown: Tree = None  # last observations, for rows that a partial reset leaves out
+        self._sent = False  # whether a step is pending
+        self._shown: Tree = None  # last observations, which a partial reset returns for the other rows
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -60,7 +60,7 @@ class EnvPoolSource(VectorSource):
         for key, value in info.items():
             if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
                 whole[key] = _scatter(value, rows, np.zeros((self.num_envs, *value.shape[1:]), value.dtype))
-                whole[f"_{key}"] = np.array(rows)  # Gymnasium's mask of rows with the entry
+                whole[f"_{key}"] = np.array(rows)  # Gymnasium's mask of the rows that have the entry
         return self._shown, whole
 
     @override
@@ -166,7 +166,7 @@ class AsyncPoolSource(EnvPoolSource):
         under_way, count = self._place.under_way, self.capabilities.batch_size
         assert count is not None
         while pending := np.count_nonzero(under_way):
-            if pending < count:  # recv needs `count` rows: step other envs once more
+            if pending < count:  # recv waits for `count` rows: step other envs once more
                 idle = np.flatnonzero(~under_way)[: count - pending]
                 self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
             self._receive()
@@ -180,7 +180,7 @@ class _Place:
         #: Whether the last send, recv or reset raised an exception.
         self.torn = False
         self.last = _trace(env)
-        self._used: bool | None = None  # envs sent before this adapter existed
+        self._used: bool | None = None  # whether envs were sent before this adapter existed
 
     def begin(self, env: object) -> None:
         """Mark the pool as in use; RuntimeError if it is unknown which envs are running.

@@ -79,7 +79,7 @@ def as_functional(
     if max_episode_steps is None and family is _convert_gymnasium_vector:
         max_episode_steps = (
             getattr(env, "time_limit", None) or None
-        )  # jumanji keeps its own entries of this name
+        )  # jumanji keeps its own entries of these names
     name = str(getattr(env, "name", None) or type(getattr(env, "unwrapped", env)).__name__)
     return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
 
@@ -95,7 +95,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         return _convert_gymnasium
     if "FunctionalJaxVectorEnv" in kinds:
         return _convert_gymnasium_vector
-    # (playground's rsl_rl wrapper has num_envs: it keeps its states itself and returns tensors.)
+    # (playground's rsl_rl wrapper has num_envs, keeps its own states and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):
         return None
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
@@ -166,14 +166,14 @@ def _convert_navix(env: Any) -> tuple[Any, Any, object]:
         return first.observation, first
 
     def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
-        now = env._step(state, action)  # its step() resets in the step after the end
+        now = env._step(state, action)  # its step() resets in the step after an end
         return now.observation, now, now.reward, now.is_termination(), now.is_truncation(), now.info
 
     return reset, step, env.action_space
 
 
 def _convert_gymnasium(env: Any) -> tuple[Any, Any, object]:
-    # Use the class's functions: those of the instance may have been transformed to take batches.
+    # The functions of the class: those of the instance may be batched already.
     kind = type(env)
 
     def reset(key: Any) -> tuple[Pytree, Pytree]:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
-CLOSE_SECONDS = 5.0  # how long close() waits for workers in the middle of a step
+CLOSE_SECONDS = 5.0  # timeout of close() for workers in the middle of a step
 
 
 class GymSource(VectorSource):
@@ -40,7 +40,7 @@ class GymSource(VectorSource):
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
-        self._sent = False  # whether a step is under way
+        self._sent = False  # whether a step is pending
         if isinstance(base, AsyncVectorEnv):
             whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
@@ -65,7 +65,7 @@ class GymSource(VectorSource):
             options = {**(options or {}), "reset_mask": rows}
         else:
             if self._keeps_pending and self._next_step and self._pending.any():
-                self.env.step(self.env.action_space.sample())  # the workers now do their pending autoresets
+                self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
         try:
             obs, info = self.env.reset(seed=seed, options=options)
@@ -163,7 +163,7 @@ class AsyncPart(AsyncVectorEnv):
     """A range of envs of an AsyncVectorEnv, starting at ``first``; created by `split_async`."""
 
     def __init__(self, whole: AsyncVectorEnv, first: int, num_envs: int) -> None:
-        vars(self).update(vars(whole))  # no new workers
+        vars(self).update(vars(whole))  # reuse its workers
         rows = slice(first, first + num_envs)
         self.num_envs = num_envs
         self.action_space = batch_space(whole.single_action_space, num_envs)
@@ -218,13 +218,13 @@ def _kill_workers(env: AsyncVectorEnv) -> None:
     """Close the env without waiting for any worker."""
     for process in env.processes:
         process.kill()
-    env._state = AsyncState.DEFAULT  # do not wait for answers
+    env._state = AsyncState.DEFAULT  # so that closing does not wait for answers
     env.close(terminate=True)
 
 
 def _end_at_exit(env: "weakref.ref[AsyncVectorEnv]", owner: int) -> None:
     """Close an env at exit, before Gymnasium's own __del__ runs with half of its modules gone."""
-    alive = env()  # None if it was garbage-collected
+    alive = env()  # None once garbage-collected
     if alive is not None and not alive.closed and os.getpid() == owner:
         _kill_workers(alive)
 

@@ -62,7 +62,7 @@ class JaxSource(VectorSource):
             where, "numpy" if on_cpu else "torch", exact_flags=True, whole_finals=True, checks_range=False
         )
         super().__init__(env, num_envs, observation_space, action_space, can)
-        self.stepped = self  # not env: its functions keep no state
+        self.stepped = self  # the source itself: its functions keep no state
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -116,7 +116,7 @@ def _compiled(
     reset: Callable[[Any], tuple[Pytree, Pytree]],
     step: Callable[[Any, Pytree, Any], tuple[Any, ...]],
     num_envs: int,
-    limit: int | None,  # steps per episode
+    limit: int | None,  # maximum steps per episode
 ) -> tuple[Callable[..., Any], ...]:
     """Compile the source's functions: a full reset, a step and a masked reset."""
     import jax  # pyright: ignore[reportMissingImports]
@@ -312,7 +312,7 @@ def _plain(obs: Pytree, reserved: Collection[str] = RESERVED) -> Tree:
         obs = {field.name: getattr(obs, field.name) for field in fields(obs)}
     elif hasattr(obs, "_asdict"):
         obs = obs._asdict()
-    if isinstance(obs, Mapping):  # the names become columns, and the batch's own are reserved
+    if isinstance(obs, Mapping):  # the names become columns, some of which are reserved
         return {f"{key}_" if key in reserved else key: _plain(value, ()) for key, value in obs.items()}
     return tuple(_plain(value, ()) for value in obs) if isinstance(obs, tuple | list) else obs
 

@@ -137,7 +137,7 @@ class MarkerWrapper(VectorWrapper):
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset the env; add the markers of the sub-envs that were reset."""
         mask = (options or {}).get("reset_mask")
-        env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
+        env: Any = self.env  # Gymnasium annotates the seed of vector envs as an int only
         obs, info = env.reset(seed=seed, options=dict(options) if options else None)
         like = self.stream.first
         rows = full_for(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
@@ -264,7 +264,7 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
-        self._first, self._total = 0, self.num_envs  # of the pool that contains these envs
+        self._first, self._total = 0, self.num_envs  # of the pool that these envs belong to
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
@@ -282,7 +282,7 @@ class TrajId(MarkerWrapper):
         """Step the env; give a new id to each sub-env whose observation is an episode's first."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
-            first = self.stream.first  # bool counts as 0 or 1
+            first = self.stream.first  # bool counts as 0 and 1
             if isinstance(first, Tensor):
                 self._ids = torch.add(self._ids, first, alpha=self._total)
             else:
@@ -361,7 +361,7 @@ class RewardSum(MarkerWrapper):
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # an inner wrapper may have added a reward in the reset row
-        # A new array: `total` goes to the caller with the full returns of ended episodes.
+        # A new array: `total`, with the full returns of ended episodes, is passed on to the caller.
         if isinstance(total, Tensor):
             self._sum = total.masked_fill(stream.ended, 0.0)
         else:
@@ -476,7 +476,7 @@ def recurrent_states(policy: object) -> States:
     for part in parts:
         primer: Any = getattr(
             part, "make_tensordict_primer", None
-        )  # any object may have one, not only nn.Module
+        )  # any object may have this method, not only nn.Module
         if primer is None:
             continue
         for key, value in _defaults(primer()):

@@ -65,7 +65,7 @@ class NormalizeObservation(MarkerWrapper):
             )
         self.update_running_mean = True
         self.statistics: dict[str, Moments] = {}
-        self._paths: list[tuple[Any, ...]] = []  # of the leaves with statistics, in order
+        self._paths: list[tuple[Any, ...]] = []  # paths of the leaves with statistics, in order
         space, self._moments = self._prepare(self.single_observation_space, ())
         self.single_observation_space = space
         self.observation_space = batch_space(space, self.num_envs)

@@ -123,7 +123,7 @@ class VectorSource(ABC):
         capabilities: Capabilities,
     ) -> None:
         self.env: Any = env
-        #: Objects whose steps and resets are counted: a collector must notice if somebody else moves them.
+        #: The object whose steps and resets are counted, so that a collector notices if other code steps it.
         self.stepped: object = self if env is None else env
         self.num_envs = num_envs
         #: If each row is an agent of a game: the agent and game indices, int64 ``(E,)``; else None.
@@ -270,7 +270,7 @@ class TorchView(SourceView):
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         shown, done = self._seen
-        # They are not read if no episode ended: any tree of the right shapes will do.
+        # Not read if no episode ended: any tree of the right shapes will do.
         needed = given is not None or done.any()
         final = self.source.final_obs(info, shown, done, given) if needed else shown
         return None if final is None else self._tensors(final)

@@ -124,14 +124,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or env_ids), and "
                 f"{type(source.env).__name__} is not: use one of its autoresetting modes"
             )
-        self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
+        self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows within the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
         self.hides_final_obs = self._native_same_step and (
             final_obs is None or (final_obs == "auto" and can.hides_final_obs)
         )
         self._declare(AutoresetMode.NEXT_STEP if mode is AutoresetMode.NEXT_STEP else AutoresetMode.SAME_STEP)
         self._limit: int | None = None
-        self._elapsed: Array = None  # with a limit: transitions in each row's episode, int64 (E,)
+        self._elapsed: Array = None  # with a limit: steps of each row's episode so far, int64 (E,)
         self._stepped = False
         self._absent: Array | None = None  # NEXT_STEP: the rows of absent agents, see `VectorSource.absent`
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
@@ -271,7 +271,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._stepped = True
         self.actions = self._check_actions(actions, self.drawn)
         self.moves.count = self.at = self.at + 1
-        # A reset of ended rows may overwrite what the step returned.
+        # Resetting ended rows may overwrite what the step returned.
         self.source.lends = self.lends and not self._folds and self._limit is None
         try:
             obs, reward, terminated, truncated, info = self.source.step(self.actions)
@@ -316,7 +316,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.first, self.ended = (ended if self.lends_markers else copy_of(ended)), ended
             self.any_first = self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
-        else:  # NEXT_STEP: rows that ended in the previous step only reset, and return a first observation
+        else:  # NEXT_STEP: rows that ended in the previous step only reset and return a first observation
             self.first, self.any_first = self.ended, self.any_ended
             self.ended, self.any_ended = ended, any_ended
             if self._absent is not None:
@@ -343,7 +343,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def _explain(self, error: Exception) -> None:
         """Raise a clear ValueError, from the env's error, for vector rewards and for actions out of range."""
-        *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv writes rewards and flags into arrays
+        *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv assigns rewards and flags into arrays
         if last.filename.endswith("sync_vector_env.py") and "array element with a sequence" in str(error):
             raise ValueError(_one_reward("an array")) from error
         if self._on_host:
@@ -418,7 +418,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Put the true last observations into ``info["final_obs"]`` and first observations into the ended rows."""
         final: Tree | None = obs  # in rows that are not reset yet the step's observations are final
         if self._native_same_step:
-            by_env = ended if resets is None else ended & ~resets  # rows that the env has reset
+            by_env = ended if resets is None else ended & ~resets  # rows that the env itself has reset
             final = self._native_final(info, obs, by_env)
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:

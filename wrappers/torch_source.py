@@ -48,7 +48,7 @@ class TorchSource(VectorSource):
         self._stepped = False
         self._shapes: Tree = None  # of the observations of the last reset
         self._check_step = self._check_final = True
-        self._shown: Tree = None  # last output of step, until final observations were seen
+        self._shown: Tree = None  # last output of step, until final observations have been seen
         self.env = env
         observation_space = _declared_space(env, "observation")
         seen = None if observation_space is not None else self._with_privileged(_get_observations(env))

@@ -269,7 +269,7 @@ def _check_rows_after_the_end(record: Record) -> Iterator[str]:
         return
     ended = record.ended()
     for name, column in (("pays a reward", record.reward), ("ends an episode", list(ended))):
-        # bool [steps - 1, E]: the row ended in step k, and step k + 1 has a reward or an end
+        # bool [steps - 1, E]: the row ended in step k, but step k + 1 has a reward or an end
         bad = ended[:-1] & (np.stack(column)[1:] != 0)
         if bad.any():
             k, i = np.argwhere(bad)[0]
@@ -281,7 +281,7 @@ def _check_rows_after_the_end(record: Record) -> Iterator[str]:
 
 def _check_final_observations(record: Record) -> Iterator[str]:
     ended = record.ended()
-    # They are not read where no episode ends.
+    # Where no episode ends, they are not read.
     shown = np.array([final is not None for final in record.final])[ended.any(1)]
     if not shown.any():
         return
@@ -331,7 +331,7 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     stream = find_stream(env)
     if env.num_envs < 2 or stream is None or not stream.capabilities.partial_reset:
         return
-    agents = stream.source.agents  # all agents of a game are reset together
+    agents = stream.source.agents  # the agents of a game are reset together
     mask = np.arange(env.num_envs) == 0 if agents is None else agents[1] == 0
     if mask.all():
         return
@@ -374,7 +374,7 @@ def _silent_resets(record: Record) -> Iterator[str]:
     obs = np.stack([_features(tree) for tree in record.obs])
     first, ended = record.first(), record.ended()
     starts = obs[first]
-    # bool [steps + 1, E]: inside the bounding box of all first observations; and the step lengths, [steps, E]
+    # bool [steps + 1, E]: inside the bounding box of all first observations; step lengths [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)
     length = np.linalg.norm(np.diff(obs, axis=0), axis=-1)
     ordinary = ~ended & ~first[1:]
@@ -405,7 +405,7 @@ def _unflagged_ends(record: Record) -> Iterator[str]:
         for key in _SAYS_DONE:
             if key not in info:
                 continue
-            said = copied(info[key])  # [E] in every dialect that is known
+            said = copied(info[key])  # [E] in all known dialects
             if said.shape == ended.shape and (said.astype(bool) & ~ended).any():
                 yield (
                     f"info[{key!r}] is set in a row of step {k} that is neither terminated nor truncated: "
@@ -415,7 +415,7 @@ def _unflagged_ends(record: Record) -> Iterator[str]:
 
 
 def _one_length(record: Record) -> Iterator[str]:
-    elapsed = np.zeros(record.ended().shape[1], np.int64)  # steps made in each row's episode
+    elapsed = np.zeros(record.ended().shape[1], np.int64)  # steps made so far in each row's episode
     lengths: list[int] = []
     starts = record.first()[:-1]
     for first, terminated, truncated in zip(starts, record.terminated, record.truncated, strict=True):

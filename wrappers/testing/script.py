@@ -69,7 +69,7 @@ class Script:
             value = getattr(self, name)
             expect(name, value, (int, str, Sequence), "one value, a list of them, or one list per env")
             rows: tuple[Any, ...] = (value,) if isinstance(value, int | str) else tuple(value)
-            if not rows or isinstance(rows[0], int | str):  # one list, for all envs
+            if not rows or isinstance(rows[0], int | str):  # one list for all envs
                 rows = (rows,) * self.num_envs
             elif len(rows) != self.num_envs:
                 raise ValueError(
@@ -171,9 +171,11 @@ class Clock:
     def __init__(
         self,
         script: Script,
-        put: Callable[[npt.NDArray[Any]], Any],  # converts the NumPy working arrays, for example to a device
+        put: Callable[
+            [npt.NDArray[Any]], Any
+        ],  # converts the NumPy working arrays, for example moves them to a device
         index: int | None = None,  # the env to play; None plays all
-        reuse: bool = False,  # return every observation in the same memory, as careless envs do
+        reuse: bool = False,  # return every observation in the same memory, as some envs do
     ) -> None:
         self.obs: ObsKind = script.obs
         self._reuse, self._shown = reuse, None
@@ -271,7 +273,7 @@ def expected_rows(
             reward = 100 * episode + step + 1  # as in `Clock.advance`
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut
-            at += 2 if done and gap else 1  # the vector step after an end is no transition
+            at += 2 if done and gap else 1  # the vector step after an end is not a transition
             episode, step = (episode + 1, 0) if done else (episode, step + 1)
     rows = np.array(table, _ROW)
     # lexsort's last key is the primary one: vector step, then env.

@@ -57,7 +57,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         if seed is not None:
             self.clock.restart()
-        self.clock.begin(np.True_)  # not Python's True: the clock negates it with ~
+        self.clock.begin(np.True_)  # not Python's True: the clock inverts it with ~
         return self._observe(), {"t": 0}
 
     def step(self, action: Tree) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -210,7 +210,7 @@ def make_scripted(
     ]
     if backend == "sync":
         return SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)
-    gc.freeze()  # a forked worker may crash when it collects its parent's garbage, such as an envpool
+    gc.freeze()  # a forked worker may crash when it collects the parent's garbage, such as an envpool
     try:
         return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
     finally:
@@ -292,7 +292,7 @@ class ScriptedTorchEnv:
         self.actions.append(action)
         clock = self.clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
-        # As in simulators: one buffer for all steps.
+        # One buffer for all steps, as in simulators.
         self.reward_buf.copy_(reward)
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)

@@ -64,7 +64,7 @@ class ScriptedGame:
                 observation=self._observation, action_mask=spaces.Box(0, 1, (5,), np.int8)
             )
         self._lives = dict.fromkeys(self.possible_agents, -1)  # each agent's life, counted from 0
-        self._steps = dict.fromkeys(self.possible_agents, 0)  # its steps in it
+        self._steps = dict.fromkeys(self.possible_agents, 0)  # the agent's steps in that life
         self._episode, self._time = -1, 0
         for plan in episodes:
             _check(plan)

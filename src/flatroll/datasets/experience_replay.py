@@ -115,7 +115,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def __init__(
         self, dataset_id: str | Path, batch_size: int | None = None, **options: Unpack[DatasetOptions]
     ) -> None:
-        if unknown := sorted(options.keys() - DatasetOptions.__annotations__):  # before hours of converting
+        # Before hours of converting, not after.
+        if unknown := sorted(options.keys() - DatasetOptions.__annotations__):
             raise TypeError(
                 f"{type(self).__name__} takes no argument {', '.join(unknown)}; of all sets are "
                 f"{', '.join(sorted(DatasetOptions.__annotations__))}. One process converts a set; "
@@ -169,7 +170,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if not len(self):
             raise ValueError(f"{self.data_path} has no rows")
 
-    # -- where the set is, and how it comes there ------------------------------------------------------------------
+    # -- location and download -------------------------------------------------------------------------------------
 
     def _place(self) -> Path:
         """The converted folder."""

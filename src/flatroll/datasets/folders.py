@@ -28,9 +28,10 @@ from flatroll.disk.manifest import manifest_name
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 
-#: Rows as `convert` takes them: a flat batch, its tensors by key, or arrays by dotted name.
+#: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by dotted name.
 Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
-_ROWS_LOOKED_AT = 1024  # to find out which next observations are those of the row after
+# Number of rows compared to find the next observations that equal those of the row after.
+_ROWS_LOOKED_AT = 1024
 SEGMENT_BYTES = 32 << 20
 
 
@@ -59,7 +60,7 @@ class RowPiece(NamedTuple):
     def following(self, rows: Tensor) -> Columns:
         """Return the next entries ``[M, ...]`` of ``rows`` (int64 ``[M]``, ascending) by root key."""
         last = int(self.ends[-1])
-        # Position in `ends` of each row that is in it.
+        # Index in `ends` of each row that it contains.
         places = torch.searchsorted(self.ends, rows)
         known = (self.ends[places] == rows).nonzero().squeeze(-1)
         found: Columns = {}
@@ -112,10 +113,11 @@ class _PieceMemory:
 
     def __init__(self, like: Mapping[NestedKey, Tensor | Array], piece_bytes: int) -> None:
         self.kinds = {key: (value.dtype, value.shape[1:]) for key, value in like.items()}
-        # tensors from here on, so that `columns` has torch's dtypes
+        # as tensors, so that `columns` has torch's dtypes
         rows = {key: _tensor(value[:0]) for key, value in like.items()}
         self.roots = state_pairs(rows)
-        # Whether next entries of all batches so far were views of the root entries, so that no file needs them.
+        # Whether the next entries of all batches so far are views of the root entries, so that the files can
+        # leave them out.
         self.shifted = bool(self.roots) and self._views(like)
         self.left_out = {next_key(key) for key in self.roots} if self.shifted else set()
         stored = [row for key, row in rows.items() if key not in self.left_out]
@@ -124,7 +126,7 @@ class _PieceMemory:
         self.columns = {
             key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
         }
-        # Room for as many tails as rows; untouched pages take no memory.
+        # Capacity for one tail per row; untouched pages take no memory.
         self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
         self.ends: list[int] = []
 
@@ -253,7 +255,7 @@ def write_folder(
     target = Path(path).resolve()
     _check_place(target, overwrite)
     files.make_folder(target.parent, synced=True)
-    # Each piece becomes a file, whatever its size, since merging would rewrite it. Names are synced once, with the
+    # One file per piece, whatever its size: merging would rewrite it. Names are synced once, with the
     # manifest.
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
@@ -287,7 +289,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
     old = place_beside(target)[1]
     remove_folder(old)
     try:
-        files.rename(folder.path, target)  # in the place of an empty folder, too
+        files.rename(folder.path, target)  # also replaces an empty folder
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -300,7 +302,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
 def recover_place(target: Path) -> None:
     """Finish a replacement of folders that a dead process has begun."""
     beside, old = place_beside(target)
-    # Only where the system does not exchange names is there no folder of the name then.
+    # The target is missing here only on systems that cannot exchange names.
     if not target.exists() and old.is_dir() and beside.is_dir():
         with suppress(BlockingIOError), Folder(beside, write=True) as folder:
             if folder.versions():
@@ -352,7 +354,7 @@ def _encode(piece: RowPiece, layout: Layout) -> dict[str, Tensor | Ragged]:
         column_name(key): form.encode(rows[key]) for key, form in layout.forms.items()
     }
     if layout.pairs:
-        # The last row of each fragment, and so of the file, has its next observation beside it.
+        # The next observation of the last row of each fragment, and so of the file, is stored separately.
         lasts = _lasts(piece, layout.pairs)
         lengths = torch.zeros(_count(rows), dtype=torch.int64)
         lengths[torch.from_numpy(lasts)] = 1
@@ -423,7 +425,7 @@ def convert(
     ...     convert([batch, batch], f"{folder}/set"), len(BaseDatasetExperienceReplay(f"{folder}/set"))
     (6, 6)
     """
-    # Their iterators yield rows, and samples without end.
+    # Iterating over them yields rows, or samples without end.
     if isinstance(batches, TensorDictBase | ReplayBuffer):
         raise TypeError(
             f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: pass [batch], or "

@@ -29,7 +29,7 @@ from flatroll.layout.keys import NestedKey, next_key
 from flatroll.sharing import pack, unpack
 
 Function = Callable[[TensorDictBase], TensorDictBase]
-#: Opens a folder: what it returns gives rows by their numbers.
+#: Opens a folder and returns an object that reads rows by number.
 OpenRows = Callable[[Path], Any]
 _DATA = (bool, int, float, str, bytes, tuple, list, dict, set, np.ndarray, torch.Tensor)
 _DEEPEST = 40  # nesting depth of objects that are compared
@@ -53,7 +53,7 @@ def preprocess(
     parts = dest.parent / f".{dest.name}.parts"
     stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
     first = parts / str(bounds[0][0])
-    # Remove pieces of another function or of other rows, or ones that a dead process was removing.
+    # Remove pieces made by another function or from other rows, and pieces that a dead process was removing.
     there = [path for path in parts.iterdir() if path.name.isdigit()] if parts.exists() else []
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
@@ -99,7 +99,7 @@ class _Work:
         self, rows: Any, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
     ) -> None:
         self.rows, self.fn, self.parts, self.stamp, self.layout = rows, fn, parts, stamp, layout
-        self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep the form that they had
+        self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep their form
 
     def do(self, piece: list[int]) -> int:
         """Write the rows of a piece, unless they are there; return how many they are."""
@@ -131,7 +131,7 @@ _worker: _Work
 
 def _begin_work(rest: bytes, tensors: list[torch.Tensor]) -> None:
     global _worker
-    torch.set_num_threads(1)  # there is a process per core, and OpenMP does not survive a fork
+    torch.set_num_threads(1)  # there is one process per core, and OpenMP does not survive a fork
     open_rows, source, fn, parts, stamp, layout = unpack(rest, tensors)
     _worker = _Work(open_rows(source), fn, parts, stamp, Layout.from_json(layout))
 
@@ -154,7 +154,7 @@ def _files(path: Path) -> list[str]:
 def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = None) -> list[list[int]]:
     """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
     folder = Folder(path)
-    rows = folder.recover()  # those that a buffer over the folder has; their numbers begin at 0 there
+    rows = folder.recover()  # the rows that a buffer over the folder has; the buffer numbers them from 0
     end = len(rows) if num_frames is None else min(len(rows), whole_number("num_frames", num_frames))
     if num_chunks is None:
         spans = [
@@ -254,12 +254,12 @@ class RowsDataset(IterableDataset[TensorDictBase]):
 
     def __init__(self, open_rows: OpenRows, path: Path, batch_size: int, shuffle: bool) -> None:
         self.open_rows, self.path, self.batch_size, self.shuffle = open_rows, path, batch_size, shuffle
-        self._passes = 0  # that this process began: workers that persist keep their seed
+        self._passes = 0  # number of passes begun in this process: persistent workers keep their seed
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # All workers of a pass must shuffle the files alike: their seeds are one number plus the worker's own.
+        # All workers of a pass must shuffle the files alike. The seed of a worker is a base seed plus its id.
         generator = torch.Generator()
         seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
         generator.manual_seed((int(seed) + self._passes) % 2**63)
@@ -274,7 +274,7 @@ class RowsDataset(IterableDataset[TensorDictBase]):
             first, end = bounds[number]
             numbers = torch.arange(first, end)
             if self.shuffle:
-                # the same whichever worker it is, another for each file
+                # the same in every worker, different for each file
                 generator.manual_seed(of_file[number])
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
             for start in range(0, len(numbers), self.batch_size):

@@ -138,21 +138,21 @@ class BurnIn:
         init = torch.zeros_like(ends) if stored is None else marker(marked, self.init_key).clone()
         ends = ends.to(init.device, copy=True)
         ends[-1] = True
-        # last row, rows and first row of each slice, and how many of its rows are burnt in
+        # last row, length and first row of each slice, and the number of rows to burn in
         lasts = ends.nonzero().squeeze(1)
         lengths = lasts.diff(prepend=lasts.new_tensor([-1]))
         firsts = lasts - lengths + 1
         burnt = (lengths - 1).clamp(max=self.burn_in)
-        entry = (firsts + burnt)[burnt > 0]  # the first row that stays, of the slices that lose rows
+        entry = (firsts + burnt)[burnt > 0]  # the first remaining row of each shortened slice
         init[firsts] = True
         marked.set(self.init_key, init.unsqueeze(1) if stored is None else init.view(stored.shape))
-        # where an episode begins at that row by the other markers, its stored state is the right one
+        # if the other markers say that an episode begins there, the stored state is right
         fresh = run_starts(marked, is_init_key=self.init_key, done_key=self.done_key).to(init.device)[entry]
-        init[entry] = True  # `marked` shares its memory
+        init[entry] = True  # writes into `marked`, which shares the memory
         at = torch.arange(len(init), device=init.device)
         head = at < (firsts + burnt).repeat_interleave(lengths)
         rest = (~head).nonzero().squeeze(1)
-        # the burnt rows of all slices are concatenated, so the last ones are at the running sums of their counts
+        # the burnt rows of all slices are concatenated: each slice's last one is at the running sum of their counts
         final = burnt[burnt > 0].cumsum(0) - 1
         return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 
@@ -171,5 +171,5 @@ class _Parts(NamedTuple):
 
     head: Tensor  # rows to burn in
     rest: Tensor  # rows that stay
-    final: Tensor  # of the rows to burn in, the last one of each slice whose state is needed
-    entry: Tensor  # of the rows that stay, those that take these states
+    final: Tensor  # for each slice that needs the state, its last row among the rows to burn in
+    entry: Tensor  # the remaining rows that take over these states

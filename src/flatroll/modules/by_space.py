@@ -142,7 +142,7 @@ def actor(
         observation, hidden, activation, cnn, recurrent, norm, drop_mask=action_mask is not False
     )
     parts, masked = trunk.parts, trunk.has_mask or bool(action_mask)
-    out_keys: list[Any] = []  # of the last head
+    out_keys: list[Any] = []  # out_keys of the last head
     names: dict[str, NestedKey] = {}  # part of the action -> its key
     kinds: dict[str, type] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -344,7 +344,7 @@ class ActionMask(TensorDictModuleBase):
             )
         real = (
             None if tensordict.get(MASK, None) is None else marker(tensordict, MASK)
-        )  # padding may be empty
+        )  # the padding may be empty
         whole = legal_options(f"batch[{mask_key!r}]", mask, self.counts, strict=self.strict, real=real)
         lowest = torch.finfo(logits.dtype).min
         legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
@@ -382,7 +382,7 @@ class EpsilonGreedy(nn.Module):
         best = value.argmax(-1)
         if interaction_type() is not InteractionType.RANDOM:
             return best
-        # A random number for each legal action, -1 for illegal ones; the largest wins.
+        # A random number for each legal action, -1 for illegal ones; the largest is chosen.
         lots = torch.rand_like(value).masked_fill(value == torch.finfo(value.dtype).min, -1.0)
         explores = torch.rand(best.shape, device=value.device) < self.epsilon
         return torch.where(explores, lots.argmax(-1), best)
@@ -460,7 +460,7 @@ def _head_of(
         if not (bounded if squash is None else squash):
             return Gaussian, kwargs, spread, ("loc", "scale")
         for end, bound in (("low", space.low), ("high", space.high)):
-            # A number if all are equal: a tensor would be copied to the device at each call.
+            # A Python number if all are equal: a tensor would be copied to the device at every call.
             same = bool((bound == bound.flat[0]).all())
             kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
         return SquashedGaussian, kwargs, spread, ("loc", "scale")
@@ -565,8 +565,8 @@ def _trunk_of(
     has_mask = drop_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
     given = {part.in_key: part for part in norms if isinstance(part, RunningNorm)}
     parts: list[Any] = []
-    keys: list[Any] = []  # that the encoder reads
-    seen: list[Any] = []  # their spaces
+    keys: list[Any] = []  # keys that the encoder reads
+    seen: list[Any] = []  # the spaces of these keys
     for key, path in observation_leaves(observation):
         if has_mask and as_tuple(key)[0] == ACTION_MASK:
             continue
@@ -647,14 +647,14 @@ class Encoder(nn.Module):
                 )
             layers += [_linear(inputs, outputs, gain=math.sqrt(2.0)), between]
         self.layers = nn.Sequential(*layers)
-        #: Of the result.
+        #: Number of features of the result.
         self.size: int = sizes[-1]
 
     @override
     def forward(self, *entries: Tensor) -> Tensor:
         weight = getattr(self.layers[0], "weight", None) if len(self.layers) else None
         if not isinstance(weight, Tensor):
-            weight = next(self.parameters(), None)  # walks all modules: many times slower
+            weight = next(self.parameters(), None)  # iterates over all modules: many times slower
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         seen = [entry(column, dtype) for entry, column in zip(self.entries, entries, strict=True)]
         features: Tensor = self.layers(seen[0] if len(seen) == 1 else torch.cat(seen, -1))
@@ -710,7 +710,7 @@ class OneHotEntry(nn.Module):
         super().__init__()
         self.counts, self.shape = counts_of(space), np.shape(space.start)
         self.size = sum(self.counts)
-        # Column of each choice's first option, less the number that stands for it: option + start is its column.
+        # Column of each choice's first option minus that option's number, so that option + start is its column.
         first = np.cumsum([0, *self.counts[:-1]]) - np.asarray(space.start, np.int64).reshape(-1)
         self.register_buffer("start", torch.from_numpy(first), persistent=False)
 
@@ -731,7 +731,8 @@ class ImageEntry(nn.Module):
     def __init__(self, shape: Sequence[int], cnn: Cnn, *, scaled: bool) -> None:
         super().__init__()
         self.shape, self.scaled = tuple(shape), scaled
-        # Dims of channels: of [stack, H, W, C] both, of [H, W] none; of three dims the smaller one of first and last.
+        # Channel dims: the first and last of [stack, H, W, C], none of [H, W], and of three dims the smaller
+        # of first and last.
         self.last = len(shape) == 3 and shape[-1] < shape[0]
         height, width = (
             shape[1:3] if len(shape) == 4 else shape[:2] if self.last or len(shape) == 2 else shape[1:]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from flatroll.layout.checks import dense_tensor, floating_tensor, number, shown, sizes, whole_number
 
-#: Of a normal density: log sqrt(2 pi).
+#: log sqrt(2 pi), a constant of the normal density.
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -73,7 +73,7 @@ class JointCategorical(Distribution):
             raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
         most = max(nvec)
         parts = logits.split_with_sizes(nvec, -1)
-        # Options that a choice does not have get the lowest logit: their probability is 0.
+        # Choices with fewer options are padded with the lowest logit, of probability 0.
         lowest = torch.finfo(logits.dtype).min
         wide = [F.pad(part, (0, most - part.shape[-1]), value=lowest) for part in parts]
         self.choices = Categorical(logits=torch.stack(wide, -2), validate_args=False)  # [*B, choices, most]
@@ -202,7 +202,7 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
     floating = like and loc.is_floating_point() and scale.is_floating_point()
     plain = floating and loc.layout is scale.layout is torch.strided
     if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
-        return  # at each call of a policy
+        return  # hot path: called for every action
     floating_tensor("loc", loc)
     floating_tensor("scale", scale, loc.device, "loc")
     if loc.shape != scale.shape:
@@ -261,7 +261,7 @@ class _IntoBounds(AffineTransform):
     """Maps [-1, 1] to bounds, never beyond them by rounding."""
 
     def __init__(self, low: Tensor, high: Tensor, event_dims: int) -> None:
-        # Half of each bound first: their difference may be larger than the largest number.
+        # Halved before adding: the difference of the bounds may overflow.
         super().__init__(high / 2 + low / 2, high / 2 - low / 2, event_dim=event_dims)
         self._low, self._high = low, high
 
@@ -309,14 +309,14 @@ class SquashedGaussian(TransformedDistribution):
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
         self.loc, self.scale, self.low, self.high = loc, scale, low, high
-        # Half of each bound first: their difference may be larger than the largest number.
+        # Halved before adding: the difference of the bounds may overflow.
         self._middle, self._half = high / 2 + low / 2, high / 2 - low / 2
         dims = loc.ndim - event_dims
         self._event_axes = tuple(range(-event_dims, 0))
-        # TransformedDistribution's own would build and check transforms, which takes longer than to draw an action
+        # TransformedDistribution.__init__ would build and check transforms, which takes longer than drawing an action
         Distribution.__init__(self, loc.shape[:dims], loc.shape[dims:], validate_args=False)
 
-    @cached_property  # torch's class has an attribute
+    @cached_property  # torch's class defines transforms as an attribute
     def base_dist(self) -> Any:  # type: ignore[override]
         """The normal distributions before tanh, for what torch does with any transformed distribution."""
         normal = Normal(self.loc, self.scale, validate_args=False)
@@ -325,7 +325,7 @@ class SquashedGaussian(TransformedDistribution):
     @cached_property
     def transforms(self) -> list[Any]:  # type: ignore[override]
         """Tanh, and the map into the bounds."""
-        # One number for all dims is expanded: the Jacobian has a factor for each dim.
+        # A single bound is expanded to all dims: the Jacobian has one factor per dim.
         low, high = (
             torch.as_tensor(end).to(self.loc).expand(self.event_shape) for end in (self.low, self.high)
         )
@@ -383,6 +383,6 @@ class SquashedGaussian(TransformedDistribution):
         return self.deterministic_sample
 
     def _into_bounds(self, base: Tensor) -> Tensor:
-        # a rounded sum does not lie beyond the bounds
+        # rounding must not move the sum beyond the bounds
         low: Any = self.low
         return (self._middle + self._half * base.tanh()).clamp(low, self.high)

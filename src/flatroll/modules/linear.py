@@ -50,12 +50,12 @@ class LinearRecurrence(StatefulModule):
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         first = torch.where(starts[:, None, None], stored[0], 0)
-        # the scan sums backward in time: with the rows turned round, the first row of a run ends it
+        # the scan runs backward in time: on flipped rows the first row of a run is its end
         ends = starts.flip(0)
         after: list[Tensor] = []
         for layer in range(self.num_layers):
             a, b = self.terms(layer, rows)
-            # b of a first row takes in what the stored state gives: a * h
+            # the first row of a run also adds a * h, with its stored state h
             from_first = torch.addcmul(b, a, first[:, layer])
             turned = a.flip(0) if len(a) > 1 else a  # [1, H] is the same for all rows
             after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
@@ -134,7 +134,7 @@ class MinGRUModule(LinearRecurrence):
 
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        # a copy of the last layer's, so that an in-place activation on the output leaves the state alone
+        # clone the last layer's states, so that an in-place activation on the output does not change them
         return states.clone() if layer + 1 == self.num_layers else states
 
 

@@ -24,7 +24,7 @@ class _Mode(threading.local):
 _MODE = _Mode()
 _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
 
-#: Tests for functions whose call returns before their body runs.
+#: Tests for functions whose body runs after the call has returned.
 _BODY_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 #: Accepted values of a mode.
@@ -94,7 +94,7 @@ class set_recurrent_mode:
     """
 
     def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
-        # Losses and estimators enter this at every call, with True and no burn-in: those two need no check.
+        # Losses and estimators enter this at every call with True and no burn-in, so skip the checks for both.
         self._mode = mode if isinstance(mode, bool) else named_mode("mode", mode)
         self._burn_in = 0 if type(burn_in) is int and burn_in == 0 else whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
@@ -109,7 +109,7 @@ class set_recurrent_mode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         current, outer = _MODE.value, self._outer.pop()
-        # the mode is not the one entered, so another block is still open: leave no mode behind
+        # another mode than the one entered: a different block is still open, so reset the mode
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
         if current is not self._mode and kind is None:
             raise RuntimeError(

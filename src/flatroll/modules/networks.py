@@ -71,7 +71,7 @@ class _OfOperators(nn.RNNBase):
         for state in states:
             if state.shape != shape:
                 raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")
-        # runs of one length in packed order are time-major: [T, B, in], all steps B wide
+        # packed order of runs of equal length is time-major: [T, B, in], with B rows per step
         by_step = rows.transpose(0, 1).reshape(batch * steps, self.input_size)
         out, after = run_layers(OPERATORS, self, by_step, states, torch.full((steps,), batch))
         # the last step's rows are the final states
@@ -139,7 +139,7 @@ def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
     options = {"dropout": net.dropout, "bidirectional": net.bidirectional}
     sharing: nn.RNNBase = kind(
         *sizes, batch_first=True, device="meta", **options
-    )  # "meta": no memory of its own
+    )  # "meta": allocates no memory
     for name, weight in net.named_parameters():
         setattr(sharing, name, weight)
     sharing.train(net.training)

@@ -86,6 +86,6 @@ def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
     if shape is None:
         raise TypeError(f"primers[{key!r}] must be a tensor, a space or a spec, got {type(like).__name__}")
-    if not isinstance(dtype, torch.dtype):  # of NumPy, as spaces have it; None is the default of torch
+    if not isinstance(dtype, torch.dtype):  # a NumPy dtype, as spaces have; None means torch's default
         dtype = None if dtype is None else getattr(torch, str(dtype))
     return torch.full(tuple(shape), number, dtype=dtype)

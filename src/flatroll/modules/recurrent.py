@@ -14,7 +14,7 @@ from flatroll.modules.backends.packing import States, call, run_index
 from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, with_weights_of
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
-#: From this many rows on, a step of the stock LSTM is faster on the CPU than a cell's.
+#: From this many rows on, a step of the stock LSTM is faster on the CPU than a step of LSTMCell.
 STOCK_ROWS = 256
 
 
@@ -106,7 +106,7 @@ class RecurrentModule(StatefulModule):
         super().__init__(shape, **options)
         self.input_size, self.bidirectional = net.input_size, net.bidirectional
         self.recurrent_backend, self.recurrent_recompute = recurrent_backend, recurrent_recompute
-        # whether the output of each row is all of the state after it
+        # whether the output of each row is the full state after it
         self._output_is_state = self.kind == "GRU" and shape[0] == 1
         setattr(self, self.kind.lower(), net)
 
@@ -165,7 +165,7 @@ class RecurrentModule(StatefulModule):
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         if self.recurrent_recompute == "none" or not torch.is_grad_enabled():
             return self._over_runs(rows, stored, starts)
-        # saves only the inputs, and reruns the recurrence for the backward pass, with the same dropout
+        # saves only the inputs and reruns the recurrence in the backward pass, with the same dropout
         result: tuple[Tensor, States] = checkpoint(self._over_runs, rows, stored, starts, use_reentrant=False)
         return result
 
@@ -175,18 +175,18 @@ class RecurrentModule(StatefulModule):
             out, after = compute_rows(self.net, rows, stored, starts)
             if self._output_is_state:
                 return out, (out.clone(),)
-            # the row before a start is the last one of its run
+            # a row is the last of its run if the next row is a start
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
         index = run_index(starts)
-        # from [N, layers, H] the states of first rows, as [layers, runs, H] in rank order
+        # the states of first rows, from [N, layers, H] to [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
         one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.bidirectional
         few_and_long = one_way_scan and few_long_runs(self.net, rows, first, index)
         backend = dense_gru if few_and_long else BACKENDS[self.recurrent_backend]
         out, finals = backend(self.net, rows, first, index)
         if self._output_is_state:
-            # copied, so that an in-place activation on the output leaves the state alone
+            # clone, so that an in-place activation on the output does not change the state
             return out, (out.clone(),)
         return out, tuple(
             final.new_zeros(len(rows), *self._state_shape).index_copy_(0, index.last, final.transpose(0, 1))
@@ -349,5 +349,5 @@ class LSTMModule(RecurrentModule):
         if not wide or self.lstm.bidirectional or not isinstance(self.lstm, nn.LSTM):
             return super().step(rows, states)
         out, after = call(self.lstm, rows.unsqueeze(1), tuple(state.transpose(0, 1) for state in states))
-        # copied, so that an in-place activation on the output leaves the state alone
+        # clone, so that an in-place activation on the output does not change the state
         return out.squeeze(1).clone(), tuple(state.transpose(0, 1) for state in after)

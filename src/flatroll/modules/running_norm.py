@@ -98,7 +98,7 @@ class RunningNorm(TensorDictModuleBase):
         """Outputs that collectors do not store, because they are recomputed from the rows."""
         return [self.out_key]
 
-    # a tensordict, or the entry by keyword
+    # accepts a tensordict, or the entry as a keyword argument
     @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -147,8 +147,9 @@ class RunningNorm(TensorDictModuleBase):
             self.statistics.add((f"batch[{key!r}]", rows, real))
             return
         ends = run_ends(batch)
-        # All next observations, and first ones of episodes. Written as rows, those are the rows, without the first of
-        # a run that a window before this one has shown as its last next observation, and what follows the run ends.
+        # Count every next observation, and the first observation of every episode. Per row: the observation
+        # of each row, except the first of a run that continues an earlier window (it was that window's last
+        # next observation), plus the next observation at the end of each run.
         counted = None if is_init is None else is_init | ~starts_from(ends).reshape(-1)
         following, follows = self._next_observations(batch, rows, ends.reshape(-1), final)
         if real is not None:
@@ -157,7 +158,7 @@ class RunningNorm(TensorDictModuleBase):
         if known is not None and follows is not None:
             follows = follows & known
         if follows is not None and follows.is_cpu and not torch.compiler.is_compiling():
-            following, follows = following[follows], None  # few; elsewhere their number is not known
+            following, follows = following[follows], None  # only few; on a device their number is unknown
         self.statistics.add(
             (f"batch[{key!r}]", rows, counted),
             (f"the next observations, {next_key(key)!r},", following, follows),
@@ -201,7 +202,7 @@ class RunningNorm(TensorDictModuleBase):
         if final is not None:
             given = read_final(final, [key])
             if key in given.next:
-                if rows.is_cpu and not torch.compiler.is_compiling():  # reads row numbers
+                if rows.is_cpu and not torch.compiler.is_compiling():  # depends on row numbers
                     check_final(given, {key: rows}, len(rows))
                 return given.next[key], None
         column: Tensor | None = batch.get(next_key(key), None)

@@ -69,7 +69,7 @@ class StatefulModule(TensorDictModuleBase):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
-    #: Whether autocast on the CPU would reach only a part of the network, so that it is turned off for it.
+    #: Whether autocast on the CPU would cover only a part of the network. If so, it is turned off for the network.
     autocast_in_part: ClassVar[bool] = False
     input_size: int
     #: Whether outputs depend on rows that come later in their run.
@@ -90,7 +90,7 @@ class StatefulModule(TensorDictModuleBase):
         **unknown: object,
     ) -> None:
         super().__init__()
-        for name in unknown:  # names the caller's class, not this one
+        for name in unknown:  # the error names the caller's class
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         one_of("state", state, ("stored", "zero"))
         need_keys(done_key=done_key, traj_key=traj_key)
@@ -194,7 +194,7 @@ class StatefulModule(TensorDictModuleBase):
         if stored is not None:
             self._check(batch, key, stored, self._state_shape)
             state: Tensor = stored.masked_fill(is_init[..., None, None], 0)
-        # without a state every row must be a first row; checked only where this needs no host sync
+        # without a state every row must be a first row; checked only where it needs no host sync
         elif is_init.device.type == "cpu" and not bool(is_init.all()):
             raise KeyError(
                 f"batch has no entry {key!r}, and some rows are not is_init rows: carry {next_key(key)!r} of "
@@ -215,7 +215,7 @@ class StatefulModule(TensorDictModuleBase):
             return
         lost = starts.cpu() & ~marker(batch, HAS_STATE)
         if batch.get(MASK, None) is not None:
-            lost &= marker(batch, MASK)  # padding begins runs of its own
+            lost &= marker(batch, MASK)  # padding starts its own runs
         if bool(lost.any()):
             raise ValueError(
                 f"{int(lost.sum())} of the runs begin at rows that do not store their state ({HAS_STATE!r} is False "
@@ -278,8 +278,8 @@ class StatefulModule(TensorDictModuleBase):
             )
 
 
-#: Rows ``[N, in]``, states ``[N, *state]`` that are read at first rows, bool ``[N]`` that marks them; to outputs and
-#: states after each row, exact at the last rows of runs.
+#: Maps rows ``[N, in]``, states ``[N, *state]`` (read at first rows) and a bool ``[N]`` that marks first
+#: rows, to outputs and the states after each row, which are exact at the last rows of runs.
 OverRuns: TypeAlias = Callable[[Tensor, States, Tensor], tuple[Tensor, States]]
 
 
@@ -304,7 +304,7 @@ def run_with_burn_in(
     head, entry = step < burn_in, step == burn_in
     if torch.compiler.is_compiling():
         return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
-    # numbers of the rows of both parts, each of which is a flat batch of shorter runs
+    # indices of the rows of both parts; each part is a flat batch of shorter runs
     first, rest = (flag.nonzero().squeeze(1) for flag in (head, ~head))
     with torch.no_grad():
         part = tuple(state.index_select(0, first) for state in stored)
@@ -335,7 +335,7 @@ def _run_fixed_shapes(
     """The same by two passes over all rows: no shape depends on where runs begin."""
     with torch.no_grad():
         _, warm = over_runs(rows, stored, starts)
-    # an entry row starts from the state after the row before it
+    # the first row after burn-in starts from the state after the previous row
     entered = tuple(
         torch.where(entry[:, None, None], after.roll(1, 0).to(state.dtype).view_as(state), state.detach())
         for state, after in zip(stored, warm, strict=True)

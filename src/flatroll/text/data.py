@@ -48,7 +48,7 @@ class PromptData(TensorClass):
         places = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
         prompt = places <= self.prompt_rindex.unsqueeze(
             -1
-        )  # [B, L]; the index is the last prompt token's own
+        )  # [B, L]; the index points to the last prompt token
         return PromptData(
             input_ids=self.input_ids.where(prompt, pad_token_id),
             attention_mask=prompt.to(torch.int64),
@@ -154,7 +154,7 @@ class PairwiseDataset(TensorClass):
             tokenizer=tokenizer,
         )
         data = loader.load()
-        half = len(data) // 2  # chosen texts come before rejected ones
+        half = len(data) // 2  # the chosen texts come first, then the rejected ones
         halves: list[dict[str, Any]] = [
             {key: column[part] for key, column in data.items()} for part in (slice(half), slice(half, None))
         ]
@@ -176,5 +176,5 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
     return type(dataset).from_dict({"text": [*chosen, *rejected]})
 
 
-for _kind in (PromptData, RewardData, PairwiseDataset):  # whose docstrings tensordict replaces by a signature
+for _kind in (PromptData, RewardData, PairwiseDataset):  # tensordict replaces their docstrings by signatures
     _kind.__doc__ = _kind.written_doc

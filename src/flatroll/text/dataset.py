@@ -123,7 +123,7 @@ class TokenizedDatasetLoader:
         """Hash of all that the tokens depend on."""
         function = self.tokenizer_fn
         parts = {
-            "data": dataset._fingerprint,  # datasets' own hash of rows and of what was done to them
+            "data": dataset._fingerprint,  # a hash by datasets of the rows and all operations on them
             "tokenizer": tokenizer_state(self.tokenizer),
             "function": [
                 getattr(function, "__module__", ""),
@@ -261,7 +261,7 @@ def get_dataloader(
     def rows_of(drawn: Any) -> Any:
         return data[drawn["row"]].to(device)
 
-    # The buffer holds row numbers alone: the rows themselves stay in their files until they are drawn.
+    # The buffer holds only row numbers: the rows stay in their files until they are drawn.
     buffer: Any = ReplayBuffer(
         storage=TensorStorage(TensorDict({"row": torch.arange(len(data))}, [len(data)])),
         sampler=SamplerWithoutReplacement(drop_last=True),

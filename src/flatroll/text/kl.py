@@ -13,7 +13,7 @@ from flatroll.layout.checks import dense_tensor, number, one_of, shown
 #: Names of the estimates of `kl_estimate`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 
-#: One update multiplies the coefficient by no less than this.
+#: One update multiplies the coefficient by at least this factor.
 _SMALLEST_FACTOR = 0.1
 
 

@@ -22,7 +22,7 @@ from flatroll.text.sampling import (
 )
 from flatroll.text.sequences import Sequences, noted
 
-_ID_BITS = 40  # a trajectory id is writer * 2**40 + number, as TrajId has it
+_ID_BITS = 40  # as in TrajId, a trajectory id is writer * 2**40 + number
 
 
 class RolloutFromModel:
@@ -159,11 +159,12 @@ class RolloutFromModel:
                     self.model, prompts, mask, self.max_new_tokens, **ends, config=config
                 )
             real = _up_to_first(is_end(tokens, self.eos_token_ids))
-            count = int(real.sum(1).max())  # no text is longer
+            count = int(real.sum(1).max())  # length of the longest text
             whole = torch.cat([prompts, tokens[:, :count]], 1)
             whole_mask = torch.cat([mask, real[:, :count].to(mask.dtype)], 1)
             if log_probs is None or next(self.model.parameters()).dtype.itemsize < 4:
-                # Half precision through the cache differs from a pass over the whole text, which losses do.
+                # In half precision, log-probs computed with a cache differ from those of a pass over the
+                # whole text, as in losses.
                 log_probs = torch.zeros(tokens.shape, device=tokens.device)
                 log_probs[:, :count] = token_log_probs(self.model, whole, whole_mask, count)
             log_ratio = torch.zeros_like(log_probs)
@@ -173,7 +174,7 @@ class RolloutFromModel:
         log_probs, log_ratio = log_probs.masked_fill(~real, 0.0), log_ratio.masked_fill(~real, 0.0)
         rows, length = batch.input_ids.shape
         place = torch.arange(length + self.max_new_tokens, device=tokens.device).expand(rows, -1)
-        own = place < lengths.unsqueeze(1)  # the prompt's own tokens; others are padding until they are drawn
+        own = place < lengths.unsqueeze(1)  # the prompt's tokens; all others are padding until they are drawn
         generated = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens)).where(
             own, self.pad_token_id
         )
@@ -211,12 +212,12 @@ class RolloutFromModel:
         ends = is_end(action, self.eos_token_ids)
         real = _up_to_first(ends)
         counts = real.sum(1)
-        text, step = real.nonzero().unbind(1)  # [N] each: text and place of the tokens that were drawn
-        row = text * self.max_new_tokens + step  # [N], the same as one number
+        text, step = real.nonzero().unbind(1)  # [N] each: text and position of the drawn tokens
+        row = text * self.max_new_tokens + step  # [N], both as one index
         whole = lengths + counts
         written = torch.arange(generated.shape[1], device=generated.device) < whole.unsqueeze(1)  # [B, L + T]
         score = self._scores(batch, generated, written)
-        final = counts.cumsum(0) - 1  # rows of the texts' last tokens
+        final = counts.cumsum(0) - 1  # row of the last token of each text
         kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
         self._kls.append(float(kl.mean()))
         reward_kl = -self.kl_coef * kl
@@ -318,7 +319,7 @@ def _marks(numbers: Tensor, lengths: Tensor, text: Tensor, step: Tensor) -> dict
     return {
         OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
         IS_INIT: (step == 0).unsqueeze(1),
-        STEP_COUNT: step.clone().unsqueeze(1),  # step is one column of two in memory
+        STEP_COUNT: step.clone().unsqueeze(1),  # clone: step is a strided column
         "collector": {"traj_ids": number},
     }
 

@@ -19,9 +19,9 @@ _HARMLESS = {
     "disable_compile", "low_memory", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
     "return_dict_in_generate", "transformers_version", "_from_model_config", "is_assistant",
 }  # fmt: skip
-#: Values with which these entries do nothing.
+#: Values with which these entries have no effect.
 _PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-#: Entries that stop rows by other things than EOS and length, or change the number of rows.
+#: Entries that stop generation by other criteria than EOS and length, or change the number of rows.
 _REFUSED = ("max_time", "stop_strings", "num_return_sequences", "num_beams")
 
 
@@ -42,7 +42,7 @@ def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tens
             [0, 1]]))
     """
     longest = int(lengths.max())
-    # Token j of the result is token j - (longest - length) of the row, padding where that is negative.
+    # Position j of the result holds token j - (longest - length) of the row, or padding where that is negative.
     place = torch.arange(longest, device=input_ids.device) - (longest - lengths).unsqueeze(1)
     mask = place >= 0
     return input_ids.gather(1, place.clamp(min=0)).masked_fill(~mask, pad), mask.to(torch.int64)
@@ -106,7 +106,8 @@ def generate_tokens(
 ) -> Tensor:
     """Draw tokens ``[B, T]`` by the model's own ``generate``, ``pad`` where it stopped before ``max_new_tokens``."""
     config = deepcopy(config)
-    for name, value in _PLAIN.items():  # or the model's own config, and then transformers', fill the gaps
+    # Otherwise the defaults of the model's config and of transformers apply.
+    for name, value in _PLAIN.items():
         if getattr(config, name, None) is None:
             setattr(config, name, value)
     config.max_new_tokens, config.pad_token_id = max_new_tokens, pad
@@ -123,7 +124,7 @@ def generate_tokens(
 def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
     """Which tokens are one of those that end a text: bool of the shape of ``tokens``."""
     ends = torch.zeros_like(tokens, dtype=torch.bool)
-    for token in eos:  # a few at most, for which this takes less time than torch.isin
+    for token in eos:  # for the few tokens there are, faster than torch.isin
         ends |= tokens == token
     return ends
 
@@ -186,7 +187,7 @@ def token_log_probs(model: nn.Module, tokens: Tensor, mask: Tensor, count: int) 
     inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
     logits = last_logits(model, count + 1, **{name: value.to(device) for name, value in inputs.items()})
     chosen = tokens[:, -count:].to(device)
-    # The output at a token is about the one behind it, so the last output is about none of them.
+    # The logits at position t predict token t + 1, so the last logits are not needed.
     losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), chosen.flatten(), reduction="none")
     return -losses.view(chosen.shape).to(tokens.device)
 

@@ -80,7 +80,8 @@ class Sequences:
         stop = self._first + len(self) if before is None else whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
-        self._tokens = self._tokens[int(start) :].clone()  # so that the memory of the others is given back
+        # A clone, so that the memory of the dropped tokens is freed.
+        self._tokens = self._tokens[int(start) :].clone()
         self._bounds = self._bounds[count:] - start
         self._first += count
 
@@ -100,7 +101,7 @@ class Sequences:
         start, stop = self._bounds[places].unsqueeze(1), self._bounds[places + 1].unsqueeze(1)
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
-        index = start + torch.arange(length, device=start.device)  # [K, length], places in the flat tokens
+        index = start + torch.arange(length, device=start.device)  # [K, length], indices into the flat tokens
         mask = index < stop
         tokens = self._tokens[index.clamp(max=len(self._tokens) - 1)].masked_fill(~mask, 0)
         return tokens, mask.to(torch.int64)
@@ -191,8 +192,7 @@ class TextModule(TensorDictModuleBase):
         longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
         tokens, mask = self.sequences.padded(distinct, longest)
         logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens, attention_mask=mask)
-        # The output at token i is about the text that ends with it: a text of n tokens is read at n - shortest,
-        # counted from the first output that was kept.
+        # Logits are kept from position shortest - 1 on: a text of n tokens is read at index n - shortest.
         rows = logits[sequence, length - shortest]
         batch.set(self._out_key, rows.reshape(*batch.batch_size, *rows.shape[1:]))
         return batch

@@ -10,11 +10,11 @@ from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, map_tree
 
 with trainer_imports("rl-games", "1.6", "1.7", "rl-games", ", in an environment of its own"):
-    # Its pins clash with ours, so the linters do without it.
+    # Its pins conflict with ours, so the linters run without it.
     from rl_games.common import env_configurations, vecenv  # pyright: ignore[reportMissingImports]
     from rl_games.common.ivecenv import IVecEnv  # pyright: ignore[reportMissingImports]
 
-_KIND = "flatroll"  # the type of vector env that `register` makes known
+_KIND = "flatroll"  # the type of vector env that `register` registers
 
 
 def register(name: str, make_env: Callable[..., Any]) -> None:
@@ -146,7 +146,7 @@ class FinalObservations:
                 f"{type(self).__name__}"
             )
         shaper = self.rewards_shaper
-        self._worth: Any = 0.0  # [E, 1], what the last observations of the newest step are worth
+        self._worth: Any = 0.0  # [E, 1], bootstrap values of the last observations of the newest step
         self.rewards_shaper = lambda rewards: shaper(rewards) + self._worth
 
     def env_step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
@@ -159,14 +159,14 @@ class FinalObservations:
         observations, rewards, dones, infos = parent.env_step(actions)
         if "final_obs" not in infos:
             raise KeyError("infos has no 'final_obs': make the env with flatroll.trainers.rl_games.register")
-        # Without "time_outs" the agent adds no bootstrap value itself.
+        # Without "time_outs" in infos, the agent adds no bootstrap value itself.
         time_outs = infos["time_outs"].to(rewards.device).unsqueeze(1)
         infos = {key: value for key, value in infos.items() if key != "time_outs"}
         self._worth = torch.zeros_like(rewards)
         if self.value_bootstrap and time_outs.any():
             agent: Any = self
             values = agent.get_values(agent.obs_to_tensors(infos["final_obs"]))
-            # Not a product: what the critic says of other rows must not count, not even NaN.
+            # where(), not a product: values of other rows must not count, even if they are NaN.
             self._worth = torch.where(time_outs, self.gamma * values, self._worth)
         return observations, rewards, dones, infos
 

@@ -125,7 +125,7 @@ class FinalObservations:
         if time_outs.any():
             with torch.no_grad():
                 values = self.critic(extras["final_obs"].to(rewards.device)).squeeze(-1)
-            # Not a product: what the critic says of other rows must not count, not even NaN.
+            # where(), not a product: values of other rows must not count, even if they are NaN.
             rewards = rewards + torch.where(time_outs > 0, self.gamma * values, 0.0)
         others = {key: value for key, value in extras.items() if key != "time_outs"}
         parent: Any = super()

@@ -18,14 +18,15 @@ with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecEnv
 
-from flatroll.trainers.sb3_buffer import FlatReplayBuffer as FlatReplayBuffer  # both under one name
+# Both classes are importable from here.
+from flatroll.trainers.sb3_buffer import FlatReplayBuffer as FlatReplayBuffer
 
 Indices = None | int | Iterable[int]
 _PASSED_APART = {
     "final_obs",
     "final_observation",
     "final_info",
-}  # entries of info that SB3 has other names for
+}  # SB3's names of info entries
 
 
 class FlatVecEnv(VecEnv):
@@ -90,7 +91,7 @@ class FlatVecEnv(VecEnv):
             )
         first = self._seeds[0]
         counted = first is not None and self._seeds == list(range(first, first + self.num_envs))
-        # One number means that row i gets number + i; envs that step all their rows themselves take no list.
+        # A number s seeds row i with s + i. Passed as a number if possible, because some envs accept no list.
         seeds: Any = (
             None if self._seeds == [None] * self.num_envs else first if counted else list(self._seeds)
         )
@@ -104,7 +105,7 @@ class FlatVecEnv(VecEnv):
     @override
     def step_async(self, actions: Any) -> None:
         """Keep the actions for `step_wait`."""
-        # The distribution that SB3 draws these from gives floats.
+        # SB3 samples these actions from a distribution that returns floats.
         binary = isinstance(self.action_space, spaces.MultiBinary)
         self._actions = np.asarray(actions, self.action_space.dtype) if binary else actions
 
@@ -246,7 +247,8 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
         if isinstance(value, dict):
             values = split_info(value, rows)
         elif isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
-            array = _numpy(value)[list(rows)]  # a copy, so the entries share no memory with the env's
+            # A copy, so that the entries do not share memory with the env's.
+            array = _numpy(value)[list(rows)]
             values = array.tolist() if array.ndim == 1 else list(array)
         else:
             values = [value] * len(rows)

@@ -45,10 +45,10 @@ DISCOUNTS = "discounts"  # entry of n-step rows
 class Entry(NamedTuple):
     """What is stored of a space, of observations or actions, for E envs."""
 
-    name: str  # for errors
-    given: tuple[int, ...]  # shape of a step's values, [E, ...]
-    stored: tuple[int, ...]  # their shape in the buffer
-    dtype: np.dtype[Any]  # their dtype there
+    name: str  # for error messages
+    given: tuple[int, ...]  # shape of the values of a step, [E, ...]
+    stored: tuple[int, ...]  # shape of the values in the buffer
+    dtype: np.dtype[Any]  # dtype of the values in the buffer
 
     def checked(self, value: Any) -> Array:
         """Return a step's values as they are stored; ValueError or TypeError if the space has no such values."""
@@ -75,7 +75,7 @@ class NStepReturns:
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
         self.look_ahead, self.gamma = n_steps, gamma
-        self.env: Any = None  # SB3's VecNormalize, by which rewards are normalized, before they are summed
+        self.env: Any = None  # SB3's VecNormalize, which normalizes rewards before they are summed
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Columns]) -> Columns:
         """The columns of N rows as n-step transitions; ``ahead``, ``[N, n]``: the rows of each, -1 from its end on."""
@@ -174,13 +174,13 @@ class FlatReplayBuffer(ReplayBuffer):
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         parts: dict[NestedKey, spaces.Space[Any]] = {OBSERVATION: observation_space}
-        self._names: list[str] = []  # of the observations in a Dict space
+        self._names: list[str] = []  # names of the observations of a Dict space
         if isinstance(observation_space, spaces.Dict):
             self._names = list(observation_space)
             parts = {(OBSERVATION, name): observation_space[name] for name in self._names}
         self._observations = {key: self._entry(key, space) for key, space in parts.items()}
         if window is None:
-            # Long windows cost less; 64 steps, or 256 small ones of which the buffer has many.
+            # Longer windows cost less: 64 steps, or 256 if rows are small and the buffer holds many.
             small = sum(
                 math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
             )
@@ -202,7 +202,7 @@ class FlatReplayBuffer(ReplayBuffer):
         make: Callable[..., buffers.Storage] = (
             storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         )
-        # A pickle stores an incomplete window, for which the ring drops a whole one, so there must be room for it.
+        # A pickle stores an incomplete window, for which the ring drops a whole one: leave room for that.
         rows = -(-(steps + window - 1) // window) * window * n_envs
         options = self._encodings(frame_stack, codec)
         self.flat = buffers.ReplayBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
@@ -267,13 +267,13 @@ class FlatReplayBuffer(ReplayBuffer):
                 timeouts = np.array(flags, np.bool_)
                 ended = ended & ~timeouts
         step[TERMINATED], step[TRUNCATED] = ended, timeouts
-        # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
-        # them, but for the first one after a load.
+        # Rows that do not continue the previous row, as after an early reset, begin a trajectory. The writer
+        # detects them, except for the first row after a load.
         step[IS_INIT] = self._find_abandoned(step) if self._loaded else self._none
         steps = self.writer.steps
         try:
             self.writer.write(step)
-        finally:  # a window that cannot be stored waits, its last step in it
+        finally:  # if a window cannot be stored, it waits with its last step included
             if self.writer.steps > steps:
                 self._loaded = False
                 self.pos += 1
@@ -302,7 +302,7 @@ class FlatReplayBuffer(ReplayBuffer):
         super().reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.writer.flush()  # before the pickle takes the rows of ``flat``
+        self.writer.flush()  # before `flat` is pickled
         return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -333,9 +333,10 @@ class FlatReplayBuffer(ReplayBuffer):
         if self._n_step is not None:
             self._n_step.env = env
         envs = np.zeros(len(batch_inds), np.int64)
-        if self.n_envs > 1:  # else it would draw nothing
+        if self.n_envs > 1:  # with one env there is nothing to draw
             envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        # Position pos - 1 is that of the newest step, the one before it, around the ring, that of the step before.
+        # Position pos - 1 holds the newest step; going back around the ring, each earlier position holds the
+        # step before.
         steps = self.writer.steps - 1 - (self.pos - 1 - batch_inds) % self.buffer_size
         return self._samples(self.writer.read_columns(steps, envs, self._keys), env)
 

@@ -57,7 +57,7 @@ def unpadded(model: Model) -> Model:
         raise TypeError(
             f"{type(policy).__name__} has a _process_sequence of its own, which would not be called"
         )
-    # The buffer keeps its arrays, and its subclass reads them another way; both pickle as before.
+    # The subclass keeps the buffer's arrays but reads them differently; pickling is unchanged.
     buffer.__class__ = _FLAT.get(type(buffer), type(buffer))
     changed: Any = policy
     changed._process_sequence = process_sequence
@@ -67,7 +67,7 @@ def unpadded(model: Model) -> Model:
 class RowStates(NamedTuple):
     """The states of an LSTM in flat rows, which tells `process_sequence` that rows are not padded sequences."""
 
-    hidden: Tensor  # [N, layers, H], used at the first row of each sequence
+    hidden: Tensor  # [N, layers, H], read at the first row of each sequence
     cell: Tensor
 
 
@@ -90,7 +90,8 @@ def process_sequence(
             features, lstm_states, episode_starts, lstm
         )
         return padded
-    # The policy's LSTM has time first, which no call with flat rows may depend on: another one with its parameters.
+    # The policy's LSTM is time-major, which must not matter for flat rows: make another LSTM with the same
+    # parameters.
     sharing: Any = with_weights_of(nn.LSTM, lstm)
     module = LSTMModule(lstm=sharing, in_key="features", out_key="latent")
     latent, _ = module.over_runs(features, lstm_states, episode_starts > 0)
@@ -118,10 +119,11 @@ def flat_samples(buffer: Any, batch_inds: Any, env_change: Any, env: Any = None)
     starts = episode_starts | (env_change[batch_inds].flatten() > 0)
     starts[0] = True  # a minibatch may begin inside a sequence
     first = np.flatnonzero(starts)
-    went_on = ~episode_starts[first]  # of the sequences: whether the episode has begun before
+    went_on = ~episode_starts[first]  # of each sequence: whether its episode began earlier
 
     def states(stored: Any) -> Tensor:
-        # stored: [rows of the buffer, layers, H]; only what sequences start from is read, the rest stays zero.
+        # stored: [rows of the buffer, layers, H]. Only the states at the first rows of sequences are read;
+        # the rest stays zero.
         at_first = stored[batch_inds[first]] * went_on[:, None, None]
         by_row = torch.zeros(len(batch_inds), *stored.shape[1:], device=buffer.device)
         by_row[torch.from_numpy(first).to(buffer.device)] = buffer.to_torch(at_first)

@@ -78,7 +78,7 @@ class FinalObservations:
                 self.observation_space, infos["final_obs"], device=next_observations.device
             )
             flat: Any = flatten_tensorized_space(last)
-            # A new tensor: the trainer continues with its own.
+            # A new tensor: the trainer continues from its own.
             next_observations = torch.where(ended, flat, next_observations)
         parent: Any = super()
         parent.record_transition(

@@ -40,7 +40,7 @@ with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of i
     import tianshou.data as peer  # pyright: ignore[reportMissingImports]  # its pins clash with ours
 
 Cuts = Literal["mark", "refuse"]
-_SEPARATOR = "\0"  # in no entry's name
+_SEPARATOR = "\0"  # occurs in no entry's name
 
 
 def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts: Cuts = "mark") -> Any:
@@ -147,7 +147,7 @@ def to_buffer(
     columns = ("obs", "act", "rew", "terminated", "truncated", "done", "obs_next")
     whole = peer.ReplayBuffer.from_data(*(batch[name] for name in columns))
     buffer = peer.ReplayBuffer(count if size is None else size)
-    buffer.update(whole)  # which, unlike from_data, notes where the newest row is
+    buffer.update(whole)  # unlike from_data, update() records the position of the newest row
     return buffer
 
 
@@ -189,7 +189,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         raise TypeError(
             f"{type(buffer).__name__} rewrites goals when it is read: keep the rows in another buffer too"
         )
-    slots = buffer.sample_indices(0)  # all of them, oldest first, sub-buffer after sub-buffer
+    slots = buffer.sample_indices(0)  # all slots, oldest first, one sub-buffer after another
     if not len(slots) or len(slots) < len(buffer):
         raise ValueError(
             f"buffer shows {len(slots)} of its {len(buffer)} rows: it must have some, and sample_avail=False"
@@ -200,7 +200,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     if reward.shape != (len(slots),):
         raise ValueError(f"buffer must have one reward for each row, got shape {reward.shape[1:]} a row")
     lane = np.searchsorted(buffer.subbuffer_edges, slots, side="right") - 1
-    # Whether a row is the first of its sub-buffer's, and whether it follows a done row.
+    # Whether a row is the first of its sub-buffer, and whether it follows a done row.
     first, after_end = np.ones((2, len(slots)), np.bool_)
     first[1:] = lane[1:] != lane[:-1]
     after_end[1:] = flags[DONE][:-1]
@@ -271,7 +271,7 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
     order = steps.argsort(stable=True)
     order = order[ids[order].argsort(stable=True)]
     rows, ids, steps = rows[order], ids[order], steps[order]
-    # Dropped rows leave a gap, at which a run must end.
+    # Dropped rows leave gaps; a run must end there.
     gap = torch.ones(len(rows), dtype=torch.bool)
     gap[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)
     rows.set(IS_INIT, gap.unsqueeze(-1))

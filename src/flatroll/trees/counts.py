@@ -111,7 +111,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     """
     names = _of_state(keys)
     states = RowNumbers(names).insert(_columns_of(batch, names))
-    # Numbers increase by one at each new state, so the running maximum increases exactly there.
+    # State numbers grow by one at each new state, so the running maximum grows exactly there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
     new[1:] = highest[1:] > highest[:-1]
@@ -160,7 +160,7 @@ class CountSampler(RandomSampler):
         if self._drawn_from != now:
             self._weigh(ring)
             self._drawn_from = now
-        # Row i is drawn by numbers from the sum of the weights before it up to that with its own.
+        # Row i is drawn if the number lies between the sum of the weights before it and that sum plus its own weight.
         at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
         ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
         slots = self._slots[ranks]
@@ -168,7 +168,7 @@ class CountSampler(RandomSampler):
 
     @override
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
-        self._drawn_from = None  # the rows may have other states now
+        self._drawn_from = None  # the rows may have new states now
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

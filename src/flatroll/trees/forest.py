@@ -109,7 +109,7 @@ class MCTSForest:
                 expect(name, one, TensorDictMap, "a TensorDictMap or None")
         self.done_keys = _named("done_keys", done_keys) or _DONE_KEYS
         self.reward_keys = _named("reward_keys", reward_keys) or ["reward"]
-        # tensordict gives `in_keys` a wider type than keys have.
+        # tensordict annotates `in_keys` with a wider type than keys have.
         of_nodes: list[Any] = [] if node_map is None else list(node_map.in_keys)
         of_data: list[Any] = [] if data_map is None else list(data_map.in_keys)
         self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
@@ -255,7 +255,7 @@ class MCTSForest:
         final: TensorDictBase | None,
     ) -> Tensor:
         """Add next observations to the columns of a compact batch; return which rows have one, bool ``[N]``."""
-        # The next observation of a row that ends a run is not in the row after it.
+        # The next observation of the last row of a run is not in the following row.
         known = ~run_ends(rollout).reshape(-1).cpu()
         at, last = None, {}
         if final is not None:
@@ -280,7 +280,7 @@ class MCTSForest:
                 f"{self.max_size}. Nothing was added"
             )
         new = len(self) - before
-        first: Any = slice(None)  # the first row of each new transition: all rows, in order, if all are new
+        first: Any = slice(None)  # the first row of each new transition; a slice if all rows are new
         if new < rows:
             first = torch.full((new,), rows, dtype=torch.int64)
             fresh = (edge >= before).nonzero().squeeze(-1)
@@ -409,7 +409,7 @@ class MCTSForest:
             offsets[1:] = torch.bincount(source, minlength=self.num_states).cumsum(0)
             assert self._states.index is not None and self._pairs.index is not None
             states = hash_words(self._states.index.words)
-            actions = self._pairs.index.words[:, 1:]  # behind the number of the state
+            actions = self._pairs.index.words[:, 1:]  # the columns after the state number
             self._graph = Graph(
                 offsets.tolist(),
                 order.tolist(),

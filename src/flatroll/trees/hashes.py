@@ -144,7 +144,8 @@ class RandomProjectionHash(SipHash):
                 raise ValueError("x must have at least one row at the first call, which sets the projection")
             self.fit(x)
         assert self.transform is not None
-        # In float64, since a product's last bits may depend on the number of rows, and would change a rounded number.
+        # In float64: the last bits of a product may depend on the number of rows, which could change the
+        # rounded result.
         rows = x.reshape(len(x), self.transform.shape[0]).double()
         return super().forward((rows @ self.transform).to(self.dtype_cast))
 

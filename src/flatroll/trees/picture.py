@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-Tree: TypeAlias = Any  # `flatroll.trees.Tree`, whose file imports this one
+# `flatroll.trees.Tree`, which cannot be imported here because its file imports this one.
+Tree: TypeAlias = Any
 
 INK, LINE, NODE, DONE = (
     "#37424d",
     "#9aa7b4",
     "#0072b2",
     "#d55e00",
-)  # of Okabe and Ito's colours, as the timeline
+)  # from Okabe and Ito's colours, like the timeline
 _HALO = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4}
-_LABELLED = 60  # vertices up to which each gets a text by default
+_LABELLED = 60  # maximum number of vertices that are labelled by default
 
 
 class Shown(NamedTuple):

@@ -82,7 +82,7 @@ class QueryModule(TensorDictModuleBase):
             function("hash_to_int", hash_to_int, "a function of hashes")
         if aggregator is not None:
             function("aggregator", aggregator, "a function of hashes")
-        # Modules among them are registered, so that state_dict() has their state.
+        # Modules among them are registered, so that state_dict() includes them.
         self.hash_module = hash_module
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):

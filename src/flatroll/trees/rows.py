@@ -128,7 +128,7 @@ class GrowingColumns:
         """
         if not at.shape[0]:
             return
-        # Whether these are the next positions, in order: then a slice is written, which is much faster.
+        # If the positions are the next ones, in order, write a slice, which is much faster.
         rows = int(at.max()) + 1
         if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
             self.append(columns, len(at))

@@ -87,7 +87,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
-        keys: list[Any] = query_module.in_keys  # tensordict's own type is wider
+        keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.query_module, self.index_key = query_module, query_module.index_key
@@ -249,7 +249,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Write rows at positions; those from ``count`` on are new."""
         turn = occurrences(at)
         last = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64, device=at.device)
-        # Of equal positions, the row with the highest turn has the value to store: the last one, or all combined.
+        # Where positions repeat, store the value of the row with the highest turn: the last one, or the
+        # combination of all.
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}

@@ -157,7 +157,7 @@ class Tree:
             f"steps={len(self._chain)}, hash={self.hash})"
         )
 
-    # -- what is at this vertex --------------------------------------------------------------------------------------
+    # -- contents of this vertex ------------------------------------------------------------------------------------
 
     @property
     def _chain(self) -> list[int]:
@@ -219,7 +219,7 @@ class Tree:
             read: list[NestedKey] = [next_key(key) for key in keys]
         else:
             leaving = graph.leaving(self._vertices.states[self.node_id])
-            # If no transition leaves the root, one enters it.
+            # If no transition leaves the root, use one that enters it.
             edge = leaving[0] if leaving else graph.target.index(self._vertices.states[0])
             read = list(keys) if leaving else [next_key(key) for key in keys]
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
@@ -393,7 +393,7 @@ class Tree:
             edges += self._vertices.chains[vertex]
         return self._vertices.graph.rows.get(torch.tensor(edges)) if edges else None
 
-    # -- showing -----------------------------------------------------------------------------------------------------
+    # -- display -----------------------------------------------------------------------------------------------------
 
     def to_string(self, node_format_fn: "Callable[[Tree], Any] | None" = None) -> str:
         """Return one line per vertex below this one, depth first: its path and the result of ``node_format_fn``.

@@ -17,7 +17,7 @@ from flatroll.layout.export import Array, from_numpy
 
 _NAME = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _KINDS = ("observation", "action", "reward", "terminal")
-_MOST_PER_BYTE = 1100  # DEFLATE packs at most 1032 bytes into one
+_MOST_PER_BYTE = 1100  # DEFLATE expands one byte to at most 1032
 
 
 def read_atari_dqn(
@@ -83,8 +83,8 @@ def _steps(
     frames = streams["observation"].read(1)
     history = np.zeros(
         (depth - 1, *frames.shape[1:]), frames.dtype
-    )  # what a stack of the first row has before it
-    age = 0  # of the first row, in its game
+    )  # frames before the first row, for its stack
+    age = 0  # of the first row, within its game
     while first < total:
         count = min(chunk_rows, total - first)
         frames = np.concatenate([frames, streams["observation"].read(count - (first + count == total))])
@@ -94,7 +94,7 @@ def _steps(
         known = ~terminal
         if first + count == total:
             known[-1] = False
-        later = np.where(known, np.arange(1, count + 1), np.arange(count))  # of each row's next frame
+        later = np.where(known, np.arange(1, count + 1), np.arange(count))  # index of each row's next frame
         seen: Array = frames
         run = np.zeros(count, np.int64)
         if frame_stack:
@@ -134,7 +134,7 @@ def _stacks(frames: Array, ages: Array, depth: int, terminal: Array) -> Any:
     ages = np.append(ages, after)[: len(frames) - depth + 1]
     stacks = np.lib.stride_tricks.sliding_window_view(frames, depth, axis=0)
     stacks = np.moveaxis(stacks, -1, 1).copy()
-    for back in range(1, depth):  # the frame `back` steps ago is of another game
+    for back in range(1, depth):  # the frame `back` steps ago belongs to another game
         stacks[ages < back, depth - 1 - back] = 0
     return stacks
 

@@ -145,7 +145,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return super()._fetch(folder)
         self._check_known()
         try:
-            import_module("d4rl")  # it tells gym of its envs
+            import_module("d4rl")  # registers the envs with gym
             gym = import_module("gym")
         except ImportError as error:
             raise ImportError(

@@ -40,7 +40,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_LONGEST = 400  # characters of an error: a damaged file may have a name of a million
+_LONGEST = 400  # characters of an error message: a damaged file may have a name of a million
 
 
 @contextmanager

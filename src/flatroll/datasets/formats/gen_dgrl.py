@@ -21,9 +21,10 @@ from flatroll.layout.export import Array
 
 _NAMES = ("observations", "actions", "rewards", "dones")
 _LONGEST_NAME = 1 << 20
-_MOST_STEPS = 4096  # of a pickle; an array takes about 20
-#: What pickles of arrays, of any protocol, are made of. Left out is what makes objects without asking `find_class`,
-#: or allocates what is only claimed: EXT*, INST, OBJ, NEWOBJ*, PERSID, BYTEARRAY8, out-of-band buffers, sets.
+_MOST_STEPS = 4096  # maximum number of opcodes in a pickle; an array takes about 20
+#: The opcodes of pickles of arrays, of any protocol. Those that create objects without `find_class`, or
+#: allocate what a file only claims, are excluded: EXT*, INST, OBJ, NEWOBJ*, PERSID, BYTEARRAY8, out-of-band
+#: buffers, sets.
 _STEPS = re.compile(
     "PROTO|FRAME|STOP|MARK|MEMOIZE|((LONG_)?BIN)?(PUT|GET)|(STACK_)?GLOBAL|REDUCE|BUILD|(EMPTY_)?(TUPLE|DICT|LIST)"
     "|TUPLE[123]|SETITEMS?|APPENDS?|NONE|NEWTRUE|NEWFALSE|(BIN)?(INT|FLOAT)|BININT[12]|LONG[14]?"
@@ -211,7 +212,8 @@ class _Kind:
         self.dtype = np.dtype(kind)
 
     def __setstate__(self, state: Any) -> None:
-        order, *parts = state[1:5]  # version, byte order, and what structured dtypes have
+        # Byte order, then fields that only structured dtypes have; item 0 is the version.
+        order, *parts = state[1:5]
         if order not in ("<", ">", "|", "=") or any(part is not None for part in parts):
             raise pickle.UnpicklingError("this is not a dtype of numbers")
         self.dtype = self.dtype.newbyteorder(order)
@@ -228,13 +230,14 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) in {
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy._core.multiarray", "_reconstruct"),
-        }:  # whatever shape is claimed: the state that follows says it again
+        }:  # the shape given here is ignored, because the state repeats it
             return _Function(lambda *_: _Array(self._budget))
         if (module, name) == ("numpy", "ndarray"):
-            return None  # an argument of `_reconstruct`; the class itself would make arrays of objects from any bytes
+            # Only an argument of `_reconstruct`; the class itself would make object arrays from any bytes.
+            return None
         if (module, name) == ("numpy", "dtype"):
             return _Function(_Kind)
-        if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
+        if (module, name) == ("_codecs", "encode"):  # bytes objects in pickles of protocols 0 to 2
             return _Function(_encode)
         raise pickle.UnpicklingError(f"{module}.{name} is not part of NumPy arrays: it was not run")
 

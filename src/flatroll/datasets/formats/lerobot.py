@@ -58,7 +58,7 @@ class RunningStats:
         self._images = images
         self._rows = self._values = 0
         self._mean: Any = 0.0
-        self._squares: Any = 0.0  # summed squares of what values differ from the mean
+        self._squares: Any = 0.0  # sum of squared differences from the mean
         self._low: Any = np.inf
         self._high: Any = -np.inf
 
@@ -67,7 +67,7 @@ class RunningStats:
         values = rows.astype(np.float64).reshape(len(rows), -1)
         if self._images:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
-        # Infinite values, and squares that are, are as the columns have them: no reason to warn.
+        # Infinite values, or squares that overflow, come from the data: do not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             mean, total = values.mean(0), self._values + len(values)
             apart = mean - self._mean
@@ -254,7 +254,7 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
     if array.ndim == 2:
         return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
     for axis in range(array.ndim - 1, 0, -1):
-        # Lists along this axis: each begins where the one before it ends.
+        # Make lists along this axis: each begins where the one before it ends.
         count, size = int(np.prod(array.shape[:axis])), array.shape[axis]
         values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
     return values
@@ -370,9 +370,9 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
     row_bytes = 8
     for about in fields or features.values():
-        # Of images, their files are bounded; what is in them can be 1032 times as much, as DEFLATE has it.
+        # Images are stored in files whose size is bounded; DEFLATE expands them at most 1032 times.
         if not about.get("image") and about["dtype"] != "image":
-            # Of dtypes that NumPy does not have a byte a number.
+            # Dtypes that NumPy does not have count one byte per number.
             known = re.fullmatch(_NUMBERS, about["dtype"])
             row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
     for number, table in _frames(root, files, row_bytes, max_bytes):
@@ -491,7 +491,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
                 raise ValueError(f"{name} has an image stored outside the file: let LeRobot embed images")
             try:
                 picture = pillow.open(io.BytesIO(content), formats=["PNG", "JPEG"])
-                if picture.size != (width, height):  # known before anything is decoded
+                if picture.size != (width, height):  # known before decoding
                     raise ValueError(f"{name}: an image is {picture.size}, the folder says {(width, height)}")
                 picture = picture.convert(MODES[channels])
             except (OSError, SyntaxError) as error:
@@ -520,7 +520,8 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
     """Return an episode as it was passed to `write_lerobot`."""
     columns: dict[str, Array] = {}
     finals = to_numpy(last[number : number + 1])
-    for field in sorted(fields, key=lambda field: bool(field["next"])):  # next values are made of the others
+    # Next values are computed from the others.
+    for field in sorted(fields, key=lambda field: bool(field["next"])):
         if field["next"]:
             now, final = columns[_root_of(field)], finals.get(_root_of(field))
             if final is None or final.shape != (1, *now.shape[1:]):
@@ -548,7 +549,7 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
         array = _decode(table[name], about, length, name)
-        floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be
+        floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be floating
         dtype = about["dtype"] if floating else "float32"
         columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
         if name.startswith(f"{OBSERVATION}."):

@@ -22,8 +22,8 @@ from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, RESERVED, as_tuple, 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
 
-_FOLDERS = (dict, tuple)  # what Dict and Tuple spaces have
-_RECORD = "flatroll"  # entry of the metadata: where each column went
+_FOLDERS = (dict, tuple)  # the containers of Dict and Tuple spaces
+_RECORD = "flatroll"  # metadata entry that maps columns to their places
 _SINGLE = {"next.reward": "rewards", "next.terminated": "terminations", "next.truncated": "truncations"}
 
 
@@ -92,7 +92,7 @@ def write_minari(
                 *_observation_names(rows),
                 *_SINGLE,
             }
-            infos = {  # of two dimensions at least: Minari's arrow files cannot be read else
+            infos = {  # at least two dimensions, or Minari's arrow files cannot be read
                 name: np.concatenate([array, array[-1:]]).reshape(len(array) + 1, *(array.shape[1:] or (1,)))
                 for name, array in columns.items()
                 if name not in kept and name.partition(".")[0] != ACTION
@@ -330,7 +330,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         self._local, self._infos, self._rename = load_from_local_minari, infos, dict(rename or {})
         self.metadata: dict[str, Any] | None = None
         super().__init__(dataset_id, batch_size, **options)
-        if self.metadata is None:  # converted by an earlier object
+        if self.metadata is None:  # the data set was converted by an earlier object
             facts = Folder(self.data_path).load().extra
             self.metadata = facts.get("metadata", {}) if isinstance(facts, dict) else {}
 
@@ -350,7 +350,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     @override
     def _convert(self, source: Any) -> Iterator[dict[str, Array]]:
         data = open_minari(source)
-        # Spaces and the like as text: what JSON can say.
+        # json.dumps stores spaces and other objects as text.
         self.metadata = json.loads(json.dumps(data.storage.metadata, default=str))
         return read_minari_columns(data, infos=self._infos, rename=self._rename)
 

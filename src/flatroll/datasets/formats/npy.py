@@ -44,7 +44,7 @@ class ArrayStream:
             raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
         self.shape, self.rows = shape, next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        # Empty rows take no bytes here, but later one value per row is allocated.
+        # Empty rows take no bytes in the file, but one value per row is allocated later.
         claimed = self.rows * max(1, self._row_bytes)
         if claimed > max_bytes:
             raise ValueError(

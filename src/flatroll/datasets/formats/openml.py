@@ -14,7 +14,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.layout.checks import one_of
 from flatroll.layout.export import optional_package
 
-#: Name of a set: the table's name, its version, and the column that is the label (None: the table's own).
+#: By name of the set: the table's name, its version, and the label column (None: the table's own).
 _TABLES: dict[str, tuple[str, int, str | None]] = {
     "adult_num": ("adult", 1, "occupation"),
     "adult_onehot": ("adult", 1, "occupation"),
@@ -92,7 +92,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
     def __init__(self, name: str, batch_size: int | None = None, **options: Unpack[DatasetOptions]) -> None:
         options["sampler"] = options.get("sampler") or SamplerWithoutReplacement()
         super().__init__(name, batch_size, **options)
-        self.max_outcome_val = int(open_rows(self.data_path)[:]["y"].max())  # before any transform
+        self.max_outcome_val = int(open_rows(self.data_path)[:]["y"].max())  # before any transform is applied
 
     @override
     def _check_id(self) -> None:

@@ -32,7 +32,7 @@ from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
 
 _OF_A_STEP = ("is_first", "is_last", "is_terminal", "observation", "reward")
-WINDOW = 16  # episodes in memory, from which a shuffled stream draws
+WINDOW = 16  # number of episodes in memory that a shuffled stream draws from
 
 
 def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
@@ -85,7 +85,7 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     found = [step["reward"] for step in steps[:-1] if "reward" in step]
     if len(found) not in (0, len(steps) - 1):
         raise ValueError(f"episode {number} has {len(found)} rewards of {len(steps) - 1} actions")
-    # Python's own numbers say nothing of the file's dtype
+    # Python numbers do not tell the file's dtype.
     rewards = np.asarray(found, None if found and hasattr(found[0], "dtype") else np.float32)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
@@ -227,7 +227,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         self.dataset_id, self.split_trajs = str(dataset_id), False
         self.pin_memory = options.get("pin_memory", False)
         self._fetch_with, self._source = fetch, cast(Any, None)
-        self._folder: Path | None = None  # what is fetched into it stays as long as the stream
+        self._folder: Path | None = None  # the folder to fetch into, kept as long as the stream exists
         TensorDictReplayBuffer.__init__(
             self,
             ListStorage(1),
@@ -247,11 +247,11 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             folder = self._folder
             fetched = self._fetch_with(self.dataset_id, folder)
             fetched = folder if fetched is None else fetched
-            # Each pass reads it again; the working directory may have changed.
+            # Absolute, because each pass reads it again and the working directory may change.
             self._source = Path(fetched).absolute() if isinstance(fetched, str | Path) else fetched
         source = self._source
         if isinstance(source, Iterator):
-            self._source = None  # it can be read once: the next pass fetches another one
+            self._source = None  # an iterator can be read only once: the next pass fetches again
         return self._convert(source)
 
     @override
@@ -365,7 +365,7 @@ class EpisodeStream:
         try:
             return next(self._endless[1])
         except BaseException:
-            self._endless = None  # a generator that raised has ended
+            self._endless = None  # a generator that raised is exhausted
             raise
 
     def _batches(
@@ -467,7 +467,7 @@ def _join(parts: list[TensorDictBase]) -> TensorDictBase:
 def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[TensorDictBase]:
     """All rows, one after the other."""
     parts: list[TensorDictBase] = []
-    missing = batch_size  # rows until the batch is full
+    missing = batch_size  # number of rows still needed for the batch
     for episode in episodes:
         first = 0
         while len(episode) - first >= missing:

@@ -59,7 +59,8 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
     length = columns["actions"].shape[0]
     if wrong := {name: column.shape[0] for name, column in columns.items() if column.shape[0] != length}:
         raise ValueError(f"{place} has {length} actions, and of others {wrong}")
-    for name in ("rewards", "done", "terminated", "truncated"):  # so no rows are only claimed, either
+    # Checked before reading, since sizes in a file may be false.
+    for name in ("rewards", "done", "terminated", "truncated"):
         if name in columns and columns[name].size != length:
             raise ValueError(f"{place}: {name!r} must be one number per row, got {list(columns[name].shape)}")
     arrays = {name: column[:] for name, column in columns.items()}

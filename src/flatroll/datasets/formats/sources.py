@@ -28,7 +28,7 @@ from flatroll.layout.keys import (
 )
 from flatroll.layout.ted import is_shift, rows_equal
 
-CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
+CHUNK_BYTES = 32 << 20  # bytes of rows in memory at a time
 
 
 class Source(NamedTuple):
@@ -79,7 +79,8 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         rows, lanes, slots = len(source), torch.Size([]), None
     elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
-        slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
+        # slot = step * lanes + lane, in lane-major order.
+        slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)
         rows = len(slots)
     else:
         raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
@@ -89,7 +90,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
     def read(numbers: Tensor) -> TensorDictBase:
         places: Any = numbers if slots is None else slots[numbers]
         if lanes:
-            places = torch.unravel_index(places, (source.storage.max_size, *lanes))  # steps, and lanes
+            places = torch.unravel_index(places, (source.storage.max_size, *lanes))  # steps and lanes
         found = source[places]
         if not isinstance(found, TensorDictBase):
             raise TypeError(f"the buffer's items must be rows of tensors, got {type(found).__name__}")
@@ -109,7 +110,7 @@ def first_rows(source: Source) -> Tensor | None:
 
 def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     """Return the boundary markers of all rows, and those of ``others`` that exist."""
-    chunks = source._replace(advance=int).chunks()  # they are not written yet
+    chunks = source._replace(advance=int).chunks()  # without the progress bar of writing
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
     markers = cast(TensorDict, TensorDict.cat(parts))
     kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
@@ -127,7 +128,7 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     """
     markers = _markers(source, STEP_COUNT)
     starts = run_starts(TensorDict({}, [source.rows]) if markers is None else markers)
-    assert markers is not None  # else run_starts has raised
+    assert markers is not None  # without markers run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
     for runs in _join_runs(source, markers, first, stops):
@@ -146,7 +147,7 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
     if ids is None:
         return [[run] for run in range(len(first))]
     trajectories: list[list[int]] = []
-    newest: dict[int, list[int]] = {}  # of each id, the trajectory that was seen last
+    newest: dict[int, list[int]] = {}  # the last trajectory seen of each id
     for run, number in enumerate(ids.reshape(source.rows)[torch.tensor(first)].tolist()):
         before = newest.get(number)
         start, end = first[run], stops[before[-1]] - 1 if before else 0
@@ -196,7 +197,7 @@ def write_beside(path: str | Path) -> Iterator[Path]:
         FileExistsError: ``path`` exists.
         FileNotFoundError: its parent folder does not exist.
     """
-    target = Path(path).absolute()  # Minari's folders must not be named from the working directory
+    target = Path(path).absolute()  # Minari needs absolute paths
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists: remove it first, or choose another path")
     if not target.parent.is_dir():

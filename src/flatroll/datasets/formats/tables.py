@@ -58,7 +58,8 @@ def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
             raise TypeError(
                 f"entry {wide[0]!r} is complex, which Parquet does not support: apply torch.view_as_real first"
             )
-        # Parquet's lists have one dimension. NaNs are values like others: Table.from_pandas would make gaps of them.
+        # Parquet's lists have one dimension. from_pandas=False keeps NaN as a value; Table.from_pandas would
+        # turn it into null.
         arrays = [
             pyarrow.array(
                 [cell.reshape(-1) for cell in column] if column.dtype == object else column.to_numpy(),
@@ -132,7 +133,7 @@ def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     with damage_in(path), pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
-            yield from_arrow(table)  # a copy: what is mapped cannot be written to
+            yield from_arrow(table)  # a copy, because mapped memory is read-only
 
 
 def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:

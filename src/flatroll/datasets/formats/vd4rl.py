@@ -113,7 +113,7 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
         terminated[-1] = bool(np.all(steps["discount"][-1] == 0))
     truncated = np.zeros(length, bool)
     truncated[-1] = not terminated[-1]
-    others = {"action": steps["action"][1:]}  # that of row t led to observation t
+    others = {"action": steps["action"][1:]}  # in row t, the action that led to observation t
     states: dict[str, Array] = {"pixels": steps["pixels"]}
     for name, column in steps.items():
         if name == "discount":

@@ -42,7 +42,7 @@ from flatroll.disk import Version, files
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
-_WITHOUT_END = 2**40  # rows of a buffer that keeps all
+_WITHOUT_END = 2**40  # capacity of a buffer without a limit
 
 
 class TrajectoryCache:
@@ -185,7 +185,7 @@ class TrajectoryReplayBuffer:
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(seed)
-        # Without a maximum size slots are row numbers and never wrap around.
+        # Without a maximum size, slots equal row numbers and never wrap around.
         size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
@@ -193,15 +193,15 @@ class TrajectoryReplayBuffer:
         options = {"sync": auto_save, **storage_options}
         self._sync = bool(options["sync"])
         self.storage = DiskStorage(size, path, **options)
-        # The storage's own finalizer would write into a removed folder.
+        # In place of the storage's own finalizer, which would write into a removed folder.
         self._discard = (
             None if auto_save else weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
         )
         self._turn, self._closed = threading.RLock(), False
-        #: Trajectories by age, each with the number of its first row in the ring.
+        #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
-        #: Versions of several ranks that this buffer saved or loaded last, by folder.
+        #: By folder, the versions of several ranks that this buffer last saved or loaded.
         self._versions: dict[Path, Version] = {}
         try:
             self.buffer = RowBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
@@ -263,7 +263,7 @@ class TrajectoryReplayBuffer:
             self._records.clear()
             self.clear_cache()
             if self.storage.allocated:
-                # Written along with the version that has no rows.
+                # Published along with the version that has no rows.
                 self.storage.note({NOTES: self._state([])})
                 self.buffer.forget()
 
@@ -509,7 +509,7 @@ class TrajectoryReplayBuffer:
             if is_distributed:
                 checkpoint.take_share(local_rank, world_size)
             checkpoint.take_last(self.storage.max_size)
-            # All is checked before anything changes.
+            # Check everything before anything changes.
             checkpoint.check({key: (c.dtype, c.shape) for key, c in self.storage.columns.items()})
             if self._discard is None:
                 stage(checkpoint, Path(self.storage.path), sync=self._sync)
@@ -517,11 +517,11 @@ class TrajectoryReplayBuffer:
             else:
                 self._replace(checkpoint)
             if checkpoint.version is not None and checkpoint.is_whole:
-                # What this buffer has loaded it may replace.
+                # A buffer may overwrite a checkpoint that it has loaded.
                 self._versions[path.resolve()] = checkpoint.version
                 self.storage.may_replace(path, checkpoint.version)
 
-    # -- parts of the above ----------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -553,7 +553,7 @@ class TrajectoryReplayBuffer:
             (INDEX, {"trajectory_index": index, "trajectory_id_list": list(index)}),
             (METADATA, metadata),
         ):
-            with suppress(FileNotFoundError):  # of a process that died
+            with suppress(FileNotFoundError):  # left by a process that died
                 files.remove(folder / f"{name}{files.TEMPORARY}")
             files.publish(folder, name, [json.dumps(facts).encode()], synced=self._sync)
 
@@ -563,7 +563,8 @@ class TrajectoryReplayBuffer:
         self.clear()
         first = self.buffer.ring.written
         try:
-            for rows, records in checkpoint.read():  # the first rows may be the rest of a trajectory
+            # The first rows may belong to a trajectory that began earlier.
+            for rows, records in checkpoint.read():
                 self.buffer.store(rows)
                 self._note_records(records, first)
                 first += sum(record.rows for record in records)

@@ -18,7 +18,7 @@ from flatroll.datasets.trajectories.rows import MOST_NUMBERS, is_dense
 from flatroll.disk import DamagedFileError
 
 METADATA, INDEX = "metadata.json", "trajectory_index.json"
-_MOST = 64 << 20  # bytes of the index
+_MOST = 64 << 20  # maximum size of the index in bytes
 
 
 class RlinfFolder:
@@ -125,7 +125,7 @@ def _check_archive(file: Path) -> None:
         size = sum(entry.file_size for entry in entries)
         if size > file.stat().st_size or any(entry.compress_type for entry in entries):
             raise ValueError("it is compressed, or its parts overlap: torch.save writes no such files")
-        if wrong := archive.testzip():  # torch does not verify the checksums
+        if wrong := archive.testzip():  # torch does not verify them
             raise ValueError(f"the checksum of its part {wrong!r} is wrong")
 
 
@@ -139,7 +139,7 @@ def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[
     left_out: list[str] = []
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            if id(value) in seen:  # which could go on for ever
+            if id(value) in seen:  # it may contain itself
                 raise ValueError(f"{name!r} occurs twice")
             seen.add(id(value))
             kept[name], inside = _tensors(value, seen)

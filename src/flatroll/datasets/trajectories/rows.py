@@ -17,11 +17,11 @@ PLACE: NestedKey = (_MARKS, "place")  # int32: the row's place in its trajectory
 LEFT: NestedKey = (_MARKS, "left")  # int32: how many rows of the trajectory come after it
 DONE: NestedKey = (_MARKS, "done")  # bool: whether an episode ends with it
 _LANES = 2**20
-MOST_NUMBERS = 2**43  # numbers of trajectories are below it, so that lanes are int64
-_MOST_ROWS = 2**31  # rows of a trajectory are below it, so that places are int32
-#: Fields that may have a value before the first step, too: ``T + 1`` per rollout of T steps.
+MOST_NUMBERS = 2**43  # trajectory numbers are below this, so that lane fits into int64
+_MOST_ROWS = 2**31  # rows of a trajectory are below this, so that place fits into int32
+#: Fields that may also have a value before the first step: ``T + 1`` per rollout of T steps.
 _ENDS = ("dones", "terminations", "truncations")
-#: Fields that may have a value after the last step, too, that of the observation from which to bootstrap.
+#: Fields that may also have a value after the last step, of the observation to bootstrap from.
 _VALUES = ("prev_values",)
 _FACTS = ("max_episode_length", "model_weights_id")
 
@@ -187,7 +187,7 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
     place = at - (counts.cumsum(0) - counts)[which]
     number = torch.tensor([record.number for record in records])[which]
     lane = rows[LANE]
-    # Within a trajectory each row is of the lane of the one before it, or of the next lane.
+    # Within a trajectory each row is in the same lane as the row before it, or in the next lane.
     steps = torch.diff(lane)[place[1:] > 0]
     same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
     if not same or not bool(((steps == 0) | (steps == 1)).all()):

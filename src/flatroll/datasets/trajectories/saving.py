@@ -69,11 +69,12 @@ class RankSave:
         held: Folder | None = None
         try:
             self.own.mkdir(parents=True, exist_ok=True)
-            # Locked until all have saved: another caller with this rank would push out the version before.
+            # Locked until all have saved: a second caller with this rank would otherwise remove the previous version.
             held = Folder(self.own / "saving", write=True)
             save(self.own)
         except BaseException:
-            with suppress(RuntimeError):  # the others wait for this rank; they will raise it
+            # Releases the other ranks, which wait for this one and raise as well.
+            with suppress(RuntimeError):
                 self._end()
             raise
         else:
@@ -121,7 +122,7 @@ class RankSave:
         with Folder(self.path, write=True) as folder:
             if folder.versions():
                 folder.load()
-            # Rows of a checkpoint of one rank that was here before are not needed.
+            # Drop the rows of an earlier checkpoint of a single rank.
             folder.publish({RANKS: [list(version) for version in versions]}, head=folder.end)
 
 

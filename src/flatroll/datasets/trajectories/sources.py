@@ -29,9 +29,9 @@ from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key,
 from flatroll.disk.folder import Listing
 from flatroll.layout.checks import whole_number
 
-NOTES = "trajectories"  # where the folder's notes have the state of the buffer
-RANKS = "ranks"  # where the manifest of several ranks has their versions
-LOADING = "loading"  # the folder in a run's folder that holds what is about to take the place of its rows
+NOTES = "trajectories"  # the entry of the folder's notes with the state of the buffer
+RANKS = "ranks"  # the entry of the manifest with the versions of several ranks
+LOADING = "loading"  # the folder, inside a run's folder, with the data that is about to replace its rows
 _MARKS = {LANE: "int64", PLACE: "int32", LEFT: "int32", DONE: "bool"}
 
 
@@ -114,7 +114,7 @@ class OwnFolder:
                 state = State.from_json(loaded.json[NOTES], path)
                 self.counter = state.counter
         if version is None:
-            self.folder.recover()  # those that were written since, too
+            self.folder.recover()  # also rows written since that version
         self.first, rows = self.folder.head, self.folder.end - self.folder.head
         if state is not None and (sum(record.rows for record in state.records), state.end) == (
             rows,
@@ -150,7 +150,7 @@ class OwnFolder:
         begin = low = self.first + sum(counts[:first])
         high = low + sum(counts[first:stop])
         while low < high:
-            # Whole files at a time: each is read once.
+            # One file at a time, so that each is read once.
             segment = next(segment for segment in self.folder.segments if segment.first <= low < segment.end)
             end = min(high, segment.end)
             columns = self.folder.read_rows(low, end)
@@ -219,9 +219,10 @@ class SavedTrajectories:
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
-        if RlinfFolder.is_one(path) and not Listing.of(path).versions:  # our folders have such an index, too
+        # Our own folders have such an index as well.
+        if RlinfFolder.is_one(path) and not Listing.of(path).versions:
             self.sources = [RlinfSource(path, pickled)]
-        elif is_loading(path):  # a run that was ended while it loaded this
+        elif is_loading(path):  # left by a run that was killed while it loaded
             self.sources = [OwnFolder(path / LOADING, None)]
         else:
             self._open()
@@ -300,12 +301,12 @@ class SavedTrajectories:
             shift = max(0, free - min((record.number for record in source.records), default=0))
             for rows in source.read(first, stop) if first < stop else ():
                 begun = int((rows[PLACE] == 0).sum())
-                # A source may learn more of its trajectories as it reads them.
+                # Looked up only now: a source may complete its records while it reads.
                 records = [
                     record._replace(number=record.number + shift)
                     for record in source.records[first_record : first_record + begun]
                 ]
-                check_numbers(records)  # they may have become too large
+                check_numbers(records)  # the shift may have made the numbers too large
                 yield (shift_numbers(rows, shift) if shift else rows), records
                 first_record += begun
             before += len(source.records)
@@ -367,7 +368,7 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     ends = [0, *accumulate(rows)]  # ends[i] rows precede trajectory i
     bounds = [0]
     for number in range(1, ranks):
-        # The bound next to the rank's part of the rows, which leaves one trajectory for each of the other ranks.
+        # The boundary nearest to an equal share of rows that leaves at least one trajectory for each other rank.
         possible = range(bounds[-1] + 1, len(rows) - (ranks - number) + 1)
         bounds.append(min(possible, key=lambda at: abs(ends[at] * ranks - number * ends[-1])))
     bounds.append(len(rows))

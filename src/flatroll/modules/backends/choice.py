@@ -12,8 +12,9 @@ from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, St
 from flatroll.modules.backends.scan import scanned, scanned_by_row
 from flatroll.modules.backends.triton_scan import on_device
 
-#: Network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` that are read at first rows, bool ``[N]`` that marks
-#: them; to outputs ``[N, H]`` and states after each row. No shape depends on where runs begin.
+#: Maps a network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` (read at first rows) and a bool
+#: ``[N]`` that marks first rows, to outputs ``[N, H]`` and the states after each row. No shape depends on
+#: where runs begin.
 ByRow: TypeAlias = Callable[[nn.RNNBase, Tensor, States, Tensor], tuple[Tensor, States]]
 
 #: From this many rows per step on, the stock network's matrix products are faster.

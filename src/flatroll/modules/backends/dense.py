@@ -54,7 +54,7 @@ class _Layer(torch.autograd.Function):
         rows: Tensor, first: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
     ) -> Tensor:
         weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
-        # input, state, weights, biased, layers, dropout, training, bidirectional, batch first
+        # input, state, weights, has_biases, layers, dropout, training, bidirectional, batch_first
         out, _ = torch.gru(rows, first, weights, b_ih is not None, 1, 0.0, False, False, False)
         return out
 
@@ -67,7 +67,7 @@ class _Layer(torch.autograd.Function):
         rows, first, w_ih, w_hh, b_ih, b_hh, out = ctx.saved_tensors
         (steps, runs, _), shape, first = out.shape, rows.shape, first.squeeze(0)
         rows, out, grad = (x.reshape(steps * runs, -1) for x in (rows, out, grads[0]))
-        # the state before row [t, r] is row [t - 1, r] of the output, of the first step the first state
+        # the state before row [t, r] is output row [t - 1, r], and at the first step the initial state
         gates = _gates(rows, torch.cat([first, out[:-runs]]), w_ih, w_hh, b_ih, b_hh)
         sizes = torch.full((steps,), runs)
         d_rows, d_first, d_ih, d_hh, *biases = gru_scan_backward(

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 #: The states of a network: one tensor of a GRU (hidden), two of an LSTM (hidden, cell).
 States: TypeAlias = tuple[Tensor, ...]
-#: Network, rows ``[N, input_size]``, first states ``[num_layers, R, H]`` in rank order, the runs; to outputs
-#: ``[N, H]`` and final states.
+#: Maps a network, rows ``[N, input_size]``, initial states ``[num_layers, R, H]`` in rank order and the runs
+#: to outputs ``[N, H]`` and final states.
 Backend: TypeAlias = Callable[[nn.RNNBase, Tensor, States, "RunIndex"], tuple[Tensor, States]]
 
 #: A stretch of at least this many steps without a run end is one dense call, which is fastest on the CPU.
@@ -69,14 +69,14 @@ def run_index(starts: Tensor) -> RunIndex:
         raise ValueError("batch must have at least one row, got batch size [0]")
     device, starts = starts.device, starts.cpu()
     first = starts.nonzero().squeeze(1)
-    # lengths of the runs, and how many runs are longer than t, for each step t
+    # lengths of the runs, and the number of runs longer than t for each step t
     lengths = first.diff(append=first.new_tensor([rows]))
     sorted_lengths, by_rank = lengths.sort(descending=True, stable=True)
     batch_sizes = first.numel() - lengths.bincount().cumsum(0)[:-1]
     first_ranked = first[by_rank]
     order = place = None
     if sorted_lengths[0] != sorted_lengths[-1]:
-        # step t begins at the sum of the steps before it; within a step rows are ordered by the rank of their run
+        # step t begins at the total size of the steps before it; within a step, rows are in rank order of their runs
         rank = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(first.numel()))
         run = starts.cumsum(0) - 1
         row = torch.arange(rows)
@@ -106,8 +106,8 @@ class Stretch(NamedTuple):
 
     steps: int
     rows: int
-    width: int  # runs at the first of these steps
-    dense: bool  # the same runs at every step
+    width: int  # number of runs at the first of these steps
+    dense: bool  # whether all steps have the same runs
 
 
 def pieces(batch_sizes: Tensor) -> list[Stretch]:
@@ -129,7 +129,7 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
         if stretch:
             cut.append(Stretch(count, size * count, size, dense=True))
             continue
-        # a piece is as wide as its first step
+        # the width of a piece is that of its first step
         width = width if steps else size
         steps, rows = steps + count, rows + size * count
     if steps:
@@ -165,12 +165,12 @@ def packed(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tu
 def _run_in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> tuple[Tensor, States]:
     cut = pieces(sizes)
     outs: list[Tensor] = []
-    ended: list[States] = []  # final states of the runs that each piece outlived, the shortest runs first
+    ended: list[States] = []  # final states of the runs that ended before each piece, shortest runs first
     by_piece = zip(
         cut, torch.split(rows, [p.rows for p in cut]), torch.split(sizes, [p.steps for p in cut]), strict=True
     )
     for piece, part, part_sizes in by_piece:
-        # runs that ended before this piece are the last ones by rank: set their final states aside
+        # runs that ended before this piece are last in rank order: set their final states aside
         if piece.width < states[0].shape[1]:
             ended.append(tuple(state[:, piece.width :] for state in states))
             states = tuple(state[:, : piece.width] for state in states)

@@ -42,7 +42,7 @@ def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     """Return the state before each packed row, ``[N, H]``: its run's state one step earlier."""
     rows, runs = len(states), widths[0]
     counts = torch.tensor(widths, device=states.device)
-    # the previous row is as many rows back as the previous step is wide
+    # the previous row of a run is as many rows back as the previous step is wide
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
     rows_before = torch.arange(runs, rows, device=states.device) - back
     return torch.cat([first[:runs], states.index_select(0, rows_before)])
@@ -69,7 +69,8 @@ def run_layers(
         if layer and net.dropout:
             rows = nn.functional.dropout(rows, net.dropout, net.training)
         first = [state[layer] for state in states]
-        # weights without biases get None in their place; the last result is the gates, for the gradient only
+        # weights without biases are padded with None; the last result is the gates, which only the backward
+        # pass needs
         *results, _ = operators[net.mode](rows, *first, *(*weights, None, None)[:4], *where)
         for column, result in zip(after, results, strict=True):
             column.append(result)
@@ -100,7 +101,7 @@ def differentiable(operator: Any, backward: Any, states: int) -> None:
             none: tuple[Tensor | None, ...] = (None,) * ctx.count
             return none
         slopes: tuple[Tensor, ...] = backward(*grads[:states], *ctx.saved_tensors)
-        # one gradient for both biases is copied: autograd may add to either in place
+        # clone if both biases share a gradient: autograd may add to either in place
         biases = (slopes[-1], slopes[-1].clone()) if len(slopes) == weights + 1 else slopes[weights:]
         where = (None,) * (ctx.count - weights - 2)
         return (*slopes[:weights], *(biases if ctx.biased else (None, None)), *where)
@@ -133,7 +134,7 @@ def gru_scan(
     """
     hidden, widths = w_hh.shape[1], step_widths(sizes)
     gates, out = uninitialised(len(rows), 4 * hidden, rows), uninitialised(len(rows), hidden, rows)
-    # the input's part of all steps at once; the stock order r z n, rolled by one block, is n r z
+    # the input's part of all steps at once; rolling the stock order r z n by one block gives n r z
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     gates[:, 3 * hidden :] = 0
     if b_ih is not None and b_hh is not None:
@@ -146,7 +147,7 @@ def gru_scan(
     from_state = torch.split(gates[:, hidden:], widths)
     after, state = torch.split(out, widths), first
     for t, width in enumerate(widths):
-        state = state[:width]  # runs that have ended are the last ones: they are the shortest
+        state = state[:width]  # runs that have ended come last, because they are the shortest
         from_state[t].addmm_(state, weight)
         r_and_z[t].sigmoid_()
         n[t].addcmul_(r[t], u[t]).tanh_()
@@ -189,8 +190,8 @@ def gru_scan_backward(
     by_step = torch.split(slopes.view(-1, 4, hidden), widths)
     to_state = torch.split(slopes[:, hidden:], widths)
     z_by_step, grads = torch.split(z, widths), torch.split(grad, widths)
-    # back in time: the gradient of the state after a step, which the step's slopes turn into that before it; a first
-    # state that no run starts from keeps its zeros
+    # back in time: the gradient of the state after a step becomes that of the state before it; an initial
+    # state that starts no run keeps its zeros
     state = grad.new_zeros(len(first), hidden)
     for t in reversed(range(len(widths))):
         now = state[: widths[t]]
@@ -206,7 +207,7 @@ def gru_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of rows, weights and biases from those of the gates (``slopes``)."""
     hidden = before.shape[1]
-    # the input is read by n r z, the state by r z u; rolling back gives the stock order of the weights
+    # the input contributes to n r z, the state to r z u; rolling back restores the stock order of the weights
     from_rows, summed = slopes[:, : 3 * hidden], slopes.sum(0)
     return (
         from_rows @ w_ih.roll(hidden, 0),
@@ -247,7 +248,7 @@ def lstm_scan(
     """
     hidden, widths = w_hh.shape[1], step_widths(sizes)
     out, cells = uninitialised(len(rows), hidden, rows), uninitialised(len(rows), hidden, rows)
-    # the input's part of all steps at once; the stock order i f g o, rolled by one block, is o i f g
+    # the input's part of all steps at once; rolling the stock order i f g o by one block gives o i f g
     gates = torch.mm(rows, w_ih.roll(hidden, 0).t(), out=uninitialised(len(rows), 4 * hidden, rows))
     if b_ih is not None and b_hh is not None:
         gates += (b_ih + b_hh).roll(hidden)
@@ -258,7 +259,7 @@ def lstm_scan(
     outs, states = torch.split(out, widths), torch.split(cells, widths)
     state, cell = first, first_cell
     for t, width in enumerate(widths):
-        # runs that have ended are the last ones: they are the shortest
+        # runs that have ended come last, because they are the shortest
         by_step[t].addmm_(state[:width], weight)
         o_i_f[t].sigmoid_()
         g[t].tanh_()
@@ -305,14 +306,14 @@ def lstm_scan_backward(
     torch.mul(g, g, out=d_g).neg_().add_(1).mul_(i)
     through = cells.tanh()
     torch.mul(through, o, out=d_o).addcmul_(d_o, o, value=-1)
-    through.mul_(through).neg_().add_(1).mul_(o)  # what the cell gives to the output
+    through.mul_(through).neg_().add_(1).mul_(o)  # d output / d cell
     d_i_f_g = torch.split(slopes.view(-1, 4, hidden)[:, 1:], widths)
     by_step, d_o_by_step, f_by_step, passed = (torch.split(x, widths) for x in (slopes, d_o, f, through))
     weight = w_hh.roll(hidden, 0)
     grads = None if grad is None else torch.split(grad, widths)
     cell_grads = None if grad_cell is None else torch.split(grad_cell, widths)
-    # back in time: the gradients of output and cell after a step become those before it, in place; first states that
-    # no run starts from keep their zeros
+    # back in time: the gradients of output and cell after a step become those before it, in place; initial
+    # states that start no run keep their zeros
     state, cell = cells.new_zeros(len(first), hidden), cells.new_zeros(len(first), hidden)
     for t in reversed(range(len(widths))):
         now, now_cell = state[: widths[t]], cell[: widths[t]]
@@ -362,7 +363,7 @@ def lstm_gradient_shapes(
 differentiable(lstm_scan, lstm_scan_backward, 2)
 
 
-#: One layer, by the mode of the network.
+#: The function for one layer, by the mode of the network.
 OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_scan, "LSTM": lstm_scan}
 
 
@@ -371,7 +372,7 @@ def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> t
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
     out, after = run_layers(OPERATORS, net, rows.index_select(0, index.order), states, index.batch_sizes)
-    # packed positions of the runs' last rows, whose states are the final ones
+    # packed positions of the last rows of runs, whose states are the final ones
     last = index.place.index_select(0, index.last)
     finals = tuple(torch.stack([layer.index_select(0, last) for layer in state]) for state in after)
     return out.index_select(0, index.place), finals

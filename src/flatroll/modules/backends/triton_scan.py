@@ -80,10 +80,10 @@ def run_list(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows = torch.arange(len(starts), device=starts.device)
     end = rows.new_full((1,), len(starts))
-    # for each row the start at or after the next row: the least of the starts behind it
+    # for each row the next start after it: the minimum over all later rows
     later = torch.cat([torch.where(starts, rows, end)[1:], end])
     next_start = later.flip(0).cummin(0).values.flip(0)
-    # rows that start no run have length 0, so sorting puts them behind all runs
+    # rows that start no run have length 0, so that sorting moves them behind all runs
     lengths = torch.where(starts, next_start - rows, 0).int()
     lengths, firsts = lengths.sort(descending=True, stable=True)
     return starts.sum(), firsts, lengths
@@ -188,7 +188,7 @@ def gru_triton(
     from_rows, bias = gates[:, : 3 * hidden], w_hh.new_zeros(hidden)
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=from_rows)
     if b_ih is not None and b_hh is not None:
-        # u alone has a bias of its own: the reset gate multiplies the state's part of n, bias included
+        # only u keeps its own bias, because the reset gate multiplies the state's part of n including the bias
         bias = b_hh[2 * hidden :].clone()
         from_rows += b_ih.roll(hidden) + torch.cat([torch.zeros_like(bias), b_hh[: 2 * hidden]])
     runs = (count, firsts, lengths)
@@ -290,5 +290,5 @@ lstm_triton_backward.register_fake(lstm_gradient_shapes)
 differentiable(gru_triton, gru_triton_backward, 1)
 differentiable(lstm_triton, lstm_triton_backward, 2)
 
-#: One layer, by the mode of the network.
+#: The function for one layer, by the mode of the network.
 OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_triton, "LSTM": lstm_triton}
