@@ -45,7 +45,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 
 #: Attributes with one part per member.
 _PARTS = ("storage", "sampler", "writer")
-#: Sampling weights of the members: unnormalised numbers, ``"sampleable"``, or None for equal ones.
+#: Sampling weights of the members: unnormalised numbers, ``"sampleable"``, or None for equal weights.
 Shares: TypeAlias = Iterable[float] | Tensor | Literal["sampleable"] | None
 Part = TypeVar("Part")
 #: Chooses several members of an ensemble.
@@ -121,7 +121,7 @@ class StorageEnsemble(_Parts[Storage]):
         if transforms is not None and len(transforms) != len(storages):
             raise ValueError(f"transforms must have one entry per storage, got {len(transforms)}")
         self.transforms = list(transforms or [None] * len(storages))
-        self.checkpointer: Any = None  # a StorageEnsembleCheckpointer; each member has its own
+        self.checkpointer: Any = None  # a StorageEnsembleCheckpointer; each member has its own checkpointer
 
     @property
     def max_size(self) -> int:
@@ -234,7 +234,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     >>> collate_members([torch.zeros(2), torch.ones(2)], members=[0, 1], stack=False)
     tensor([0., 0., 1., 1.])
     """
-    # Lists of items, of a ListStorage
+    # lists of items, from a ListStorage
     listed = [member for member, part in zip(members, parts, strict=True) if isinstance(part, list)]
     if listed and not stack:
         return [item for part in parts for item in part]
@@ -247,7 +247,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     first, columns = parts[0], []
     tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
     if tensordicts:
-        with suppress(TypeError):  # non-tensor entries: join the tensordicts themselves
+        with suppress(TypeError):  # non-tensor entries: join the tensordicts instead
             columns = [leaves(part) for part in parts]
     forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
     _check_alike(forms or [_form(part) for part in parts], members, stack)
@@ -392,7 +392,7 @@ class ReplayBufferEnsemble(Facts):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in _PARTS:  # the members' states contain their parts, each consistent in itself
+        for name in _PARTS:  # the members' states contain their parts, which match within each state
             state[name] = copy.copy(state[name])
             state[name].parts = ()
         return state
@@ -496,7 +496,7 @@ class ReplayBufferEnsemble(Facts):
             sample = self.collate_fn(parts)
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
-        # The member of each row, and the last row of each member, which the next row does not follow.
+        # The member of each row, and the last row of each member: the row after it does not continue it.
         counts = torch.tensor([len(each["index"]) for each in infos])
         ids = torch.tensor(members).repeat_interleave(counts)
         ends = torch.zeros(len(ids), dtype=torch.bool)
@@ -594,8 +594,8 @@ class ReplayBufferEnsemble(Facts):
         """
         prioritized = self._prioritized()
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
-        # Each element along the first dimension goes to its member as a whole; if one mixes members (for example in a
-        # transposed sample), rows are updated one by one.
+        # Each element along the first dimension goes to its member as a whole. If one mixes members (for
+        # example in a transposed sample), rows are updated one by one.
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
         if not bool((rows_ids == rows_ids[:, :1]).all()):
@@ -646,7 +646,7 @@ class ReplayBufferEnsemble(Facts):
         if len(state["members"]) != len(self._members):
             raise ValueError(f"the state has {len(state['members'])} members, not {len(self._members)}")
         pairs = list(zip(self._members, state["members"], strict=True))
-        for rb, saved in pairs:  # all of them before any is loaded
+        for rb, saved in pairs:  # check all before loading any
             rb.check_state_dict(saved)
         for rb, saved in pairs:
             rb.load_state_dict(saved)
@@ -712,7 +712,7 @@ class ReplayBufferEnsemble(Facts):
                     "load it first, save to another folder, or start again with overwrite=True"
                 )
             known.folder = folder
-            # Member versions that the ensemble's versions name must stay until the new version is published.
+            # Keep the member versions that the ensemble's versions name until the new version is published.
             named: list[Any] = []
             for number in folder.versions():
                 with suppress(DamagedFileError):

@@ -24,7 +24,7 @@ class _Once(Generic[R]):
             if self._function is not None:
                 try:
                     self._outcome.set_result(self._function())
-                except Exception as error:  # called again after Ctrl-C
+                except Exception as error:  # not Ctrl-C, after which the next call starts over
                     self._outcome.set_exception(error)
                 self._function = None
         return self._outcome
@@ -44,9 +44,9 @@ class Prefetcher(Generic[T]):
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool: ThreadPoolExecutor | None = None
-        self._queue: deque[tuple[Future[T], _Once[Any]]] = deque()  # results, and their readers
+        self._queue: deque[tuple[Future[T], _Once[Any]]] = deque()  # futures of results, and their readers
         self._cleared = 0
-        self._lock = threading.Lock()  # guards the three above; never held while a result is begun
+        self._lock = threading.Lock()  # guards the fields above; not held while a result is begun
 
     def next(self, begin: Callable[[], tuple[Callable[[], R], Callable[[R], T]]]) -> T:
         """Return the oldest result and start computing new ones in its place.
@@ -64,7 +64,7 @@ class Prefetcher(Generic[T]):
             read, finish = begin()
             rows = _Once(read)
             with self._lock:
-                if cleared == self._cleared:  # otherwise drop what was begun, too
+                if cleared == self._cleared:  # otherwise drop what was just begun
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
                     self._queue.append((self._pool.submit(rows.then, finish), rows))
@@ -84,7 +84,7 @@ class Prefetcher(Generic[T]):
         """Wait for all pending results and return them, oldest first, without removing them."""
         with self._lock:
             futures = [future for future, _ in self._queue]
-        return [future.result() for future in futures]  # without the lock, so that other threads continue
+        return [future.result() for future in futures]  # without the lock, so that other threads can continue
 
     def replace(self, results: list[T]) -> None:
         """Discard the pending results and queue ``results`` instead."""

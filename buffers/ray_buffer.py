@@ -83,7 +83,7 @@ class RayReplayBuffer(Facts):
     0
     """
 
-    _actor: Any = None  # until it is there
+    _actor: Any = None  # None until it has been created
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RayReplayBuffer(Facts):
         parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
-            if not callable(part) or isinstance(part, Transform):  # a class is callable, too
+            if not callable(part) or isinstance(part, Transform):  # a class is callable as well
                 raise TypeError(
                     f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
                     f"for a storage, got {type(part).__name__}"
@@ -120,7 +120,7 @@ class RayReplayBuffer(Facts):
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
         try:
-            put_named(self._calls, **parts, **options)  # one by one, so that the error names it
+            put_named(self._calls, **parts, **options)  # one by one, so that an error names the argument
             self._actor = self._calls.make(BufferActor, config)
             settings = {"batch_size": batch_size, "seed": seed, **options}
             self._result(self._calls.call(self._actor, "start", buffer_cls, parts, settings))

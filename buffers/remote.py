@@ -41,14 +41,14 @@ CALLS = frozenset(
         "update_tensordict_priority",
     }
 )
-# First value of an answer: the call returned, it raised, or its message was unreadable and the owner closed the
-# channel.
+# The first value of an answer: the call returned, it raised, or its message was unreadable and the owner has
+# closed the channel.
 DONE, FAILED, LOST = "done", "failed", "lost"
 _GONE = (
     "the owner of this shared buffer is gone: its process has ended, or the buffer was deleted there. Keep the buffer, "
     "on which handle() was called, as long as its handles are used"
 )
-_PATIENCE = 5.0  # seconds that closing waits for a running call
+_PATIENCE = 5.0  # seconds to wait for a running call when closing
 LETTER = "buffer: letter"  # kind of self-contained messages
 _SMALL = 1 << 16  # maximum bytes sent inline: a socket accepts them without a reader
 
@@ -73,7 +73,7 @@ class Post:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._in_slot = False  # the value sent last
+        self._in_slot = False  # whether the last value was sent in a slot
         self._outbox, self._inbox = Outbox(channel, slots=1), Inbox(channel)
 
     def send(self, value: Any) -> None:
@@ -86,7 +86,7 @@ class Post:
         if len(rest) + sum(tensor.nbytes for tensor in tensors) <= _SMALL:
             self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
             return
-        self._take_back()  # where no answer came to an answer that could not be read
+        self._take_back()  # the slot is still in use if the last answer was unreadable
         # Columns of equal length form a table: a batch, or its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
         for place, tensor in enumerate(tensors):
@@ -276,7 +276,7 @@ class BufferHandle:
             except (Closed, ConnectionError):
                 self.hang_up()
                 raise OwnerGone(_GONE) from None
-            except BaseException:  # a late answer must not be taken for the next call's
+            except BaseException:  # a late answer must not be taken for that of the next call
                 self.hang_up()
                 raise
             if outcome == LOST:
@@ -344,7 +344,7 @@ class Owner:
         if os.getpid() != self.process:
             return
         self._closed = True
-        self._inside.shut()  # which wakes the thread
+        self._inside.shut()  # wakes the thread
         if threading.current_thread() is not self.thread:
             self.thread.join(_PATIENCE)
 
@@ -383,7 +383,7 @@ class Owner:
                 self._answer(post, *message)
             if not post.channel.ended:
                 return
-        except BaseException as error:  # reading failed: the start of the next message is unknown
+        except BaseException as error:  # reading failed, so the start of the next message is unknown
             send_quietly(post, LOST, portable(error), traceback.format_exc())
         self._poll.unregister(descriptor)
         del self.clients[descriptor]
@@ -398,14 +398,15 @@ class Owner:
             any(map(changes_stored, buffer.transforms)) or not isinstance(buffer.storage, ColumnStorage)
         )
         opened = post.open(kind, content, keep=keep)
-        if opened is None or buffer is None:  # the door is shut by now
+        if opened is None or buffer is None:  # closed meanwhile
             return
         try:
             ((name, arguments, options),) = opened
             answer = DONE, shortened(call(buffer, name, arguments, options)), ""
         except BaseException as error:
             trace = traceback.format_exc()
-            answer = FAILED, portable(error).with_traceback(None), trace  # its frames refer to the buffer
+            # Without the frames, which refer to the buffer.
+            answer = FAILED, portable(error).with_traceback(None), trace
         del buffer
         try:
             send_quietly(post, *answer)
@@ -442,7 +443,7 @@ class Service:
 def _runs(process: int, start: float) -> bool:
     """Return whether the process with this pid and start time is alive."""
     try:
-        # The start time is relative to the system's boot time, which is adjusted now and then.
+        # The start time is computed from the system's boot time, which is adjusted now and then: allow 2 s.
         return bool(abs(psutil.Process(process).create_time() - start) < 2)
     except psutil.NoSuchProcess:
         return False

@@ -65,7 +65,7 @@ from flatroll.specs import Composite, as_space, make_composite_from_td
 T = TypeVar("T")
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Drawn: TypeAlias = tuple[Draw, Any]  # the rows of a sample, and their columns or items
-Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended
+Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # as above, and whether a pass over the rows has ended
 
 #: Attributes that are recreated in another process and in a copy.
 _PER_PROCESS = (
@@ -78,7 +78,7 @@ _PER_PROCESS = (
     "_failure",
     "step_writers",
 )
-#: Attributes that a write changes, in this order.
+#: Attributes changed by a write, in this order.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
 #: Entries of a saved state.
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
@@ -179,7 +179,7 @@ class ReplayBuffer(Facts):
         self.saves, self.service = SavedFolders(), Service()
         if transform is not None:
             self.append_transform(transform)
-        self._home = os.getpid()  # of the last write
+        self._home = os.getpid()  # the process of the last write
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
@@ -271,17 +271,17 @@ class ReplayBuffer(Facts):
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
-        if self._prefetcher is not None:  # otherwise redraws would depend on thread timing
+        if self._prefetcher is not None:  # otherwise the samples would depend on thread timing
             self._prefetcher.read_all()
         with self.write_lock:
-            # The first batch decides whether trajectories are tracked, so create the ring with it.
+            # The first batch decides whether trajectories are tracked; create the ring accordingly.
             ring = self.ring if self.started else self._first_ring(data)
             if isinstance(data, (TensorDictBase, list)) and not len(data):
                 slots = torch.zeros(0, dtype=torch.int64)
             else:
                 rows = self.storage.prepare(data, final, self.markers, whole=self.writer.chooses)
                 if not self.started:
-                    # Only after the batch was checked: an error leaves the buffer unchanged.
+                    # Only after the checks: an error leaves the buffer unchanged.
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self.lock:
@@ -298,7 +298,7 @@ class ReplayBuffer(Facts):
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
-                # If only compact_obs needs the index, trajectories are not tracked and rows may be in any order.
+                # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
                 followed = self.sampler.needs_index or any(map(looks_ahead, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
             if self.markers is not None and data.batch_dims != 1:
@@ -317,14 +317,14 @@ class ReplayBuffer(Facts):
         is redrawn.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
-        # This may refuse the rows, so do it before dropping others.
+        # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
-        with self.lock:  # from here on rows that will be overwritten are not drawn
+        with self.lock:  # from here on, rows about to be overwritten are not drawn
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
                 sampler.claimed(ring, first, count)
-        if chosen is not None:  # the writer has excluded the rows in these slots from draws
+        if chosen is not None:  # the writer has excluded these slots from draws
             at, slots = chosen
             storage.put(slots, rows, at)
             with self.lock:
@@ -348,7 +348,7 @@ class ReplayBuffer(Facts):
                 ring.publish(count)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
-        # Slots wrap around to 0; most writes do not reach the end and skip the modulo.
+        # Slots wrap around to 0. Most writes do not reach the end and skip the modulo.
         slots = torch.arange(slot, slot + count)
         return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
 
@@ -371,7 +371,7 @@ class ReplayBuffer(Facts):
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
-            for saved in self.saves.folders.values():  # the next save writes these rows again
+            for saved in self.saves.folders.values():  # the next save must write these rows again
                 saved.note_edit(self.ring.numbers(draw.slots, self.ring.head))
             self.storage.write_drawn(draw, data, slots.shape, self.markers)
 
@@ -519,7 +519,7 @@ class ReplayBuffer(Facts):
                     return draw, values
                 ring = self.ring
                 draw = draw_again(ring)
-        with self.write_lock:  # small ring, fast writers: make them wait this time
+        with self.write_lock:  # a small ring with fast writers: block them this once
             with self.lock:
                 ring = self.ring
                 draw = draw_again(ring)
@@ -551,7 +551,7 @@ class ReplayBuffer(Facts):
             return values[0]
         ends = torch.ones(len(rows), dtype=torch.bool)
         numbers = ring.numbers(rows, draw.version[0])
-        ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written directly after
+        ends[:-1] = numbers[1:] != numbers[:-1] + 1  # True where the next row was not written directly after
         data = values if listed else self.storage.build(values, rows.shape)
         for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
@@ -717,13 +717,13 @@ class ReplayBuffer(Facts):
         """Restore a state; ``ring`` is `_check_state`'s result if the buffer still has the ring ``checked_for``."""
         self.enter_process()
         if self._prefetcher is not None:
-            self._prefetcher.wait()  # its threads must first read rows that will be overwritten
+            self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
         state = _tables_of(state)
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
                 ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
-            # Sampler and writer first, since a user's own may refuse; rows cannot be rolled back.
+            # Sampler and writer first: a custom one may refuse its state, and rows cannot be rolled back.
             before = self.sampler.state_dict(), self.writer.state_dict()
             try:
                 if state["ring"] is None:
@@ -736,7 +736,7 @@ class ReplayBuffer(Facts):
                 else:
                     if first:
                         self._own_parts()
-                        self.storage.max_size = ring.capacity  # with the saved lanes
+                        self.storage.max_size = ring.capacity  # now with the saved lanes
                     elif not self.storage.loads_whole:
                         # Prevent readers, also in other processes, from seeing a mixture of old and new rows.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
@@ -747,7 +747,7 @@ class ReplayBuffer(Facts):
             except BaseException:
                 self.sampler.load_state_dict(before[0])
                 self.writer.load_state_dict(before[1])
-                if not len(self.ring):  # interrupted during the copy
+                if not len(self.ring):  # the copy was interrupted
                     self.sampler.emptied()
                 raise
             if self.generator is not None:
@@ -859,8 +859,8 @@ class ReplayBuffer(Facts):
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
         checkpointer = checkpointer_of(self.storage)
-        # Block writers until everything is copied: they may write rows out of order, or the first rows with a new
-        # ring.
+        # Block writers until everything is copied, because they may write rows out of order, or the first
+        # rows with a new ring.
         alone = not self.ring.in_order or not self.started
         ahead = self.made_ahead() if alone else []
         with self.write_lock if alone else nullcontext():
@@ -873,7 +873,8 @@ class ReplayBuffer(Facts):
             with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
                 save.begin(rows)
                 if not alone:
-                    ahead = self.made_ahead()  # without a lock: the prefetching threads may wait for it
+                    # Without a lock, because the prefetching threads may wait for it.
+                    ahead = self.made_ahead()
                 with nullcontext() if alone else self.write_lock:
                     if ring is not self.ring:
                         raise RuntimeError(
@@ -881,7 +882,7 @@ class ReplayBuffer(Facts):
                         )
                     head, end = ring.saved_rows
                     save.hold(head, end)
-                    with self.lock:  # also the readers' lock: a draw changes the sampler
+                    with self.lock:  # the readers' lock as well, because a draw changes the sampler
                         tables = self.tables(ahead)
                 packer.add("buffer", tables)
                 return save.publish(packer, {"kind": "buffer", "buffer": repr(self), "rows": end - head})
@@ -922,7 +923,7 @@ class ReplayBuffer(Facts):
             raise
 
         def apply() -> None:
-            # The ring of an empty state continues the numbers of the buffer that loads it.
+            # If the state is empty, the ring continues the row numbers of the buffer that loads it.
             self._load(state, None if state["ring"] is None else ring, checked_for)
             saved.folder = folder
             saved.note(self.ring)
@@ -995,7 +996,7 @@ class ReplayBuffer(Facts):
     def _empty_ring(self) -> Ring:
         """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
         ring, capacity = self.ring, self.ring.capacity
-        # Its number is unused: written, rounded up to a multiple of the capacity.
+        # The new first row number: `written` rounded up to a multiple of the capacity, so that no number is reused.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
     def _count_by(self, ring: Ring) -> None:
@@ -1063,23 +1064,24 @@ class ReplayBuffer(Facts):
         return self.started and storage.copies_rows and storage.own_column is None and plain
 
     def _make_locks(self, ahead: list[Any] | None = None) -> None:
-        self.lock = threading.Lock()  # bookkeeping: held for microseconds
-        # Serializes writers of all processes; acquired before ``lock``, never after it.
+        self.lock = threading.Lock()  # guards the bookkeeping: held for microseconds
+        # Serialises the writers of all processes. Acquired before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         if self._prefetcher is not None and ahead:
             self._prefetcher.replace(ahead)
-        # The process that created these locks, and the process prepared by enter_process.
+        # The process that created these locks, and the process that enter_process was called for.
         self._process = self._ready_in = os.getpid()
-        # Raises the error of a thread that writes into the buffer.
+        # Raises an error of the thread that writes into the buffer.
         self._failure: Callable[[], Any] | None = None
-        self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
+        # Step writers that may hold waiting steps.
+        self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage.attach(self)
 
     def note_failure(self, tell: Callable[[], Any]) -> None:
         """Make the next use of the buffer call this function, which raises the error of a writing thread."""
         self._failure = tell
-        self._ready_in = 0  # makes the next use check it, at no cost otherwise
+        self._ready_in = 0  # forces a check at the next use; costs nothing otherwise
 
     def enter_process(self) -> None:
         """Prepare the buffer for this process after a fork or unpickling.
@@ -1091,7 +1093,7 @@ class ReplayBuffer(Facts):
         if self._ready_in == process:
             return
         if self._process != process:
-            # A lock may be held by a thread that does not exist in this process and would never release it.
+            # The lock may be held by a thread that does not exist in this process and would never release it.
             self.storage.enter_process()
             self._make_locks()
         self._ready_in = process
@@ -1133,11 +1135,11 @@ class ReplayBuffer(Facts):
         ahead = self.made_ahead()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
-        if get_spawning_popen() is not None:  # it is passed to a new process as an argument
+        if get_spawning_popen() is not None:  # passed as an argument to a new process
             state["_home"] = self._home
         if self.storage.by_reference:
             return state
-        # pickle reads the parts after the locks are released, so give it copies.
+        # pickle reads the parts after the locks have been released, so it gets copies.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1146,7 +1148,7 @@ class ReplayBuffer(Facts):
             {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
         )
         self._make_locks(ahead)
-        # A DataLoader worker can be recognised only at the first use: it unpickles too early.
+        # A DataLoader worker can be recognised only at the first use: unpickling happens too early.
         self._ready_in = 0
         self.storage.reattach(self.ring)
 
@@ -1165,15 +1167,16 @@ class ReplayBuffer(Facts):
         return other
 
     def _store_steps(self) -> None:
-        # A step writer may be copied after its buffer, which must then have all its steps.
+        # A step writer may be copied after its buffer, so store its waiting steps first.
         for writer in list(self.step_writers):
             writer.flush()
 
     def _copy_written(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Return a consistent copy of the parts that writes and draws change."""
         with self.write_lock:
-            copy.deepcopy(self.storage, memo)  # slow, so without the readers' lock: they do not change it
-            with self.lock:  # ``memo`` has the storage's copy
+            # Slow, so without the readers' lock: readers do not change the storage.
+            copy.deepcopy(self.storage, memo)
+            with self.lock:  # ``memo`` already contains the storage's copy
                 return copy.deepcopy({name: self.__dict__[name] for name in _WRITTEN}, memo)
 
     def __init_subclass__(cls) -> None:

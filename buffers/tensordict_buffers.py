@@ -23,7 +23,7 @@ from flatroll.layout.keys import NestedKey
 
 _INDEX, _GENERATION = "index", "index_generation"
 
-#: Entries that the buffer writes into samples. They are not stored if a sample is extended again.
+#: Entries that the buffer adds to samples. They are not stored when a sample is passed to extend.
 _SAMPLE_ENTRIES = (_INDEX, "priority_weight", _GENERATION)
 
 
@@ -91,7 +91,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
-        # Checked before anything is stored.
+        # Checked before rows are stored.
         priorities = self._given_priorities(rows) if prioritize else []
         slots = super()._store(ring, rows, filled, prioritize)
         with self.lock:
@@ -105,7 +105,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             return []
         column = rows.columns.get(self.priority_key)
         priorities = [] if column is None else [(slice(None), column)]
-        for i, item in enumerate(rows.items):  # of a ListStorage, each item its own
+        for i, item in enumerate(rows.items):  # with a ListStorage each item may have one
             if (value := item.get(self.priority_key, None)) is not None:
                 priorities.append((slice(i, i + 1), value[None]))
         for part, priority in priorities:
@@ -123,7 +123,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
-        if isinstance(values, list):  # items of a ListStorage: the stored ones stay as they are
+        if isinstance(values, list):  # items of a ListStorage: do not change the stored ones
             for i, item in enumerate(values):
                 entries = {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
                 values[i] = item.clone(recurse=False).update(entries)
@@ -158,7 +158,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 f"takes a sample of this buffer, with its {_INDEX!r} and with the new priorities in "
                 f"{self.priority_key!r} (priority_key)"
             )
-        # Batch dimensions of one stored item: 0 for rows, 1 for whole trajectories.
+        # Batch dims of a stored item: 0 for rows, 1 for whole trajectories.
         inner, structure = 0, self.storage.structure
         if isinstance(structure, TensorDicts):
             inner = len(structure.inner)
@@ -272,7 +272,7 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
     if not inner:
         return items
     first = items.flatten(1, inner)[:, 0]
-    # All steps of an item must name the one row that it is.
+    # All steps of an item must refer to the same stored item.
     if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "

@@ -207,7 +207,7 @@ class TensorDictMaxValueWriter(Writer):
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
         """Choose the highest-ranked rows and free slots for them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
-        # Items of a list may differ in shape, so they are reduced one by one; columns [N, ...] all at once.
+        # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
         reduced = []
         for part in parts or [rows.columns[self.rank_key]]:
@@ -216,7 +216,7 @@ class TensorDictMaxValueWriter(Writer):
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
             reduced.append(
                 values if isinstance(values, Tensor) else values.values
-            )  # median gives positions, too
+            )  # median also returns indices
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
@@ -259,7 +259,7 @@ def before_storing(
     The root keys of entries that it changes are added to ``not_compared``: what two batches say of one observation
     may be changed in two ways, by a normalisation that moves on.
     """
-    given = _versions(data)  # holds the tensors, so that no other one gets the id of one of them
+    given = _versions(data)  # keeps the tensors alive, so that their ids are not reused
     data = apply_inverses(transforms, data, final)
     kept = {(id(value), version) for value, version in given.values()}
     for key, (value, version) in _versions(data).items():

@@ -39,13 +39,13 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
     if not heads:
         return {}
-    # its distribution is that of its last part, unless it declares one over all sampling parts
+    # the distribution is that of the last part, unless the actor declares one over all sampling parts
     sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
-    # it raises if it was built under another set_composite_lp_aggregate
+    # raises if the actor was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
-        # several parts may share one log-probability entry; the loss finds it
+        # several parts may share one log-probability entry, which the loss finds itself
         keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
     return keys
 
@@ -138,7 +138,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
             f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the batch "
             "size of the tensordict must be that of the rows, without dims of features"
         )
-    extra = log_prob.ndim - len(shape)  # further dims are independent, so their logarithms add up
+    extra = log_prob.ndim - len(shape)  # further dims are independent, so their log-probabilities add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
 
 

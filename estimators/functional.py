@@ -80,7 +80,7 @@ def generalized_advantage_estimate(
         J. Schulman et al., High-dimensional continuous control using generalized advantage estimation,
         https://arxiv.org/abs/1506.02438
     """
-    # Every argument as a column [B * F * T], in which a run is one stretch of memory.
+    # Every argument as a column [B * F * T], in which each run is contiguous.
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
@@ -166,9 +166,9 @@ def td0_return_estimate(
     discount = series.factor("gamma", gamma)
     if isinstance(discount, Tensor) and discount.ndim:
         discount = series.restored(discount)
-    # Selected, not multiplied: values after a termination or with a discount of 0 may be NaN.
+    # where(), not a product: values after a termination or with a discount of 0 may be NaN.
     bootstrap = readable(next_state_value, discount, series.expanded(name, final, flag=True))
-    # One fused pass each: reward + discount * bootstrap.
+    # reward + discount * bootstrap in one fused pass.
     if not isinstance(discount, Tensor):
         return torch.add(reward, bootstrap, alpha=discount)
     return torch.addcmul(reward, discount, bootstrap)
@@ -362,7 +362,7 @@ class TimeColumns:
             raise ValueError(f"time_dim must name a dim of the reward {tuple(self.shape)}, got {time_dim!r}")
         self.time = 0 if dims == 1 else time_dim % dims
         self.longest = self.shape[self.time]
-        # Whether time is last except for dims of 1: then the memory already has the columns' order.
+        # Whether only dims of size 1 follow time: then the memory is already in the order of the columns.
         self._in_order = self.shape[self.time + 1 :].numel() == 1
 
     def column(self, x: Tensor) -> Tensor:
@@ -385,14 +385,14 @@ class TimeColumns:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
             return x
-        rows = self.time + 1  # the number of dims [*B, T]; later dims are features
+        rows = self.time + 1  # the number of dims in [*B, T]; later dims are features
         fits = x.ndim <= len(self.shape) and x.shape[:rows] == self.shape[:rows]
         if not fits or any(n not in (1, m) for n, m in zip(x.shape[rows:], self.shape[rows:], strict=False)):
             raise ValueError(
                 f"{name} must have the reward's shape {tuple(self.shape)}, or 1 for its features, "
                 f"got {tuple(x.shape)}"
             )
-        # The missing feature dims become dims of 1 at the end; expanding copies nothing.
+        # Append missing feature dims with size 1, then expand, which copies nothing.
         return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim)).expand(self.shape)
 
     def flags(self, done: Tensor, terminated: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -400,10 +400,10 @@ class TimeColumns:
         stop = over = self.column(self.expanded("done", done, flag=True))
         if terminated is not None:
             over = self.column(self.expanded("terminated", terminated, flag=True))
-        stop = stop | over  # a new tensor: the lines below write into it
+        stop = stop | over  # a new tensor, because the lines below write into it
         if ends is not None:
             stop = stop | self.column(self.expanded("ends", ends, flag=True))
-        # A column holds one series after another; the kernel ends the last one itself.
+        # A column holds one series after another. Mark their ends; the kernel ends the last one itself.
         if stop.shape[0] != self.longest:
             stop.view(-1, self.longest)[:, -1:] = True
         return over, stop
@@ -427,7 +427,7 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
     >>> factor_over("gamma", torch.tensor([0.5, 0.9]), torch.Size([2, 3]), 1).tolist()
     [[0.5, 0.5, 0.5], [0.8999999761581421, 0.8999999761581421, 0.8999999761581421]]
     """
-    try:  # one per row gets a dim of 1 for each feature dim, so that it broadcasts from the left
+    try:  # one per row: append a dim of size 1 per feature dim, so that it broadcasts from the left
         over = x.reshape(*x.shape, *[1] * (len(shape) - rows)) if x.shape == shape[:rows] else x
         return over.expand(shape)
     except RuntimeError:
@@ -509,13 +509,13 @@ def vtrace_advantage_estimate(
     terminated, ends = series.flags(done, terminated, ends)
     for name, column in (("log_pi", log_pi), ("log_mu", log_mu)):
         checks.floating_tensor(name, column, series.device, "the reward")
-    # pi / mu, written over the difference of logs, which is a new tensor.
+    # pi / mu, computed in place of the difference of the logs.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
     for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
         if not isinstance(threshold, Tensor):
             checks.number(name, threshold, least=0)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
-    # One weight for both uses if the thresholds are equal; autograd still needs the unclipped ratio.
+    # If both thresholds are equal, one weight serves for both. Autograd needs the unclipped ratio.
     rows = series.time + 1
     rho = _clip_ratio("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
     c = rho if same else _clip_ratio("c_thresh", ratio, c_thresh, rows)

@@ -16,7 +16,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Distance: TypeAlias = Literal["l1", "l2", "smooth_l1"]
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
-#: Minimum deviation to divide by, so that almost constant columns are not scaled up to noise.
+#: Minimum deviation to divide by, so that noise in almost constant columns is not scaled up.
 _LEAST_DEVIATION = 1e-4
 
 
@@ -46,7 +46,7 @@ def expand_mask(mask: Tensor | None, column: Tensor) -> Tensor | None:
 
 def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     """``column`` with 0 where ``mask`` (the same shape) is False; None means all True."""
-    # where(), not a product: 0 * NaN is NaN, in the gradient, too
+    # where(), not a product: 0 * NaN is NaN, also in the gradient
     return column if mask is None else torch.where(mask, column, 0.0)
 
 
@@ -79,11 +79,11 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
     tensor(2.)
     """
     if weights is not None:
-        total = zero_masked(weights, mask).sum()  # without weights return 0 / 1, not 0 / 0
+        total = zero_masked(weights, mask).sum()  # without weights 0 / 1, not 0 / 0
         return zero_masked(column * weights, mask).sum() / torch.where(total > 0, total, 1.0)
     if mask is None:
         return column.mean()
-    return zero_masked(column, mask).sum() / mask.sum().clamp(min=1)  # no row counts: 0 / 1
+    return zero_masked(column, mask).sum() / mask.sum().clamp(min=1)  # without rows that count 0 / 1
 
 
 def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Tensor:
@@ -91,7 +91,7 @@ def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Ten
     if mask is None and column.numel() > correction:
         return column.var(correction=correction)
     count = column.numel() if mask is None else mask.sum()
-    centred = column - masked_mean(column, mask)  # two passes: no digits are lost in E[x^2] - E[x]^2
+    centred = column - masked_mean(column, mask)  # two passes, because E[x^2] - E[x]^2 would lose digits
     return zero_masked(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)
 
 
@@ -116,7 +116,7 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     >>> standardized_in_groups(torch.tensor([1.0, 3.0, 50.0, 50.0]), torch.tensor([0, 0, 7, 7]), None)
     tensor([-0.7071,  0.7071,  0.0000,  0.0000])
     """
-    # number the groups 0, 1, ..., and give each element of the column its row's number
+    # number the groups 0, 1, ..., and expand each row's number to all its elements
     ids = torch.unique(groups, return_inverse=True)[1]
     ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
     flat = column.reshape(-1)
@@ -124,10 +124,10 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
 
     def total(x: Tensor) -> Tensor:
         """Return the sum over each row's group, one value per row."""
-        # add each element to its group's place, then read the place back at each element
+        # add up the elements of each group, then gather the group's sum at each element
         return x.new_zeros(flat.shape[0]).index_add_(0, ids, zero_masked(x, real))[ids]
 
-    count = total(real.to(flat.dtype))  # real elements of the group
+    count = total(real.to(flat.dtype))  # number of real elements per group
     centred = flat - total(flat) / count.clamp(min=1)
     deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()  # unbiased
     return (centred / deviation.clamp(min=_LEAST_DEVIATION)).reshape(column.shape)
@@ -144,8 +144,8 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
     if mask is not None:
         count = mask.sum().clamp(min=1)
         real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
-    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
-    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
+    # Relative to the largest, ratios lie in [0, 1], so neither they nor their squares overflow, and the
+    # factor cancels in the ESS. The lower bound avoids -inf - (-inf) = NaN where no row counts.
     largest = real.max().clamp(min=torch.finfo(real.dtype).min)
     relative = (real - largest).exp()
     total, max_ratio = relative.sum(), largest.exp()
@@ -182,7 +182,7 @@ class WarnOnce:
         if self.warned:
             return
         self.warned = True
-        # count the frames up to the first one outside of this package and of torch: the user's own line
+        # count frames up to the first one outside this package and torch, which is the user's
         inside = ("flatroll.estimators", "torch.", "tensordict.")
         level, frame = 1, sys._getframe(0)
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(inside):

@@ -30,7 +30,7 @@ from flatroll.layout.keys import (
 from flatroll.layout.moments import Moments
 from flatroll.layout.tensordict_seam import nest
 
-#: Beyond this many rows and open trajectories, stale trajectories are dropped.
+#: If there are more open trajectories than this and than rows in the batch, stale ones are dropped.
 _MOST_OPEN = 2**20
 
 
@@ -103,7 +103,7 @@ class RewardScale(TensorDictModuleBase):
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64, device=device))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64, device=device))
 
-    # a tensordict, or the reward by keyword
+    # accepts a tensordict, or the reward as a keyword argument
     @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -157,8 +157,8 @@ class RewardScale(TensorDictModuleBase):
             optional_marker(batch, MASK),
         )
         rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
-        # Prepend open trajectories, each as one row whose reward is its return so far. Sorting by id makes each
-        # trajectory contiguous.
+        # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
+        # trajectories contiguous.
         none = torch.zeros_like(self.open_ids, dtype=torch.bool)
         before = (self.open_returns, self.open_ids, none, none, none)
         columns = [
@@ -171,7 +171,7 @@ class RewardScale(TensorDictModuleBase):
         given, _, done, first, counted = (x[order] for x in columns)
         markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
         ends = run_ends(nest(markers, len(ids)))
-        # The scan runs backward in time: in reversed rows the starts of runs are their ends.
+        # The scan runs backward in time: on flipped rows the starts of runs are their ends.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
         self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
         goes_on = ~done
@@ -187,7 +187,7 @@ class RewardScale(TensorDictModuleBase):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *rest: Any, **more: Any
     ) -> None:
-        for name in ("open_ids", "open_returns"):  # as many as were open then
+        for name in ("open_ids", "open_returns"):  # the number of open trajectories may differ
             saved = state_dict.get(prefix + name)
             if saved is not None:
                 setattr(self, name, getattr(self, name).new_empty(saved.shape))

@@ -22,7 +22,7 @@ from flatroll.layout.tensordict_seam import get_entry, nest, set_entry
 
 Columns = Mapping[NestedKey, Tensor]
 
-#: What Adam keeps for each parameter, in the order that ``torch.optim.adam.adam`` takes it in.
+#: Adam's state of a parameter, in the order expected by ``torch.optim.adam.adam``.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
@@ -208,14 +208,14 @@ class UpdateStep:
     def _eager(self, batch: TensorDictBase) -> TensorDict:
         total, numbers = self.losses_of(self.loss, batch)
         parameters = [x for group in self.optimizer.param_groups for x in group["params"]]
-        for parameter in parameters:  # optimizer.zero_grad(), without its profiling
+        for parameter in parameters:  # like optimizer.zero_grad(), but without its profiling
             parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
         if self.max_grad_norm is not None:
             gradients = [x.grad for x in parameters if x.grad is not None]
             if len({x.device for x in gradients}) > 1:
                 nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-            else:  # the same in half of its time
+            else:  # equivalent, in half the time
                 norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
                 factor = clip_factor(norms, self.max_grad_norm)
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -255,7 +255,7 @@ def columns_read_by(loss: LossModule, batch: TensorDictBase) -> dict[NestedKey, 
         entry = get_entry(batch, key)
         if isinstance(entry, Tensor):
             found[key] = entry
-        elif isinstance(entry, TensorDictBase):  # an action of several parts, parameters of a distribution
+        elif isinstance(entry, TensorDictBase):  # an action of several parts, or parameters of a distribution
             prefix = (key,) if isinstance(key, str) else key
             inner: list[Any] = list(entry.keys(True, True))
             for name in inner:
@@ -268,12 +268,12 @@ class _Graph:
 
     def __init__(self, step: UpdateStep) -> None:
         self.step, self.loss, self.optimizer = step, step.loss, step.optimizer
-        self.names: list[str] = []  # parameters with gradients, by group
+        self.names: list[str] = []  # names of the parameters with gradients, by group
         self.groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self.compiled_for: set[object] = set()
         hooked = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
         self.applies = type(step.optimizer) in (Adam, AdamW) and not hooked
-        # torch limits recompilations per code object to 8: each step has its own
+        # torch limits recompilations to 8 per code object, so each step gets its own
         code, names = _Graph._traced.__code__.replace(), _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)
         cuda = next(step.loss.parameters()).is_cuda
@@ -309,7 +309,7 @@ class _Graph:
             self._find_parameters(batch)
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}
         rows = next(number for number in range(97, 10**9, 2) if number not in sizes)
-        longer: dict[Tensor, Tensor] = {}  # two entries may be one tensor
+        longer: dict[Tensor, Tensor] = {}  # two entries may share a tensor
         for column in columns.values():
             if column not in longer:
                 index = torch.arange(rows, device=column.device) % len(column)
@@ -354,7 +354,7 @@ class _Graph:
 
     def _call(self, columns: Columns, dims: int, device: torch.device | None) -> Any:
         """Call the compiled function with the optimizer's current numbers."""
-        rates: list[Tensor] = []  # as tensors: changed Python numbers would cause recompilation
+        rates: list[Tensor] = []  # as tensors, because changed Python numbers would cause recompilation
         options: list[tuple[Any, ...]] = []
         if self.applies:
             names = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
@@ -440,7 +440,7 @@ class _Graph:
                     largest,
                     steps,
                     foreach=False,
-                    capturable=True,  # its arithmetic is of tensors only
+                    capturable=True,  # uses only tensor arithmetic
                     lr=rate,
                     beta1=beta1,
                     beta2=beta2,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-#: Options of every program. A program may give one of them another default, or None: then it has no such option.
+#: Options of every program. A program may change a default, or set an option to None to remove it.
 SHARED: dict[str, tuple[Any, str]] = {
     "seed": (1, "seed of weights, actions and envs"),
     "folder": (
@@ -71,7 +71,7 @@ def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> 
         parser.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=shown)
     args = parser.parse_args(argv)
     args.program = name
-    # Seeds of resets, while training and in evaluations: envpool accepts a seed only at creation.
+    # Seeds of resets in training and in evaluations. envpool accepts a seed only at creation.
     pool = args.env.startswith("envpool:")
     args.reset_seed, args.test_seed = (None, None) if pool else (args.seed, args.seed + 10_000)
     place = f"{args.env}-seed{args.seed}".replace(":", "-").replace("/", "-")
@@ -92,7 +92,7 @@ def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) 
     if not name.startswith("envpool:") or "render_mode" in options:
         name = name.removeprefix("envpool:")
         if "render_mode" in options:
-            options["vectorization_mode"] = "sync"  # CartPole's own vector env draws otherwise
+            options["vectorization_mode"] = "sync"  # CartPole's own vector env draws different start states
         try:
             made: Any = gym.make_vec(name, num_envs=num_envs, **options)
         except gym.error.DependencyNotInstalled as error:  # the message says what to install
@@ -118,7 +118,7 @@ class Log:
         self.frames, self.seconds, self._since = 0, 0.0, time.perf_counter()
         self.returns: list[float] = []  # of the last 100 episodes
         self.ended: list[float] = []  # returns of the episodes since the last lines
-        self._first: list[str] = ["frames,seconds,name,value\n"]  # lines of an earlier run to write first
+        self._first: list[str] = ["frames,seconds,name,value\n"]  # the header, or the lines of an earlier run
         self._writer: Any = None
         args.folder.mkdir(parents=True, exist_ok=True)
         if args.tensorboard:
@@ -226,7 +226,7 @@ class Run:
         if now or frames % self.args.save_every < rows:
             self._checkpoint.save()
             if self._collector is not None:
-                # New episodes, as after a restart: so a run that was killed ends at the same weights.
+                # Start new episodes, as a restart would: a run that was killed then ends with the same weights.
                 self._collector.load_state_dict(self._collector.state_dict())
 
     def finish(self, drawn: Callable[[], Any] | None = None, **options: Any) -> dict[str, Any]:

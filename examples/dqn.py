@@ -83,7 +83,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(parse("dqn", argv))
     return 0
 

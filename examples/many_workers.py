@@ -81,7 +81,8 @@ def train(place: str, workers: int, frames: int, seed: int) -> dict[str, Any]:
     ) as collector:
         begun = time.perf_counter()
         for batch in collector:
-            behind = collector.policy_version - batch["collector", "policy_version"]  # int64 [N]
+            # Versions behind, int64 [N].
+            behind = collector.policy_version - batch["collector", "policy_version"]
             lag, most = lag + float(behind.sum()), max(most, int(behind.max()))
             buffer.extend(batch)
             if len(buffer) < START:

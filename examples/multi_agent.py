@@ -67,9 +67,7 @@ def add_team(batch: TensorDict, agents: int) -> TensorDict:
     there = rows >= 0
     for key, source in (("team", "observation"), (("next", "team"), ("next", "observation"))):
         seen = cast(Tensor, batch[source])
-        joint = (seen[rows] * there[..., None]).flatten(
-            1
-        )  # [J, agents * obs], zeros for those who are absent
+        joint = (seen[rows] * there[..., None]).flatten(1)  # [J, agents * obs], zeros for absent agents
         team = seen.new_empty(len(batch), joint.shape[1])
         team[rows[there]] = joint[:, None].expand(-1, agents, -1)[there]
         batch.set(key, team)

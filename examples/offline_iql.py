@@ -63,13 +63,13 @@ def make_set(args: argparse.Namespace, folder: Path) -> Path:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, resume where there is a checkpoint, evaluate; return the result."""
     with warnings.catch_warnings(action="ignore"), trainer_imports("torchrl", "0.14", "0.15", "torchrl"):
-        from torchrl.objectives import IQLLoss, SoftUpdate  # warns about packages that are not there
+        from torchrl.objectives import IQLLoss, SoftUpdate  # warns about missing optional packages
     torch.manual_seed(args.seed)
     made: Any = {} if args.data else {"fetch": lambda name, folder: make_set(args, folder)}
     data = MinariExperienceReplay(
         args.data or "pendulum/noisy-v0", args.batch_size, root=args.folder / "rows", progress=False, **made
     )
-    rows = data[:]  # of the whole set, for its returns
+    rows = data[:]  # the whole data set, for its returns
     rewards, ids = rows["next", "reward"].squeeze(-1), rows["collector", "traj_ids"]
     returns = torch.zeros(int(ids.max()) + 1).index_add_(0, ids, rewards).tolist()
     deviation = rewards.std()
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     compute: Any = torch.compile(loss) if args.compile else loss
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
 
-    args.test_seed = args.seed  # no training env has it
+    args.test_seed = args.seed  # no training env uses it
     run = Run(args, policy, env, policy=loss, optimizer=optimizer)
     run.log.returns = run.log.returns or returns
 
@@ -107,7 +107,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(parse("offline_iql", argv))
     return 0
 

@@ -28,7 +28,7 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
     env = RewardSum(make_env(name, num_envs, seed))
     policy, value = actor(env, norm=False), critic(env, norm=False)
     total = -(-frames // ROWS) * ROWS
-    own_seed = None if name.startswith("envpool:") else seed  # envpool has its seed already
+    own_seed = None if name.startswith("envpool:") else seed  # an envpool already has its seed
     collector = Collector(env, policy, frames_per_batch=ROWS, total_frames=total, seed=own_seed)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     critic_options: Any = {"critic_coeff": 0.25, "loss_critic_type": "l2", "clip_value": 0.2}
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--frames", type=int, default=500_000, help="number of frames (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     result = train(args.env, args.frames, args.seed, args.num_envs)
     shown = ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
     print(f"{args.env}, seed {args.seed}: {shown}")

@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         scale.update(batch)
         data = gae(batch).select(*READ)
         losses = step.epochs(data, epochs=args.epochs, minibatch=-(-rows // args.minibatches))[-1]
-        norm.update(batch)  # after the epochs: ratios compare with the policy that acted
+        norm.update(batch)  # after the epochs, because ratios compare with the policy that acted
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:
@@ -90,7 +90,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(parse("ppo_continuous", argv))
     return 0
 

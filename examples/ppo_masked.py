@@ -45,7 +45,7 @@ class Warehouse(gym.Env[Any, Any]):
         {
             "robot": spaces.MultiDiscrete([5, 5]),
             "parcel": spaces.MultiDiscrete([5, 5]),
-            "action_mask": spaces.MultiBinary(4 + 2),  # of the directions, and of leaving it or picking it up
+            "action_mask": spaces.MultiBinary(4 + 2),  # 4 directions, leave and pick up
         }
     )
     action_space: spaces.Space[Any] = spaces.MultiDiscrete([4, 2])
@@ -121,7 +121,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(parse("ppo_masked", argv))
     return 0
 

@@ -62,7 +62,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
     loss = ClipPPOLoss(
         policy,
-        value[-1],  # the head alone: it reads the features that the actor computes
+        value[-1],  # only the head: it reads the features computed by the actor
         clip_epsilon=args.clip,
         entropy_coeff=args.entropy,
         critic_coeff=0.25,
@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     rows = args.steps * args.num_envs
     total = -(-args.frames // rows) * rows
     collector = Collector(
-        TransformReward(env, np.sign),  # for learning; the log has the game's score
+        TransformReward(env, np.sign),  # only for learning; the log has the game's score
         policy,
         frames_per_batch=rows,
         total_frames=total,

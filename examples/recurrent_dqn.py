@@ -43,7 +43,7 @@ OPTIONS = {
     "explore": (20_000, "frames in which the probability of random actions falls from 1 to 0.01"),
     "eval_every": (7_500, "frames between two evaluations"),
     "save_every": (30_000, "frames between two checkpoints"),
-    "compile": None,  # samples differ in their number of rows: each would be compiled anew
+    "compile": None,  # samples differ in their number of rows and would be recompiled each time
 }
 
 
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     env = LastAction(make_env(args.env, args.num_envs, args.seed))
     body: Any = {"hidden": 2 * (args.hidden,), "activation": nn.Tanh, "recurrent": "gru", "norm": False}
     net = q_network(env, **body, epsilon=1.0)
-    linear = net[2]  # of plain action values; the parts before it are encoder and memory
+    linear = net[2]  # computes action values; encoder and memory come before it
     net.module[2] = TensorDictModule(Heads(args.hidden, 2), linear.in_keys, linear.out_keys)
     net.to(args.device)
     choose: Any = net[-1]  # EpsilonGreedy
@@ -76,7 +76,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     total = -(-args.frames // args.rows) * args.rows
     collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}
     collector = Collector(env, net, seed=args.reset_seed, **collected)
-    # Slices may extend beyond an episode's end: otherwise its last row, with a lower reward, would be in few of them.
+    # Slices may extend beyond an episode's end. Otherwise its last row, which has a lower reward, would be in
+    # few slices.
     span = (False, args.slice_len - args.burn_in - 1)
     sampler = SliceSampler(slice_len=args.slice_len, by="start", span=span, fill=False)
     storage = LazyTensorStorage(args.capacity, compact_obs=True, device=args.device)
@@ -113,7 +114,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(common.parse("recurrent_dqn", argv))
     return 0
 

@@ -39,7 +39,7 @@ OPTIONS = {
     "hidden": (64, "width of the networks"),
     "lr": (3e-3, "initial learning rate; it falls linearly"),
     "seed": (0, "seed of weights, actions and environments"),
-    "compile": None,  # samples differ in their number of rows: each would be compiled anew
+    "compile": None,  # samples differ in their number of rows and would be recompiled each time
 }
 
 
@@ -73,7 +73,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     env = make_env(args.env, args.num_envs, args.seed, args.scale)
     body: Any = {"hidden": 2 * (args.hidden,), "recurrent": None if args.memoryless else "gru", "norm": False}
     policy = actor(env, **body, device=args.device)
-    value = critic(env, actor=policy, shared=True, device=args.device)  # the actor's body, memory included
+    # Shares the actor's body, including the memory.
+    value = critic(env, actor=policy, shared=True, device=args.device)
     rows = args.num_envs * args.steps
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
@@ -83,7 +84,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     precision = torch.bfloat16 if args.bfloat16 else None
     step = update_step(loss, optimizer, max_grad_norm=0.5, autocast=precision)
-    sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
+    sampler = SliceSampler(slice_len=args.steps, fill=False)  # whole runs of any length
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
     test_env = look(args.env, args.episodes, args.seed + 1)
     run = common.Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
@@ -104,10 +105,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         bar.set_postfix_str("first batch; kernels are compiled, once")
         for batch in collector:
             spent("collect")
-            gae(batch, final=collector.final)  # in recurrent mode by itself, like the loss
+            gae(batch, final=collector.final)  # enters recurrent mode by itself, like the loss
             spent("advantages")
             buffer.extend(batch)
-            # A slice as long as a window is a whole run: drawing a share of the runs draws every row alike.
+            # A slice as long as a window is a whole run: sampling runs uniformly gives every row the same
+            # probability.
             share = max(1, int(run_starts(batch).sum()) // args.minibatches)
             for _ in range(args.minibatches * args.epochs):
                 sample = buffer.sample(args.steps * share)
@@ -132,7 +134,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(common.parse("recurrent_ppo", argv))
     return 0
 

@@ -105,7 +105,7 @@ def train(
     weights = list(dict.fromkeys([*actor.parameters(), *critic.parameters()]))
     optimizer = torch.optim.Adam(weights, lr=2e-3, eps=1e-5)
     step = update_step(loss, optimizer, max_grad_norm=0.5)
-    sampler = SliceSampler(slice_len=steps, fill=False)  # samples of whole runs, long and short
+    sampler = SliceSampler(slice_len=steps, fill=False)  # whole runs of any length
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows), sampler=sampler)
     returns: list[float] = []
     for batch in collector:

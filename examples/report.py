@@ -6,13 +6,13 @@ from typing import Any
 
 from flatroll.examples.common import parse
 
-#: Rows of a batch in the timeline.
+#: Number of rows shown in the timeline.
 _ROWS = 512
 
 
 def demo(argv: list[str] | None = None) -> int:
     """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
-    with TemporaryDirectory() as folder:  # where the run is kept, until the pictures are drawn
+    with TemporaryDirectory() as folder:  # where the run is kept until the pictures are drawn
         args = parse(
             "recurrent_ppo", ["--folder", folder, *(argv or [])], out=("out", "folder for the pictures")
         )
@@ -23,8 +23,8 @@ def demo(argv: list[str] | None = None) -> int:
 
         optional_package(
             "matplotlib", "plot", "the picture of the demo"
-        )  # missed now, not after the training
-        torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+        )  # detected now and not after the training
+        torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
         result = recurrent_ppo.train(args)
     print(summary(result), *(f"saved {path}" for path in save_pictures(result, Path(args.out))), sep="\n")
     return 0 if args.memoryless or result["curve"][-1][1] >= args.target else 1

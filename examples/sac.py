@@ -42,11 +42,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
     body: Any = {"hidden": (256, 256), "activation": nn.ReLU, "norm": args.norm, "device": args.device}
-    policy = actor(env, std="dependent", **body)  # squashed by tanh into the bounds of the space
+    policy = actor(env, std="dependent", **body)  # tanh squashes actions into the bounds of the space
     critic: Any = q_network(env, **body)
     norm: Any = policy[0]
     if args.norm:
-        critic[0].statistics = norm.statistics  # one update serves both; rows in the buffer stay raw
+        critic[0].statistics = norm.statistics  # one update serves both; rows in the buffer stay unnormalised
     loss = SACLoss(policy, critic, loss_function="l2", diagnostics=False)
     loss.make_value_estimator(gamma=args.gamma)
     groups: Any = [
@@ -95,7 +95,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train once and print the result."""
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     train(parse("sac", argv))
     return 0
 

@@ -39,7 +39,7 @@ class Maze(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self.walls = self.np_random.random((self.size, self.size)) < 0.2
         self.at, self.goal, self.steps = (0, 0), (self.size - 1, self.size - 1), 0
-        for i in range(self.size):  # a way along two sides stays open
+        for i in range(self.size):  # keeps a path along two sides open
             self.walls[i, 0] = self.walls[-1, i] = False
         return np.array(self.at), {}
 

@@ -141,7 +141,7 @@ class H5Writer:
 
     def drop_before(self, row: int) -> None:
         """Skip rows before this one that are not in the file yet."""
-        if row > self.end and self._first is not None:  # after a gap, earlier rows are useless
+        if row > self.end and self._first is not None:  # a gap makes earlier rows useless
             self._h5.pop("rows")
             self._rows, self._first = self._h5.create_group("rows"), None
         self.end = max(self.end, row)
@@ -289,7 +289,7 @@ def _to_numpy(values: Tensor) -> Any:
     plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     try:
         return plain.numpy()
-    except TypeError:  # bfloat16 and others that NumPy lacks
+    except TypeError:  # dtypes that NumPy lacks, such as bfloat16
         return plain.view(_WORDS[plain.element_size()]).numpy()
 
 

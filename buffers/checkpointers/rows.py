@@ -47,12 +47,12 @@ from flatroll.layout.keys import NestedKey, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest
 
 T = TypeVar("T")
-#: Checkpointers whose columns have these parts; others cannot read them.
+#: The checkpointers that write columns with these suffixes; others cannot read them.
 _WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
 _STARTS = "#starts"  # bool per row: whether a run begins here
 _AFTER = "#after"  # next values that differ from the next row's values
-_CONVERTED = "#converted"  # output of save hooks for several rows, as bytes in the first one
-#: A hook receives rows (a batch, or a list of items) and returns as many rows, or another object for them.
+_CONVERTED = "#converted"  # output of save hooks for several rows, as bytes in the first row
+#: A hook receives rows (a batch, or a list of items) and returns the same number of rows, or one object for all.
 Hook: TypeAlias = Callable[..., Any]
 Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
 
@@ -130,7 +130,7 @@ class StorageCheckpointerBase(ABC):
         converted = False
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
-                # Rows are sorted oldest first, wherever the ring's cursor is.
+                # Rows are sorted oldest first, independent of the ring's cursor.
                 conversion: Any = hook
                 conversion.shift, conversion.is_full = (0, True) if full else (len(slots), False)
                 rows, converted = hook(rows), True
@@ -263,13 +263,14 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
-        # Plain rows are copied to their place file by file, so that only one file is in memory twice.
+        # Plain rows are copied file by file, so that at most one file is in memory twice.
         plain = {
             key: host_memory(rows, column.dtype, column.shape)
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
-        blank = torch.ones(rows, dtype=torch.bool)  # slots without a file: rows that the ring has dropped
+        # True for slots in no file: the ring has dropped their rows.
+        blank = torch.ones(rows, dtype=torch.bool)
         for slots, read in spans:
             first, count = int(slots[0]) if len(slots) else -1, len(slots)
             in_place = first >= 0 and int(slots[-1]) - first == count - 1  # consecutive slots
@@ -449,7 +450,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                 continue
             if now.shape != after.shape or not len(now):
                 continue
-            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # always for the last row
+            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row is always kept
             kept[:-1] = differ(after[:-1], now[1:])
             del dumped[later]
             dumped[later + _AFTER] = Ragged(after[kept], kept.long())

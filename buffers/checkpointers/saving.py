@@ -14,10 +14,10 @@ from flatroll.disk import Folder, Version
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
-LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # bytes of a segment
-_PARTS = 64  # minimum segments of a full ring: the oldest also holds dropped rows
-_ROW_BYTES = 1000  # bytes of a row of unknown size
-_MOST_EDITS = 1000  # edits remembered one by one
+LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # limits of the bytes per segment
+_PARTS = 64  # minimum number of segments for a full ring: the oldest also holds dropped rows
+_ROW_BYTES = 1000  # assumed bytes of a row of unknown size
+_MOST_EDITS = 1000  # maximum number of edits recorded one by one
 
 
 class SavedFolder:
@@ -195,13 +195,13 @@ class RowCopy:
 
     def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
         """Append rows until less than a segment remains."""
-        for _ in range(4 * _PARTS):  # if writers are faster, the rest is copied while they wait
+        for _ in range(4 * _PARTS):  # if writers are faster, copy the rest while they wait
             head, end = rows()
             self._writer.drop_before(head)
             first = self._writer.end
             if end - first <= self._count:
                 return
-            # Rows overwritten meanwhile are below the version's head and not read again.
+            # Rows overwritten meanwhile are below the version's head and are not read again.
             slots = torch.arange(first, first + self._count) % self._ring.capacity
             self._writer.append(self._dump(slots))
 
@@ -248,7 +248,8 @@ def open_folder(
         segment_bytes=MOST_BYTES,
         **options._asdict(),
     )
-    saved.folder = folder  # before publishing: an interrupted save's version is then known to the next one
+    # Before publishing, so that the next save recognises the version of an interrupted one.
+    saved.folder = folder
     if not ring.in_order or saved.ring is None or saved.ring() is not ring:
         folder.forget_rows()
     return folder

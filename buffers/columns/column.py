@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
-#: Rows of a column in the form of a file: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
+#: Rows of a column in file form: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
@@ -223,7 +223,7 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     if not len(at):
         return
     first = int(at[0])
-    if int(at[-1]) - first == len(at) - 1:  # consecutive slots, up to the end of the ring
+    if int(at[-1]) - first == len(at) - 1:  # consecutive slots that do not wrap around
         values[first : first + len(at)] = new
     else:
         put_rows(values, at, new)
@@ -238,7 +238,7 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.resolve_neg(), right.resolve_neg()
     if left.is_complex():
         left, right = (torch.view_as_real(side.resolve_conj()) for side in (left, right))
-    # Compared as integers of the same width: as floats 0.0 equals -0.0 and NaN differs from itself.
+    # Compared as integers of the same width, because as floats 0.0 equals -0.0 and NaN differs from itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
     return different if different.ndim == 1 else different.flatten(1).any(1)
@@ -291,7 +291,7 @@ class TensorColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        # len() of a tensor is five times slower
+        # len() of a tensor would take five times as long
         self.data[slot : slot + values.shape[0]] = values.detach() if values.requires_grad else values
 
     @override

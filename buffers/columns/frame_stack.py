@@ -26,14 +26,15 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
-#: Creates a column of frames from (number of frames, frame shape in words, integer dtype of a word).
+#: Creates a column of frames: (number of frames, frame shape in words, integer dtype of a word) -> column.
 Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
 
-# high: frames ever used, including the blank one; free, last: first and last frame of the free list, 0 if it is
-# empty; spare: its length.
+# high: number of frames ever used, with the blank one; free, last: first and last frame of the free list, 0
+# if it is empty; spare: its length.
 _STATE = np.dtype([("high", "i8"), ("free", "i8"), ("last", "i8"), ("spare", "i8")])
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_NOTHING, _STORED, _BEFORE = 0, 1, 2  # as in kernels.rows.frame_rows, which needs numba
+# As in kernels.rows.frame_rows, which is not imported here because it needs numba.
+_NOTHING, _STORED, _BEFORE = 0, 1, 2
 
 
 class FrameColumn(Column):
@@ -86,7 +87,7 @@ class FrameColumn(Column):
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
         make = partial(_in_memory, device=device) if make is None else make
-        # One frame per row, plus 2 % for the first frames of episodes; the pool grows when needed.
+        # One frame per row, plus 2 % for the first frames of episodes. The pool grows when needed.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self.main = self
         self.refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
@@ -118,7 +119,7 @@ class FrameColumn(Column):
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
         held = self.main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
-        # Count the new rows' shared frames before releasing the old rows': they may be the same.
+        # Count the shared frames of the new rows before releasing those of the old rows: they may be the same frames.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
         frames, source = pool.allocate(new), np.empty(new, np.int64)
         kernels().assign(pool.counts, self.refs, slots, shares, repeats, frames, source)
@@ -126,14 +127,14 @@ class FrameColumn(Column):
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        # Numbers first, then frames: if the pool changes in between, it only grows.
+        # Read the numbers before the frames: the pool may only grow in between.
         refs = self.refs.take(slots.numpy(force=True), 0)
         words = self.frames.take(refs)
         return words.view(-1).view(self.dtype).view(len(slots), *self.shape)
 
     @override
     def pool(self) -> "FrameColumn":
-        # A side column uses the same frame pool; its `After` still names slots of the main column.
+        # A side column uses the same frame pool; `After` still refers to slots of the main column.
         side = object.__new__(FrameColumn)
         side.dtype, side.shape = self.dtype, self.shape
         side.frames, side.main = self.frames, self.main
@@ -177,7 +178,7 @@ class FrameColumn(Column):
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
-        # Counted backwards from the row's last frame, so that parts can be concatenated.
+        # Counted back from the row's last frame, so that dumps can be concatenated.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
         return dumped | by_row(self.frames.dump(distinct[order]), added)
@@ -206,7 +207,7 @@ class FrameColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        if self.main is not self:  # a side column saves values, so that its state is self-contained
+        if self.main is not self:  # a side column saves values, which makes its state self-contained
             return super().state_dict(rows)
         return {"refs": torch.from_numpy(self.refs[:rows].copy()), "frames": self.frames.state_dict()}
 
@@ -228,7 +229,7 @@ class FrameColumn(Column):
             return super().load_state_dict(state)
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
-        # Rows refer to the blank frame while the pool is replaced, so that readers' numbers stay in range.
+        # Let rows refer to the blank frame while the pool is replaced, so that readers stay in range.
         self.refs[:] = 0
         self.frames.load_state_dict(state["frames"], refs)
         self.refs[: len(refs)] = refs
@@ -240,7 +241,7 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
     If frames have variable lengths, these are a separate tensor ``each``.
     """
     cut, frames = {}, torch.from_numpy(added)
-    row = torch.repeat_interleave(frames)  # values per frame
+    row = torch.repeat_interleave(frames)  # row of each frame
     for name, values in dumped.items():
         if isinstance(values, Tensor):
             cut[f"frames.{name}"] = values, frames
@@ -287,7 +288,8 @@ class FramePool:
     """
 
     def __init__(self, frames: int, frame_bytes: int, device: torch.device, make: Make) -> None:
-        # Compare and copy whole words: int64 if 8 divides the frame's bytes, else the widest type that does.
+        # Compare and copy in words: int64 if the number of bytes per frame is divisible by 8, else the widest
+        # type possible.
         self._word = next(word for word in _WORDS if frame_bytes % word.itemsize == 0)
         self._frame_bytes, self._shape = frame_bytes, (frame_bytes // self._word.itemsize,)
         self._device, self._make, self._first_size = device, make, frames
@@ -302,7 +304,7 @@ class FramePool:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
         flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
         wide = self._word.itemsize
-        # A view as wider words needs an aligned address, which a slice may not have.
+        # A view as wider words needs an aligned address, which a slice may lack.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
             flat = flat.clone()
         flat = flat.view(rows * stack, self._frame_bytes // flat.element_size()).view(self._word)
@@ -311,7 +313,7 @@ class FramePool:
     def look_up(self, refs: Array) -> tuple[Tensor, Array]:
         """Return frames ``[F, words]`` and the indices in them of ``refs`` ``[K, stack]``, without the oldest."""
         memory = self._host_memory()
-        if memory is not None:  # all frames, without a copy
+        if memory is not None:  # all frames as one array, without a copy
             return memory, refs
         # Copies of the newer frames of each stack; the oldest is not needed.
         copies = self.take(refs[:, 1:])
@@ -323,11 +325,11 @@ class FramePool:
         """Return copies ``[refs.size, words]`` of the frames with indices ``refs`` (int32, any shape)."""
         memory, flat = self._host_memory(), refs.reshape(-1)
         if memory is not None:
-            # NumPy memory, which uses huge pages where torch's does not.
+            # NumPy memory, because it uses huge pages where torch's does not.
             copies = torch.from_numpy(np.empty((len(flat), *self._shape), f"i{self._word.itemsize}"))
             if torch.get_num_threads() > 1:
                 return torch.index_select(memory, 0, torch.from_numpy(flat), out=copies)
-            # A single thread copies faster if it prefetches the next frame.
+            # A single thread is faster if it prefetches the next frame.
             frame_bytes = self._shape[0] * self._word.itemsize
             kernels().gather(memory.data_ptr(), copies.data_ptr(), frame_bytes, flat)
             return copies
@@ -335,7 +337,7 @@ class FramePool:
         (_, first), *more = self.columns
         if not more:
             return first.take(torch.from_numpy(frames))
-        # Most frames are in the first column: read all from it (blank for the others), then patch.
+        # Most frames are in the first column: read all rows from it (the blank frame for others), then patch.
         values = first.take(torch.from_numpy(np.where(frames < more[0][0], frames, 0)))
         for at, column, rows in self._by_column(frames, 1):
             values.index_copy_(0, at.to(values.device), column.take(rows))
@@ -388,7 +390,7 @@ class FramePool:
         wanted = frames.astype(np.int64)
         if len(self.columns) == 1:
             return self.columns[0][1].dump(torch.from_numpy(wanted))
-        # Several columns may have different dictionaries: copy all into one of the first column's kind.
+        # The columns may have different dictionaries: copy all frames into one column of the first one's kind.
         whole = self.columns[0][1].pool()
         whole.grow(len(wanted))
         whole.write(0, self.take(wanted.astype(np.int32)))
@@ -415,7 +417,7 @@ class FramePool:
         """Return how many frames ``state`` holds; ValueError if it cannot be loaded."""
         sizes, used = state["sizes"], self._frames_in(state)
         frames = sum(used)
-        # All pieces are full except the last one with frames and those after it.
+        # All pieces but the last non-empty one are full; those after it are empty.
         for first, size, rows in zip(np.cumsum([0, *sizes]).tolist(), sizes, used, strict=False):
             if type(size) is not int or rows != min(size, max(0, frames - first)):
                 raise damaged(f"its pieces of {sizes} frames hold {used} frames")
@@ -430,7 +432,7 @@ class FramePool:
     def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
         """Restore the frames of a checked ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
         used = self._frames_in(state)
-        # Allocate each piece for its frames; the first piece at least as long as it is here.
+        # Allocate each piece for its frames, and the first at least as large as this pool's first.
         keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
         sizes = [self._first_size if keep else used[0], *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
@@ -473,7 +475,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
     at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
-    # A row continues another if its frames 0 ... S - 2 are the other's frames 1 ... S - 1.
+    # A row continues another if its frames 0 ... S - 2 equal the other's frames 1 ... S - 1.
     oldest = words[:, :-1].index_select(0, at)
     continues = ~oldest.ne(stored.index_select(0, picked).view_as(oldest)).flatten(1).any(1)
     rolls = ~words[1:, :-1].ne(words[:-1, 1:]).flatten(1).any(1)
@@ -482,7 +484,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     continues_, rolls_, equal_ = np.split(flags, [len(hinted), len(hinted) + rows - 1])
     shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
     shares[1:][rolls_] = _BEFORE
-    shares[hinted[continues_]] = _STORED  # preferred to the previous row
+    shares[hinted[continues_]] = _STORED  # takes precedence over the previous row
     repeats[:, 1:] = equal_.reshape(rows, stack - 1)
     repeats[shares != _NOTHING, :-1] = False
     new = int(np.where(shares == _NOTHING, stack, 1).sum() - repeats.sum())
@@ -492,7 +494,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
 def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: torch.device) -> Column:
     """Return a column whose memory is allocated when first touched."""
     if device.type == "cpu":
-        # NumPy memory, which uses huge pages where torch's does not.
+        # NumPy memory, because it uses huge pages where torch's does not.
         return TensorColumn(torch.from_numpy(np.empty((frames, *shape), f"i{word.itemsize}")))
     return TensorColumn(torch.empty((frames, *shape), dtype=word, device=device))
 

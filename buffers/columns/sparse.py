@@ -64,7 +64,7 @@ class SparseColumn(Column):
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
         count = int(filled.sum())
         missing = count - len(self._spare)
-        if missing > 0:  # grow by half at least
+        if missing > 0:  # grow by at least half
             entries = len(self._entries)
             larger = self._entries.new_zeros((entries + max(missing, entries // 2), *self.shape))
             larger[:entries] = self._entries
@@ -74,14 +74,14 @@ class SparseColumn(Column):
         taken, self._spare = self._spare[:count], self._spare[count:]
         places = torch.zeros_like(old)
         places[filled] = taken
-        # Fill new entries before rows point to them; free old ones only after no row points there.
+        # Fill new entries before rows refer to them, and free old ones only after no row does.
         self._entries.index_copy_(0, places[filled].long(), values[filled])
         self._place.index_copy_(0, slots, places)
         self._spare = torch.cat([self._spare, old[old > 0]])
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        # Read the places first: the entries may grow in between but never shrink.
+        # Read the places first: in between, the entries may grow but never shrink.
         places = self._place.index_select(0, slots.to(self.device))
         return self._entries.index_select(0, places)
 
@@ -141,7 +141,7 @@ class SparseColumn(Column):
         count = check_values("slots", filled, torch.int64, ())
         if check_values("values", state["values"], self.dtype, self.shape) != count:
             raise damaged(f"it has {len(state['values'])} values for {count} slots")
-        # Strictly ascending slots are distinct; the first and last show that all are in range.
+        # Strictly ascending slots are distinct; the first and the last bound them all.
         in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
         if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):
             raise damaged(f"its slots are no ascending ones of {rows} rows")

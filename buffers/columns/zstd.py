@@ -17,9 +17,9 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
 
-_THREAD_BYTES = 2**23  # bytes of values that justify another thread
+_THREAD_BYTES = 2**23  # bytes of values that are worth another thread
 _DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
-_FEW_ROWS = 16  # up to this size decoding duplicates is faster than finding them
+_FEW_ROWS = 16  # up to this many rows decoding duplicates is faster than finding them
 _MOST_PER_BYTE = 2**15  # a zstd block has at least 4 bytes and holds at most 128 KiB
 _POINTER, _HEADER = 8, 33  # bytes of a pointer, and of an empty Python bytes object
 
@@ -74,7 +74,7 @@ class ZstdColumn(Column):
     @cached_property
     def _blank(self) -> bytes:
         """Zeros compressed without a dictionary: every decoder can read them."""
-        # Computed lazily: a state that claims a huge shape must be checked before anything is compressed.
+        # Lazy: a state that claims a huge shape must be checked before anything is compressed.
         blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         return blank
 
@@ -99,7 +99,8 @@ class ZstdColumn(Column):
         distinct, inverse = slots.numpy(force=True), None
         if len(slots) > _FEW_ROWS:
             unique, positions = np.unique(distinct, return_inverse=True)
-            if 4 * len(unique) < 3 * len(slots):  # otherwise copying decoded duplicates costs more
+            # With fewer duplicates, copying decoded rows costs more than decoding them again.
+            if 4 * len(unique) < 3 * len(slots):
                 distinct, inverse = unique, positions
         values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
@@ -110,7 +111,7 @@ class ZstdColumn(Column):
     @override
     def pool(self) -> "ZstdColumn":
         side = ZstdColumn(0, self.shape, self.dtype, self.device)
-        side.codec = self.codec  # shared dictionary
+        side.codec = self.codec  # they share a dictionary
         return side
 
     @override
@@ -153,11 +154,11 @@ class ZstdColumn(Column):
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         """Return the state of these rows; parts with a different dictionary are recompressed."""
         codec = _Codec(self.codec.level, self.codec.threads)
-        compressed: Array = np.empty(rows, object)  # None where no part has a row
+        compressed: Array = np.empty(rows, object)  # None where no part has the row
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
             (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
-            # Several dumps may be concatenated, each with a dictionary before its first row.
+            # Several dumps may be concatenated; each begins with its dictionary.
             begins = sorted({0, *lengths.nonzero().flatten().tolist()})
             for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
                 low, high = int(sizes[:first].sum()), int(sizes[:stop].sum())
@@ -172,7 +173,7 @@ class ZstdColumn(Column):
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 recoded, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
-                codec.begin(prefix)  # uses the first dictionary
+                codec.begin(prefix)  # keeps the first dictionary
                 if prefix not in (b"", codec.prefix):
                     values = self._decode_rows(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
@@ -194,9 +195,7 @@ class ZstdColumn(Column):
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
             if wrong is None and self.codec.prefix not in (b"", prefix):
-                for _ in self._decode_rows(
-                    rows, prefix
-                ):  # they will be recompressed, so all must be readable
+                for _ in self._decode_rows(rows, prefix):  # all are recompressed, so all must be readable
                     pass
         except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
@@ -230,7 +229,7 @@ class ZstdColumn(Column):
     def _decode_rows(self, rows: Array, prefix: bytes) -> Iterator[Array]:
         """Yield the decoded values of ``rows`` compressed with dictionary ``prefix``, in chunks."""
         other = _Codec(self.codec.level, self.codec.threads, prefix)
-        step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
+        step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # number of rows decoded at a time
         for first in range(0, len(rows), step):
             yield other.decode(rows[first : first + step], self.value_bytes)
 
@@ -270,7 +269,7 @@ class _Codec:
         _zstandard()
         self.level, self.threads, self.prefix = level, threads, b""
         self._dictionary: Any = None
-        # Idle objects, each used by one thread at a time: creating one takes longer than decoding a frame.
+        # Idle objects, used by one thread at a time: creating one takes longer than decoding a frame.
         self._compressors: list[Any] = []
         self._decompressors: list[Any] = []
         self.begin(prefix)
@@ -310,7 +309,7 @@ class _Codec:
         values: Array = np.empty((len(rows), size), np.uint8)
 
         def decode_part(first: int, stop: int) -> None:
-            # One call for all rows, written in place, is 3 times faster than one call per row and acquires the GIL
+            # One call for all rows, in place, is 3 times faster than one call per row and acquires the GIL
             # once.
             joined = b"".join(rows[first:stop])
             with (

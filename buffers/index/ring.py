@@ -13,7 +13,7 @@ from flatroll.layout.checks import whole_number
 
 Array = NDArray[Any]
 
-_MOST = 2**63 - 2**48  # row numbers stay below this: sums with a capacity do not overflow
+_MOST = 2**63 - 2**48  # row numbers stay below this, so that adding a capacity does not overflow
 _EMPTY = (
     "cannot sample from an empty buffer: extend it with a batch first (steps that wait in a step writer: "
     "writer.flush() stores them)"
@@ -34,7 +34,7 @@ class Follow:
     patch: Tensor
 
 
-@dataclass(slots=True)  # not frozen: created for every sample, and freezing costs 2 µs
+@dataclass(slots=True)  # not frozen: one is created for every sample, and freezing costs 2 µs
 class Draw:
     """The rows that a sampler drew. A sampler of single rows sets ``slots``, ``follow`` and ``version``.
 
@@ -95,7 +95,7 @@ class Ring:
     tensor([1, 0])
     """
 
-    #: Rows that a collector holds back until their trajectories end, for the error of an empty buffer.
+    #: Number of rows that a collector holds back until their trajectories end; for the error of an empty buffer.
     waiting = 0
     #: Whether row r is in slot r modulo the capacity.
     in_order = True
@@ -104,20 +104,20 @@ class Ring:
     def __init__(self, capacity: int, first: int = 0) -> None:
         whole_number("capacity", capacity)
         self.capacity = capacity
-        # One record, so that it can be in shared memory and be changed by kernels.
+        # A single record, so that it can be in shared memory and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
         self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
-        # Other processes may write the counters. Read head first, since it moves first: a head read after written may
-        # exceed it.
+        # Another process may move the counters meanwhile. Read head first: if it were read after written, it
+        # could exceed it.
         head = self.head
         return min(self.written - head, self.capacity)
 
     @property
     def used(self) -> int:
         """Number of slots written so far, counted from slot 0; no stored row lies beyond them."""
-        head = self.head  # read before written, as in __len__: the difference could be negative
+        head = self.head  # read before written, as in __len__, or the difference could be negative
         # head // capacity * capacity is the row in slot 0 when the oldest row was written.
         return min(self.written - head // self.capacity * self.capacity, self.capacity)
 
@@ -143,14 +143,14 @@ class Ring:
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
-        # Afterwards head ... written + rows - 1 are at most capacity numbers, one per slot.
+        # Afterwards head ... written + rows - 1 are at most capacity numbers, one for each slot.
         written = self.written
         self._state["head"] = max(self.head, written + rows - self.capacity)
         return written
 
     def publish(self, rows: int) -> None:
         """Make the next ``rows`` rows, claimed and copied before, readable."""
-        # After the columns were copied: readers look at this number.
+        # Only now, after the columns were copied: readers check this counter.
         self._state["written"] += rows
 
     def snapshot(self) -> tuple[tuple[int, int], int]:
@@ -171,7 +171,7 @@ class Ring:
         >>> slots, ring.unchanged_since(Draw(slots, version=version))  # a buffer draws again then
         (tensor([0, 3]), False)
         """
-        version = self.version  # before reading written, which is never below this head
+        version = self.version  # read before written, which is never below this head
         rows = min(self.written - version[0], self.capacity)
         if rows <= 0:
             raise self._empty()
@@ -211,7 +211,7 @@ class Ring:
 
     def numbers(self, slots: Tensor, head: int) -> Tensor:
         """Return the numbers (int64 ``[N]``) of the rows in ``slots`` when ``head`` was the oldest row."""
-        # The number in head ... head + capacity - 1 that equals slot modulo capacity.
+        # The number from head ... head + capacity - 1 that equals the slot modulo the capacity.
         return (slots - head).remainder_(self.capacity).add_(head)
 
     def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
@@ -220,7 +220,7 @@ class Ring:
         Raises:
             RuntimeError: nothing is stored.
         """
-        version = self.version  # read first: other processes may write meanwhile
+        version = self.version  # read first, because other processes may write meanwhile
         head, written = version[0], self.written
         if written <= head:
             raise self._empty()
@@ -256,7 +256,7 @@ class Ring:
         head, drawn_head = self.head, draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
-        # Rows from head on are still in their slots; smaller numbers were dropped since the draw.
+        # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
         read = draw.slots if draw.chosen is None else torch.cat([draw.slots, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
@@ -298,12 +298,12 @@ class Ring:
         """Move the counters into ``memory`` (uint8), which other processes share."""
         before = self._state
         self.adopt(memory)
-        for name in ("head", "taken", "written"):  # a row is not readable before its number is
+        for name in ("head", "taken", "written"):  # written last: it makes rows readable
             self._state[name] = before[name]
 
     def adopt(self, memory: Array) -> None:
         """Use the counters that ``memory`` (uint8) already holds."""
-        # A view: the memory is the caller's, often a mapped file.
+        # A view of the caller's memory, often a mapped file.
         self._state = memory[: self._dtype.itemsize].view(self._dtype)
 
     def follow(self, slots: Tensor) -> Follow | None:

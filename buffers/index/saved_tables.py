@@ -54,7 +54,7 @@ def check_heap(
     distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and bool((np.diff(numbers) > 0).all()))
     if not distinct or bool((number[free] != gone).any()) or bool((rows >= used).any()):
         raise damaged(f"its slots do not hold the {live} rows that it counts")
-    # The parent of entry i of the heap is entry (i - 1) // 2, which must be dropped before it.
+    # In a heap, the parent of entry i is entry (i - 1) // 2; it must be dropped first.
     above, below = rows[(np.arange(1, live) - 1) // 2], rows[1:]
     tie = (rank[above] == rank[below]) & (number[above] > number[below])
     if bool(np.isnan(rank[rows]).any()) or not bool((tie | (rank[above] < rank[below])).all()):
@@ -71,7 +71,7 @@ def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: 
         )
     if saved is not None:
         try:
-            torch.Generator().set_state(saved)  # a scratch generator
+            torch.Generator().set_state(saved)  # a scratch generator, only to check the state
         except (RuntimeError, TypeError) as error:
             raise damaged(f"its generator cannot be restored ({error})") from None
 
@@ -110,7 +110,7 @@ class SavedFragments(NamedTuple):
             raise damaged(
                 f"fragments {begin} ... {end - 1} of {used} trajectories are more than its tables hold"
             )
-        # Fragment n is at n modulo the table's length, a power of two.
+        # Fragment n is at index n modulo the table's length, a power of two.
         live = table[np.arange(begin, end) & (size - 1)]
         firsts, chain, pool = (live[name].astype(np.int64) for name in ("first", "chain", "pool"))
         # The oldest row is in the first fragment; the others follow in ascending order.
@@ -138,7 +138,7 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     is_free[chain] = False
     order, at = list[int](), first - 1
     while 0 <= at < used and is_free[at]:
-        is_free[at] = False  # each once: a cycle would never end
+        is_free[at] = False  # clear the flag, so that a cycle ends the loop
         order.append(at)
         at = int(following[at]) - 1
     if at != -1 or is_free.any():

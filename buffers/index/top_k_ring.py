@@ -10,7 +10,7 @@ from typing_extensions import override
 from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.saved_tables import check_heap, check_table, damaged
 
-_GONE = np.iinfo(np.int64).max  # the number of a slot that holds no row
+_GONE = np.iinfo(np.int64).max  # number of a slot without a row
 
 
 class RankedRing(Ring):
@@ -43,20 +43,21 @@ class RankedRing(Ring):
         self._rank: Array = np.zeros(capacity)
         self._number: Array = np.full(capacity, _GONE)
         self._chosen: tuple[int, Array, Array] = (0, self._rank[:0], self._number[:0])
-        # (rows ever offered, rows stored) and the stored rows' slots by age, sorted on demand
+        # (rows ever offered, rows stored) when the order was computed, and the stored slots by age
         self._by_age: tuple[tuple[int, int], Tensor] = ((-1, 0), torch.zeros(0, dtype=torch.int64))
 
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Choose rows to keep by ``ranks`` (float64 ``[N]``, no NaN); return them and their slots, int64."""
-        from flatroll.kernels.trees.heap import make_room  # numba: 0.3 s, only where rows are ranked
+        # Numba takes 0.3 s to import, so only where rows are ranked.
+        from flatroll.kernels.trees.heap import make_room
 
         offered = ranks.numpy(force=True)
-        # Best first, of equal ranks the earlier one: keep the first `room`.
+        # Sort best first, earlier rows first among equal ranks, and keep the first `room`.
         best = np.argsort(-offered, kind="stable")
         room = make_room(self._state, self._heap, self._rank, self._number, offered[best], _GONE)
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
-        # After the rows that stay, the heap lists the free slots.
+        # The heap lists the free slots after the stored rows.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
 
@@ -91,7 +92,7 @@ class RankedRing(Ring):
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
         # `version` is not needed: this ring belongs to one process, and its buffer locks it.
         self._check_ranks(ranks, len(self))
-        # The order is constant between writes; a write that only dropped rows changes the second number.
+        # The order only changes with writes; a write that only dropped rows changes the second number.
         version = self.written, len(self)
         if self._by_age[0] != version:
             slots = self._heap[: len(self)]
@@ -141,4 +142,4 @@ class RankedRing(Ring):
         check_heap(live, used, written, _GONE, *tables)
         for name, table in zip(self._TABLES, state["ranked"], strict=True):
             getattr(self, name)[:] = table
-        self._by_age = (-1, 0), self._by_age[1]  # sorted anew when asked for
+        self._by_age = (-1, 0), self._by_age[1]  # invalid, so that it is sorted anew

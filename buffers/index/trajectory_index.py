@@ -20,7 +20,7 @@ from flatroll.layout.checks import one_of, whole_number
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
 Compare: TypeAlias = tuple[Array, Array, int, bool]
-Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
+Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start, strict, span
 
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
 Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
@@ -171,7 +171,7 @@ class TrajectoryIndex(Ring):
 
     def tail_entries(self, chains: Array) -> Array:
         """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
-        # Fragment n is at n modulo the table's length, a power of two.
+        # Fragment n is at index n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
         return np.asarray(self._fragments["pool"][numbers], np.int64)
 
@@ -244,7 +244,7 @@ class TrajectoryIndex(Ring):
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
             raise self.too_short(length)
-        # Two random numbers per slice: one selects the trajectory by weight, the other the start within it.
+        # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", *span
         return self._make_slices(_kernels().drawing.draw, arguments, count, count * length, follow)
@@ -321,8 +321,8 @@ class TrajectoryIndex(Ring):
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-        begin[rows < (length if strict else 1)] = -1  # no slice of this trajectory
-        # By start, a trajectory gives full slices and a shorter one at either end.
+        begin[rows < (length if strict else 1)] = -1  # too short for a slice
+        # By start, a trajectory yields its full slices and one shorter slice at each end.
         most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -354,7 +354,7 @@ class TrajectoryIndex(Ring):
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
         """Return the slots (int64) of rows at which a slice of ``length`` rows can start only since the rows
         from number ``first`` on were written. With the oldest row as ``first``, these are all starts."""
-        if not len(self):  # no fragments before the first write, or during a write of all rows
+        if not len(self):  # no fragments exist before the first write, or during a write of all rows
             return NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -365,7 +365,7 @@ class TrajectoryIndex(Ring):
         """Return first slots (int64) of the trajectories that have fewer than ``length`` rows, but some, since the ring
         dropped the rows from number ``head`` on; possibly also of trajectories that were shorter before."""
         claimed, count = self._claimed
-        # Only trajectories that claim has just shortened, if it dropped the rows from head on; else all.
+        # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -387,7 +387,7 @@ class TrajectoryIndex(Ring):
     @override
     def unchanged_since(self, draw: Draw) -> bool:
         state, (drawn_head, drawn_taken) = self._state[0], draw.version
-        # A released pool entry may hold another row's observation once entries are taken again.
+        # A released pool entry may be reused for another row's observation.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
             if in_pool or draw.ahead is not None or draw.chosen is not None:
@@ -434,7 +434,7 @@ class TrajectoryIndex(Ring):
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
         records = self._chains[chains]
         slots, count = np.empty(len(chains), np.int64), len(chains)
-        # One row each: from its offset in the chain to its place in the result.
+        # One row each: from its offset in the chain to its position in the result.
         stretches = (
             records["last"],
             records["dropped"] + positions,
@@ -487,7 +487,7 @@ class TrajectoryIndex(Ring):
         chosen = chosen[np.argsort(chains["last"][chosen])]  # in writing order
         rows = length[chosen]
         slots = np.empty(rows.sum(), np.int64)
-        # From each one's first stored row, to the position after the rows of the previous ones.
+        # From the first stored row of each, at the position after the rows of the previous ones.
         stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
         tables = self._state, self.capacity, self._fragments
         _kernels().drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
@@ -553,7 +553,7 @@ class TrajectoryIndex(Ring):
         state = self._state[0]
         live = int(state["end"] - state["first"])
         if live + fragments > len(self._fragments):
-            numbers = np.arange(state["first"], state["end"])  # number n is at n modulo the length
+            numbers = np.arange(state["first"], state["end"])  # number n is at index n modulo the length
             larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
             larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
             self._fragments = larger
@@ -561,7 +561,7 @@ class TrajectoryIndex(Ring):
             larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
-            self._weights.clear()  # as long as the table; the next draw makes new ones
+            self._weights.clear()  # they are as long as the table; the next draw computes new ones
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)

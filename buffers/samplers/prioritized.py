@@ -95,7 +95,7 @@ class PrioritizedSampler(RandomSampler):
         # The ring's counters at the last update: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
-        self._fresh: Tensor | None = None  # max_policy_lag: the slots that weights were left to
+        self._fresh: Tensor | None = None  # with max_policy_lag: the slots that still have weights
 
     @property
     def alpha(self) -> float:
@@ -132,13 +132,13 @@ class PrioritizedSampler(RandomSampler):
         """Priority that the next new row will get."""
         return self.priorities.top(self._written - self._head)
 
-    # -- in step with the ring ---------------------------------------------------------------------------------
+    # -- following the ring ------------------------------------------------------------------------------------
 
     @override
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
         self._catch_up(ring)
 
-    # Exclude rows about to be overwritten; give entered rows their priority.
+    # Exclude the rows about to be overwritten, and give new rows their priority.
     entered = claimed
 
     @override
@@ -149,7 +149,7 @@ class PrioritizedSampler(RandomSampler):
         self._head = self._written = 0
 
     state_key = "priority"
-    #: Whether every stored row may be drawn; if not, `_allow_starts` decides.
+    #: Whether every stored row may be drawn; otherwise `_allow_starts` decides.
     _every_row = True
 
     def _allow_starts(self, ring: Ring, first: int | None) -> None:
@@ -170,12 +170,12 @@ class PrioritizedSampler(RandomSampler):
             self._start_over(ring)
             return
         self._changing = True
-        for slots in _stretches(self._head, head, ring.capacity):  # rows dropped
+        for slots in _stretches(self._head, head, ring.capacity):  # dropped rows
             self.priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
             self._allow_starts(ring, None)
         default = self.priorities.top(self._written - head)
-        for slots in _stretches(self._written, written, ring.capacity):  # rows written
+        for slots in _stretches(self._written, written, ring.capacity):  # new rows
             self.priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._allow_starts(ring, self._written)
@@ -187,7 +187,7 @@ class PrioritizedSampler(RandomSampler):
         self._changing = True
         self._fresh = None
         head, written, priorities = ring.head, ring.written, self.priorities
-        # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
+        # Rows head ... known - 1 already have a priority; rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
         default = priorities.top(known - head)
@@ -222,7 +222,7 @@ class PrioritizedSampler(RandomSampler):
         ring.check_not_empty()
         priorities, tree = self.priorities, self.priorities.tree
         if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
-            # The list has changed since the last draw: rows that became too old get no weight.
+            # The list has changed since the last draw: rows that became too old lose their weight.
             stale = priorities.drawable.copy()
             stale[fresh.numpy()] = False
             slots_out = stale.nonzero()[0]
@@ -234,7 +234,7 @@ class PrioritizedSampler(RandomSampler):
                 "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
                 f"{type(self).__name__} eps=1e-8"
             )
-        # A uniform number times the total weight falls into one slot's interval; the tree finds the slot.
+        # A uniform number times the total weight falls into the interval of one slot, which the tree finds.
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
         slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
@@ -265,7 +265,7 @@ class PrioritizedSampler(RandomSampler):
             raise ValueError(f"generation must have {len(index)} entries, as index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
-        # The kernel moves the slots whose rows are still stored, and their priorities, to the front of both arrays.
+        # The kernel moves the slots whose rows are still stored to the front, along with their priorities.
         stored, new = index.copy(), values.to(self.dtype, copy=True).numpy()
         count, outside, bad = self.priorities.kernels.standing(
             ring.head, ring.written, ring.capacity, most, stored, new, generations
@@ -326,7 +326,7 @@ class PrioritizedSampler(RandomSampler):
         super().load_state_dict(state)
         priority = state["priority"].detach()
         self._check_fits(priority)
-        self._changing = True  # weights are recomputed at the next use, when the ring exists
+        self._changing = True  # weights are recomputed at the next use, once the ring exists
         self._beta, self.priorities.alpha, self.priorities.eps = state["beta"], state["alpha"], state["eps"]
         self.priorities.values[: len(priority)] = priority.numpy(force=True)
         self.priorities.ever = state["highest"]
@@ -426,11 +426,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
         )
-        self._least: int | None = None  # rows that must be stored from a start on
+        self._least: int | None = None  # minimum number of stored rows from a start on
 
     @override
     def _allow_starts(self, ring: Ring, first: int | None) -> None:
-        # Only rows that can start a slice are drawable. A write changes few of them, which the index lists.
+        # Only rows at which a slice can start are drawable. A write changes few of them, and the index lists those.
         if self._least is None or not isinstance(ring, TrajectoryIndex):
             return
         if first is not None:
@@ -447,7 +447,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """
         index, length = indexed(ring, self), self._length(batch_size)
         least = length - spans(self.span, length)[1]
-        if least != self._least:  # different starts: search all again
+        if least != self._least:  # other starts: search all again
             self._least, self._changing = least, True
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
@@ -488,17 +488,18 @@ class Priorities:
     def __init__(
         self, capacity: int, alpha: float, eps: float, dtype: torch.dtype, within_buffer: bool
     ) -> None:
-        from flatroll.kernels.trees.sum_tree import SumTree  # numba: 0.3 s, only where priorities are kept
+        # Numba takes 0.3 s to import, so only where priorities are kept.
+        from flatroll.kernels.trees.sum_tree import SumTree
 
         one_of("dtype", dtype, _DTYPES)
         self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
-        # The highest priority of each block of 256 slots, so that a change only rescans its blocks.
+        # The highest priority of each block of 256 slots, so that an update only rescans its own blocks.
         blocks = -(-capacity // _BLOCK)  # rounded up
         self.values: Array = np.zeros(blocks * _BLOCK, _DTYPES[dtype])
         self._highest: Array = np.zeros(blocks, _DTYPES[dtype])
         self.drawable: Array = np.zeros(capacity, np.bool_)
-        self._used = alpha  # the exponent of the weights in the tree
+        self._used = alpha  # the exponent of the weights now in the tree
         self.ever = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -547,7 +548,7 @@ class Priorities:
         self.values[slots] = priority
         self.drawable[slots] = drawable
         weight = 0.0
-        if drawable:  # of the stored priority, possibly rounded to float32
+        if drawable:  # from the stored priority, which may be rounded to float32
             rounded = float(self.values.dtype.type(priority))
             weight = self.kernels.weight(rounded, self.eps, self._used)
         self.tree.fill(slots.start, slots.stop - slots.start, weight)
@@ -604,8 +605,8 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
             f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
         )
     values = values.flatten(1)
-    # The reduction could hide them: the maximum of 1 and -2 is 1.
-    if not values.min() >= 0:  # nor is NaN
+    # Before the reduction, which could hide them: the maximum of 1 and -2 is 1.
+    if not values.min() >= 0:  # written so that NaN fails, too
         row = int((~(values >= 0)).any(1).nonzero()[0])
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be at least 0")
     reduced = getattr(values, reduction)(1)
@@ -633,6 +634,6 @@ def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
 def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
     """Return the slots of at most ``capacity`` rows ``first ... stop - 1``, as one or two ranges."""
     count, slot = stop - first, first % capacity
-    if slot + count > capacity:  # around the end of the ring
+    if slot + count > capacity:  # beyond the end of the ring
         return [slice(slot, capacity), slice(0, slot + count - capacity)]
     return [slice(slot, slot + count)] if count else []

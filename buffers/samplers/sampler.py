@@ -17,7 +17,7 @@ from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, POLICY_VERSION, TRAJ_IDS, NestedKey, require
 
-#: Entries that mark runs; a batch with one of them holds trajectories.
+#: Entries that mark runs; a batch with any of them holds trajectories.
 _MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
 _TRIES = 4  # rejection draws before all stored rows are searched
 _MOST = 10_000  # slices drawn per requested one before giving up
@@ -46,9 +46,9 @@ class Freshness:
         self.max_lag = whole_number("max_policy_lag", max_lag, 0)
         self.newest = -1
         self.storage: StoredColumns | None = None
-        self._seen = 0  # rows below this number were searched for the newest version
+        self._seen = 0  # rows below this number have been searched for the newest version
         self._fresh: tuple[tuple[int, int, int], Tensor] | None = (
-            None  # key of the cached list, and fresh slots
+            None  # key of the cached list, and its fresh slots
         )
 
     def tell(self, version: int) -> None:
@@ -71,11 +71,11 @@ class Freshness:
         """Scan the rows written since the last call; return the lowest fresh version."""
         ring.check_not_empty()
         first, written = max(self._seen, ring.head), ring.written
-        if written < self._seen:  # a state was loaded
+        if written < self._seen:  # a state has been loaded meanwhile
             self.newest, first = -1, ring.head
         if written > first:
             stored = ring.stored()
-            # The newest rows; a selecting writer numbers rows differently.
+            # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
             new = stored[len(stored) - (written - first) :] if written - first < len(stored) else stored
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
@@ -87,7 +87,7 @@ class Freshness:
         firsts, lasts = draw.firsts, draw.lasts
         assert firsts is not None and lasts is not None
         stale = torch.cat([torch.zeros(1, dtype=torch.int64), (self.versions(draw.slots) < least).cumsum(0)])
-        kept = stale[lasts + 1] == stale[firsts]  # stale[i]: stale rows before row i of the draw
+        kept = stale[lasts + 1] == stale[firsts]  # stale[i]: number of stale rows before row i of the draw
         return draw.slots[firsts[kept]], (lasts - firsts + 1)[kept]
 
     def stored(self, ring: Ring) -> Tensor:
@@ -102,7 +102,7 @@ class Freshness:
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
-        version = ring.version  # read first: other processes may write meanwhile
+        version = ring.version  # read first, because other processes may write meanwhile
         least, kept, missing = self.look(ring), list[Tensor](), count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
@@ -110,7 +110,7 @@ class Freshness:
             missing -= len(kept[-1])
             if not missing:
                 break
-        else:  # few rows are fresh: draw the rest from a list of them
+        else:  # few rows are fresh: list them, and draw the rest from the list
             slots = self.stored(ring)
             kept.append(slots[torch.randint(len(slots), (missing,), generator=generator)])
         return Draw(torch.cat(kept), version=version)
@@ -132,7 +132,7 @@ class Freshness:
         """
         least, found, drawn, ask = self.look(ring), 0, 0, count
         starts, lengths = list[Tensor](), list[Tensor]()
-        self.stored(ring)  # an error if no row is fresh
+        self.stored(ring)  # raises if no row is fresh
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
@@ -143,7 +143,7 @@ class Freshness:
             starts.append(start)
             lengths.append(rows)
             found, drawn = found + len(start), drawn + ask
-            # Twice the expected number, but at most 65,536 at once.
+            # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
@@ -212,7 +212,7 @@ class Sampler(Facts, ABC):
     stateful: bool = False
     follows_writes: bool = False
     needs_index: bool = False
-    freshness: Freshness | None = None  # for the option max_policy_lag
+    freshness: Freshness | None = None  # set by the option max_policy_lag
     state_key: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:

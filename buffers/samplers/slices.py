@@ -85,7 +85,7 @@ class SliceSampler(Sampler):
     [True, False, False, True, False, False]
     """
 
-    _not_at = ""  # reason why slices of this sampler cannot begin at marked rows
+    _not_at = ""  # why slices of this sampler cannot begin at marked rows; empty if they can
 
     _shown: ClassVar[tuple[str, ...]] = (
         "num_slices",
@@ -156,7 +156,7 @@ class SliceSampler(Sampler):
         self.pad_output = pad_output
         self.init_key = init_key
         self.by: By = by
-        self._flags: list[NestedKey] = []  # done, terminated and truncated have a common parent
+        self._flags: list[NestedKey] = []  # done, terminated and truncated, which have a common parent
         if truncated_key is not None:
             *path, _ = as_tuple(truncated_key)
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
@@ -189,7 +189,7 @@ class SliceSampler(Sampler):
                 require(batch, self.start_key)
             why_not = self._not_at or ("span asks for others" if any(self.span) else "")
             if batch.get(self.start_key, None) is not None:
-                marker(batch, self.start_key)  # TypeError unless bool
+                marker(batch, self.start_key)  # raises TypeError unless bool
                 if why_not:
                     raise ValueError(
                         f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
@@ -234,7 +234,7 @@ class SliceSampler(Sampler):
             marks = self._storage.columns.get(self.start_key)
         way: dict[str, Any] = {"by": self.by, "strict": self.strict_length, "generator": generator}
         draw_slices: Callable[..., Draw]
-        if isinstance(marks, TensorColumn):  # of the rows at which slices may begin, bool [capacity]
+        if isinstance(marks, TensorColumn):  # bool [capacity], True for rows at which slices may begin
             marked = marks.data.view(-1).numpy(force=True)
             draw_slices = partial(_draw_marked, index, marked)
         else:
@@ -273,7 +273,7 @@ class SliceSampler(Sampler):
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
             if init is not None:
-                init.view(rows).logical_and_(columns[MASK])  # a repeated first row is not a start
+                init.view(rows).logical_and_(columns[MASK])  # a first row repeated as padding is not a start
 
 
 def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
@@ -345,7 +345,7 @@ def _mark(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None
     if any(flag is not None and not flag.is_cpu for flag in flags):
         _mark_on_device(flags, firsts, lasts)
         return
-    from flatroll.kernels.slices.drawing import mark  # numba; five times faster than the torch form
+    from flatroll.kernels.slices.drawing import mark  # needs numba; five times faster than in torch
 
     mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
 
@@ -358,7 +358,7 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
     if done is not None and terminated is not None and truncated is not None:
         ends = lasts.to(done.device)
         done.index_fill_(0, ends, True)
-        # for bools, a <= b means "not a, or b"
+        # a <= b of bools is "not a, or b"
         final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
         truncated.index_copy_(0, ends, final.le(cut))
 
@@ -375,7 +375,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
     """
     parts, slices, drawn = [first], len(bounds(first)[0]), len(first.slots)
     while drawn < rows:
-        # The number of slices that hold the missing rows at the mean length so far, plus an eighth as a margin.
+        # As many slices as hold the missing rows at the mean length so far, plus an eighth as a margin.
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
         slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)

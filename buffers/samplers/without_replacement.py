@@ -24,8 +24,8 @@ class PassSampler(Sampler):
     state_key = "pass"
     drop_last: bool
     _left: Tensor | None = None  # remainder of the pass, [..., n]; None: the next draw begins a new pass
-    _key: tuple[int, ...] = ()  # key of the current order
-    _form: tuple[int, ...] = ()  # shape of the remainder except the last dimension
+    _key: tuple[int, ...] = ()  # what the current order depends on
+    _form: tuple[int, ...] = ()  # shape of the remainder without the last dim
 
     def _take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
         """Return the next ``count`` rows or slices, fewer at the end of the pass.
@@ -124,7 +124,7 @@ class SamplerWithoutReplacement(PassSampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Return the next rows of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
-        version = ring.version  # first: other processes may write meanwhile
+        version = ring.version  # read first, because other processes may write meanwhile
         ring.check_not_empty()
 
         def begin() -> Tensor:
@@ -137,7 +137,7 @@ class SamplerWithoutReplacement(PassSampler):
         slots = self._take(key, batch_size, begin, "rows")
         draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
         if not self.shuffle:
-            # Slices end where the next row was not written directly after, as with selecting writers.
+            # Slices end where the next row was not written directly after the row, as happens with selecting writers.
             numbers = ring.numbers(slots, ring.head)
             breaks = (numbers.diff() != 1).nonzero()[:, 0]
             draw.firsts = torch.cat([torch.tensor([0]), breaks + 1])
@@ -252,7 +252,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
             return slices
 
-        # Any write changes one of the two counters; slices of the old pass may then be overwritten.
+        # Any write changes one of these counters, and may overwrite slices of the old pass.
         key: tuple[int, ...] = (index.head, index.written, length)
         if self.freshness is not None:
             key = (*key, self.freshness.look(index))
@@ -264,10 +264,10 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         if not self._fills:
             return pad_slices(draw, length, ring) if self.pad_output else draw
         if len(draw.slots) > batch_size:
-            if self._left is not None:  # continue with the rest of the cut slice
+            if self._left is not None:  # continue with the rest of a slice that was cut
                 self._left[0, 0] = draw.slots[batch_size]
             return cut(draw, batch_size)
-        return draw  # fewer rows only at the end of the pass
+        return draw  # short only at the end of a pass
 
     @property
     def _fills(self) -> bool:
@@ -276,17 +276,17 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
 
     @override
     def _amount(self, left: Tensor, count: int) -> int:
-        # A slice has at least one row, so at most ``count`` slices need to be counted.
+        # A slice has at least one row, so it suffices to count the first ``count`` slices.
         return int(left[1, :count].sum()) if self._fills else left.shape[-1]
 
     @override
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if not self._fills:
             return super()._split(left, count)
-        ends = left[1, :count].cumsum(0)  # rows up to and including each slice
-        last = int(torch.searchsorted(ends, count))  # the slice that has row number ``count - 1``
+        ends = left[1, :count].cumsum(0)  # cumulative number of rows
+        last = int(torch.searchsorted(ends, count))  # the slice that contains row number ``count - 1``
         taken, beyond = left[:, : last + 1].clone(), int(ends[min(last, len(ends) - 1)]) - count
         if beyond <= 0:
             return taken, left[:, last + 1 :]
-        left[1, last] = beyond  # its other rows stay; where they begin is known when its rows are listed
+        left[1, last] = beyond  # its other rows remain; their start is computed when rows are listed
         return taken, left[:, last:]

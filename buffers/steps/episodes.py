@@ -22,7 +22,7 @@ from flatroll.layout.keys import (
     next_key,
 )
 
-_CACHED = 2**18  # bytes of observations compared at a time, so that they stay in the cache
+_CACHED = 2**18  # bytes of observations compared at a time, so that they fit into the cache
 Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
 
 
@@ -42,7 +42,7 @@ class Episodes:
     def __init__(self, num_envs: int, writer: int, first: int = 0) -> None:
         self.num_envs = num_envs
         self.fresh: Array = np.ones(num_envs, np.bool_)
-        # Adding E gives the next episode's id; the first row of each episode adds it, also of the very first one.
+        # Ids grow by E per episode. The first row of each episode adds E, even in the very first episode.
         self.ids: Array = np.arange(num_envs) + (writer << 40) + (first - 1) * num_envs
         self._warned: set[str] = set()
         self.begin((), ())
@@ -56,7 +56,8 @@ class Episodes:
         self._given = frozenset(given)
         self._pairs = [(key, next_key(key)) for key in keys]
         self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
-        self._before: dict[NestedKey, Array] = {}  # compared values of the row before the first waiting one
+        # The compared values of the last row before the waiting ones.
+        self._before: dict[NestedKey, Array] = {}
         self._ends = [key for key in (TERMINATED, TRUNCATED, DONE) if key in self._given]
 
     def check(self, given: Staged, row: int) -> bool:
@@ -69,7 +70,7 @@ class Episodes:
             done, *kinds = (given[key].rows[:, row] for key in reversed(self._ends))
             either = np.logical_or.reduce(kinds) | (
                 done & (len(kinds) < 2)
-            )  # otherwise it determines the missing one
+            )  # otherwise the other flag determines it
             if (done != either).any():
                 raise ValueError(
                     f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
@@ -115,7 +116,7 @@ class Episodes:
     def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
         """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
-        begin = 0 if first or self._before else 1  # the very first row continues none
+        begin = 0 if first or self._before else 1  # the very first row continues no other
         fresh, same = fresh[:, begin:], None
         inside = ~fresh
         for key, later in list(self._pairs):
@@ -123,12 +124,12 @@ class Episodes:
             if key not in self._trusted:
                 if not inside.any():
                     continue
-                at = int(inside.any(0).argmax())  # the first step with a difference
+                at = int(inside.any(0).argmax())  # the first step with a row that does not begin an episode
                 if not (agrees & inside)[:, at].any():
-                    self._pairs.remove((key, later))  # differs from the next row's value
+                    self._pairs.remove((key, later))  # its next values are not the values of the next rows
                     continue
                 self._trusted.add(key)
-                agrees[:, :at] = False  # before it only episodes begin
+                agrees[:, :at] = False  # in earlier steps every row begins an episode
             same = agrees if same is None else same & agrees
         if same is not None:
             self._warn_of(same & fresh, ~same & inside)

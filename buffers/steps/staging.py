@@ -13,7 +13,8 @@ from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
-_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8  # maximum window, unless the caller sets it
+# Maximum window by default, in steps and in rows; minimum in steps.
+_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8
 
 
 class StagedColumn:
@@ -39,7 +40,7 @@ class StagedColumn:
         self.key, self.dtype = key, dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
         self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
-        # NumPy writes small arrays much faster than torch; dtypes that it lacks are written as bits.
+        # NumPy writes small arrays much faster than torch. Dtypes that it lacks are written as integers.
         self._word = None
         try:
             self.rows: Array = self.data.numpy()

@@ -41,7 +41,7 @@ class StepPositions:
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
         self.ring: Ring | None = None
-        # Per window: its first step, its first row number in the ring, its number of steps; ``count`` are in use.
+        # For each window in use: its first step, its first row number in the ring, its number of steps.
         self._table: Array = np.zeros((3, 16), np.int64)
         self._count = 0
 
@@ -201,7 +201,7 @@ class StepCopies:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        pooled = self._of[1]  # its columns may have grown and moved
+        pooled = self._of[1]  # read here, because the pool's columns may grow and move
         entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX

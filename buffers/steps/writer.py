@@ -42,7 +42,7 @@ from flatroll.layout.tensordict_seam import nest
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
-Names: TypeAlias = tuple[NestedKey, ...] | None  # entries; None for all
+Names: TypeAlias = tuple[NestedKey, ...] | None  # names of entries; None for all
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
 
 
@@ -80,7 +80,7 @@ class StepWriter:
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
-        # A copy: a list would keep views of the arrays' memory.
+        # Make a copy: a list would keep views of the arrays' memory.
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
                 "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
@@ -103,7 +103,7 @@ class StepWriter:
         self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
         self._marked = 0  # waiting steps whose markers are filled in
-        self._begun = False  # whether there is a previous row to check a step against
+        self._begun = False  # whether there is a previous row that a step can be checked against
         self._episodes.begin((), ())
         self._lock = threading.Lock()
 
@@ -145,7 +145,7 @@ class StepWriter:
                     raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
                 if missing := [key for key in given if key not in values]:
                     raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
-            for key, column in given.items():  # the row of a step that fails half-way is not read
+            for key, column in given.items():  # if a step fails half-way, its row is not read
                 column.put(row, values[key])
             if self._episodes.check(given, row):
                 self._mark(row + 1)
@@ -181,7 +181,7 @@ class StepWriter:
         self._episodes.begin(given, compared_keys(kinds, ()))
         storage = self.buffer.storage
         if storage.columns and not any(map(changes_stored, self.buffer.transforms)):
-            # Raise now, not when the window is full, if the step does not match the stored rows.
+            # Raise now, and not when the window is full, if the step does not match the stored rows.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer.write_lock:
                 storage.prepare(nest(blank, self.num_envs), None, self.buffer.markers)
@@ -204,7 +204,7 @@ class StepWriter:
         slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows keep waiting
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
-        # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
+        # The window after a flush is shorter, because windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
         if len(slots) != rows:
             self._positions = StepPositions(self.num_envs)
@@ -344,7 +344,7 @@ class StepWriter:
                     places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
                 try:
                     return self._rows(places)
-                except Overwritten:  # overwritten by another writer: redraw from the rest
+                except Overwritten:  # another writer has overwritten them: redraw from the rest
                     continue
 
     def _rows(self, places: Tensor) -> TensorDict:
@@ -423,7 +423,7 @@ class StepWriter:
         while True:
             with buffer.lock:
                 ring = buffer.ring
-                version = ring.version  # first: other processes may write meanwhile
+                version = ring.version  # read first, because other processes may write meanwhile
                 found = self._positions.find(places, ring, stored, self.window)
                 if found is None:
                     raise Overwritten("another writer has overwritten requested rows")
@@ -435,7 +435,7 @@ class StepWriter:
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
-        if len(at):  # waiting rows were read as arbitrary stored rows: replace them
+        if len(at):  # waiting rows were read as arbitrary stored rows: replace those
             if storage.copies_bytes:
                 self._tail(names).copy_into(columns, at, rows)
             else:

@@ -104,7 +104,7 @@ class ColumnStorage(Storage):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact
         self.known: Known | None = None
-        self._own_keys: frozenset[NestedKey] = frozenset()  # keys of columns from make_column
+        self._own_keys: frozenset[NestedKey] = frozenset()  # keys of the columns made by make_column
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -128,7 +128,7 @@ class ColumnStorage(Storage):
     ) -> dict[NestedKey, Column]:
         """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
         made: dict[NestedKey, Column] = {}
-        if not self.filling:  # what the caller gave stays in its tensors
+        if not self.filling:  # when filling, the caller's tensors become the columns
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
             for option in ("frame_stack", "codec", "sparse"):
@@ -139,7 +139,7 @@ class ColumnStorage(Storage):
                     )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
             self._own_keys = frozenset(made)
-            self.not_compared.update(map(without_next, made))  # they need not give back what they were given
+            self.not_compared.update(map(without_next, made))  # custom columns may change values
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
 
@@ -157,7 +157,7 @@ class ColumnStorage(Storage):
     @override
     def nbytes(self) -> int:
         columns = sum(column.nbytes for column in self.columns.values())
-        pool = {} if self.pool is None else self.pool.entries  # free entries included
+        pool = {} if self.pool is None else self.pool.entries  # with its free entries
         return columns + sum(column.nbytes for column in pool.values())
 
     @property
@@ -195,11 +195,11 @@ class ColumnStorage(Storage):
         source = None
         if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
             source = known.host.find(columns, count)
-        # Most batches are copied by one call and need no other checks.
+        # Most batches are copied by one call and need no further checks.
         usual = source is not None and len(source) == len(columns) == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
-        # Where lanes make the capacity less than max_size, count is a multiple of them too.
+        # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
         skip = 0 if whole or count <= self.max_size else count - self.capacity
         late = None
         if final is not None:
@@ -295,7 +295,7 @@ class ColumnStorage(Storage):
                     f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
                     f"{kept.dtype} {tuple(kept.shape)} since the first extend"
                 )
-        if len(columns) != len(self.columns):  # all are known: fewer, then
+        if len(columns) != len(self.columns):  # all keys are known, so some are missing
             missing = next(key for key in self.columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
 
@@ -309,7 +309,7 @@ class ColumnStorage(Storage):
             written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
             return
-        # Up to the last slot; the rest wraps around to slot 0.
+        # As many as fit before the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
         whole = fit == rows.count
         for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
@@ -339,7 +339,7 @@ class ColumnStorage(Storage):
         compare = NOTHING
         if source is not None and compared.pairs is not None:
             ends: list[Tensor] = []
-            if pool is not None:  # the pool's columns may have grown
+            if pool is not None:  # the pool's columns may have been reallocated
                 ends = [rows.tails[key] for key in compared.order]
                 entries: list[Any] = [pool.entries[key] for key in compared.order]
                 compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
@@ -368,7 +368,7 @@ class ColumnStorage(Storage):
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        # A tensordict may have a subset of the entries.
+        # A tensordict may have only some of the entries.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns, (self.known or self._find_known()).memory)
@@ -377,7 +377,7 @@ class ColumnStorage(Storage):
         )
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
-        # All entries are checked before one is written: an error changes nothing.
+        # Check all entries before writing any: an error changes nothing.
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
@@ -414,9 +414,9 @@ class ColumnStorage(Storage):
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        # First the columns copied by one call, then the others one by one.
+        # First the columns that one call copies, then the others one by one.
         columns: Columns = {} if known.host is None else known.host.take(slots, keys)
-        later: Columns = {}  # next rows of entries that are stored once
+        later: Columns = {}  # next rows of entries that are stored only once
         names = {} if pool is None else pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
         if known.host is not None and follow is not None and pairs:
@@ -428,7 +428,7 @@ class ColumnStorage(Storage):
                 for key, column in self.columns.items()
                 if keys is None or key in keys
             }
-        # Finally the next observations: from the next rows, and from the pool where no row holds them.
+        # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
             for key in pairs:
                 rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
@@ -568,8 +568,9 @@ class ColumnStorage(Storage):
             self.structure, self.known = structure_from_plain(state["structure"]), None
         for key, column in self.columns.items():
             saved = state["columns"][key]
-            # A new column's memory has no other references, and neither have unshared values, so they replace it
-            # without a copy. Only for this class: a subclass may store rows elsewhere, as in a file.
+            # The memory of a new column and of unshared values has no other references, so the values can
+            # replace the column without a copy. Only for TensorColumn itself: a subclass may store rows
+            # elsewhere, for example in a file.
             if new and self.own_column is None and type(column) is TensorColumn:
                 values, own = saved["values"], column.data
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
@@ -592,7 +593,7 @@ class ColumnStorage(Storage):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"known": None}  # a copy has other memory
+        return super().__getstate__() | {"known": None}  # a copy has its own memory
 
 
 def _kind_of(column: Column) -> str:

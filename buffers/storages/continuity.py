@@ -19,9 +19,9 @@ from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, Nest
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
-#: Entries under "next" that describe the step, not the state after it.
+#: Entries under "next" that describe the step and not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-_LATEST = 256  # stored rows to inspect per column
+_LATEST = 256  # maximum number of stored rows compared per column
 
 
 def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
@@ -58,11 +58,11 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     if len(pairs) == len(from_final):
         return pairs
     first = columns[pairs[0]]
-    ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
+    ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs according to the markers alone
     ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
     inside = ~ends[:-1].to(first.device)
-    # Stored once if at least half of the rows inside runs agree with the next row. This holds for observations; a
-    # network's outputs for both, for example, would need a pool entry per row.
+    # Store an entry once if at least half of the rows inside runs agree with the next row. Observations do;
+    # outputs of a network for both, for example, would need a pool entry per row.
     most = int(inside.sum()) // 2
     shared = [
         key
@@ -109,7 +109,7 @@ class Compared(NamedTuple):
     ) -> "Compared":
         """Find them for a storage with columns, the ``plain`` ones in host memory, and its `NextPool`, if any."""
         columns = storage.columns
-        if pool is not None:  # the pairs that are kept once
+        if pool is not None:  # only the pairs that are stored once
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
         keys = compared_keys(columns, storage.not_compared)
         there = [] if plain is None else list(plain.columns)
@@ -223,7 +223,8 @@ class LinkCheck:
     def _rows_before(self, stored: Column, given: Tensor, at: Array) -> Tensor:
         """Values of the rows that the fragments ``at`` continue, ``stored`` or ``given`` in the batch."""
         before = self.before[at]
-        inner = self.fragments.lasts[np.maximum(-2 - before, 0)]  # of stored ones any row, which is replaced
+        # For fragments that continue stored rows, any row: replaced below.
+        inner = self.fragments.lasts[np.maximum(-2 - before, 0)]
         values = take_rows(given, _rows_on(given, inner))
         outer = np.flatnonzero(before >= 0)
         if len(outer):
@@ -243,7 +244,8 @@ class LinkCheck:
         if self.pool is None and len(at):
             now, later = columns[key], columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
-        # In a compact batch rows inside fragments are equal by construction; check where a run continues in the next.
+        # In a compact batch rows inside fragments are equal by construction; check only where a run continues
+        # in the next batch.
         joined = np.flatnonzero(self.fragments.joined)
         if len(joined) and bool(self._find_false(key, joined).any()):
             return False

@@ -32,7 +32,7 @@ def check_memory(
     rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
 ) -> None:
     """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
-    if device.type not in ("cpu", "cuda"):  # others do not say what they have
+    if device.type not in ("cpu", "cuda"):  # other devices do not report free memory
         return
     free = free_memory(device)
     if rows * row_bytes > free:
@@ -80,11 +80,11 @@ def _group_limits(
     """Bytes left in the Linux control groups of this process, where they are limited; cached files count as free."""
     try:
         lines = groups.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
+        if not controllers:  # cgroup version 2
             top, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
@@ -92,10 +92,10 @@ def _group_limits(
         else:
             continue
         folder = top / path.lstrip("/")
-        # The group and all its ancestors: each may have a limit; "max" or a missing file means no limit.
+        # The group and all its ancestors, because each may have a limit; "max" or a missing file means no limit.
         for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
             with suppress(OSError, ValueError):
                 most, used = int((group / limit).read_text()), int((group / usage).read_text())
                 statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-                # The file cache is freed when memory is requested.
+                # The file cache counts as free, because it is released on demand.
                 yield most - used + int(statistics.get(cached, 0))

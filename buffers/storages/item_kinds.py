@@ -61,7 +61,7 @@ def structure_to_plain(structure: Structure | None) -> Any:
     """Return a structure as plain values, for a state."""
     if isinstance(structure, TensorDicts):
         return ["tensordicts", structure.inner]
-    if isinstance(structure, Trees):  # an example tree, as its leaves' numbers
+    if isinstance(structure, Trees):  # as an example tree that contains the numbers of its leaves
         return ["tree", pytree.tree_unflatten(list(range(structure.spec.num_leaves)), structure.spec)]
     return None if structure is None else ["tensors"]
 
@@ -136,7 +136,8 @@ class Trees(Structure):
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
-        # Each leaf's column has its path as key, ("a", "1") for tree["a"][1]; a tree that is one leaf has VALUE.
+        # Each leaf's column has the leaf's path as its key, ("a", "1") for tree["a"][1]. A tree that is a
+        # single leaf has VALUE.
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
         self.keys: list[NestedKey] = []
         for path, _ in paths:
@@ -144,7 +145,7 @@ class Trees(Structure):
                 str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
             )
             self.keys.append(plain_key(names) if names else VALUE)
-        if len(set(self.keys)) != len(self.keys):  # {1: ..., "1": ...}
+        if len(set(self.keys)) != len(self.keys):  # for example {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
 
     @override
@@ -166,7 +167,7 @@ class Trees(Structure):
         return pytree.tree_unflatten([columns[key] for key in self.keys], self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An example tree instead of the spec, whose form may change with torch's version.
+        # As an example tree and not the spec, whose format may change with torch's version.
         return Structure.of, (pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec),)
 
 
@@ -188,7 +189,7 @@ def check_kinds(columns: Columns, own: Spans) -> None:
                 low <= address < high and address < stops[bisect(starts, address) - 1]
             ):  # `Spans.hold`, inlined
                 columns[key] = column.clone()
-            continue  # what nearly all are
+            continue  # the common case
         if column.is_meta:
             raise TypeError(f"{shown(key)} is a meta tensor, which has no values to store")
         if column.layout is not torch.strided:
@@ -250,7 +251,7 @@ def apart(batch: object) -> list[Any]:
     if isinstance(batch, (list, range)):
         return list(batch)
     if isinstance(batch, (TensorDictBase, Tensor)):
-        return list(batch.clone().unbind(0))  # copies: the caller may write into the batch later
+        return list(batch.clone().unbind(0))  # copies, because the caller may write into the batch later
     tree, spec = pytree.tree_flatten(batch)
     columns = [as_tensor(leaf).clone() for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):
@@ -265,7 +266,8 @@ def dense(batch: object) -> Any:
     """Convert a lazy stack to a plain tensordict; return anything else unchanged."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
-    _check_alike(batch.tensordicts)  # else entries that some items lack would be dropped, and dtypes cast
+    # Otherwise entries that only some items have would be dropped, and dtypes cast.
+    _check_alike(batch.tensordicts)
     return batch.contiguous()
 
 
@@ -339,7 +341,7 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
-        # A named tuple's entries are known by their fields' names, too.
+        # The entries of a named tuple can also be selected by field name.
         named = isinstance(batch, tuple) and isinstance(name, str)
         if isinstance(batch, list) and not isinstance(name, int):
             raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")

@@ -55,7 +55,7 @@ class ListStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        fit = min(rows.count, self.max_size - slot)  # the others go on at slot 0
+        fit = min(rows.count, self.max_size - slot)  # the rest wraps around to slot 0
         self._items.extend([None] * (slot + fit - len(self._items)))
         self._items[slot : slot + fit] = rows.items[:fit]
         self._items[: rows.count - fit] = rows.items[fit:]
@@ -69,7 +69,7 @@ class ListStorage(Storage):
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is taken apart
+        several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is split into its items
         items = apart(data) if shape and several else [data]
         if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")

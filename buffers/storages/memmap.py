@@ -33,11 +33,11 @@ from flatroll.buffers.storages.tensors import Encodings
 from flatroll.layout.checks import expect, file_path, flags
 from flatroll.layout.keys import NestedKey, as_tuple
 
-#: Error numbers of reserving space on a disk that has none, and on a file system that cannot reserve.
+#: Errors of reserving space: the disk is full, or the file system cannot reserve.
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-_LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files beside the columns'
-_COUNTER_BYTES = 4096  # of the ring's counters: a page
+_LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files next to those of the columns
+_COUNTER_BYTES = 4096  # size of the ring's counters: one page
 
 
 class LazyMemmapStorage(ColumnStorage):
@@ -117,11 +117,12 @@ class LazyMemmapStorage(ColumnStorage):
         self.scratch_dir = None if scratch_dir is None else file_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
-        self.folder: Path | None = None  # of the files, once they are there
-        self._counters: Array | None = None  # uint8, of the ring, in a file; None before the first extend
-        self._unshareable: str | None = None  # name of the component that other processes cannot see
+        self.folder: Path | None = None  # folder of the files, once they exist
+        # uint8: the ring's counters in a file; None before the first extend.
+        self._counters: Array | None = None
+        self._unshareable: str | None = None  # name of a component that other processes cannot share
         self._has_buffer = False
-        self._large = False  # whether the rows are likely to be on disk only
+        self._large = False  # whether most rows are likely to be on disk only
         if self.scratch_dir is not None:
             self._refuse_old([self.scratch_dir / _COUNTERS])
 
@@ -135,7 +136,7 @@ class LazyMemmapStorage(ColumnStorage):
         folder = Path(tempfile.gettempdir()) if self.scratch_dir is None else self.scratch_dir
         made = self.scratch_dir is None or not folder.exists()
         old = [] if self.scratch_dir is None else self._refuse_old(_files(folder, names.values()))
-        # Old files are removed first; st_blocks counts the 512 bytes that each really occupies.
+        # Old files are removed first and free their space: st_blocks counts 512-byte blocks in use.
         check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
         if self.scratch_dir is None:
             folder = Path(tempfile.mkdtemp(prefix="flatroll-"))
@@ -143,8 +144,8 @@ class LazyMemmapStorage(ColumnStorage):
         files = _files(folder, names.values())
         try:
             for file in files:
-                file.unlink(missing_ok=True)  # who has it mapped keeps it
-            for key, (dtype, shape) in like.items():  # all space is reserved before anything is written
+                file.unlink(missing_ok=True)  # other mappings of it stay valid
+            for key, (dtype, shape) in like.items():  # reserve all space before anything is written
                 if key not in self.frame_stack:
                     reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
             reserve(folder / _COUNTERS, _COUNTER_BYTES)
@@ -158,14 +159,14 @@ class LazyMemmapStorage(ColumnStorage):
                     make = partial(frames_in_file, path, itertools.count(), files)
                     columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
             self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
-        except BaseException as error:  # Ctrl-C too: no file is left behind
+        except BaseException as error:  # also Ctrl-C: leave no file behind
             remove_files(files, folder if made else None, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
                 available = f"the disk of {folder} is full ({error.strerror})"
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
         self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
-        if self.auto_cleanup:  # `files` goes on growing as frames need more
+        if self.auto_cleanup:  # `files` is extended later when a pool of frames grows
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
 
@@ -190,9 +191,9 @@ class LazyMemmapStorage(ColumnStorage):
         *,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
-        if self._large:  # else the rows are in memory anyway, and asking for them only costs time
+        if self._large:  # otherwise the rows are in memory anyway, and prefetching only costs time
             wanted = slots.numpy()
-            if follow is not None:  # compact storage reads next observations from the rows that follow
+            if follow is not None:  # compact storage also reads the following rows, for next observations
                 wanted = np.concatenate([wanted, follow.slots.numpy()])
             wanted = np.unique(wanted[wanted >= 0])
             for key, column in self.columns.items():
@@ -202,7 +203,7 @@ class LazyMemmapStorage(ColumnStorage):
 
     @override
     def write_lock(self) -> AbstractContextManager[Any]:
-        # Held by one thread of one process at a time. The file is there from the first extend on.
+        # Held by one thread of one process at a time. The file exists from the first extend on.
         return FileLock(lambda: None if self.folder is None else self.folder / _LOCK)
 
     @override
@@ -210,7 +211,7 @@ class LazyMemmapStorage(ColumnStorage):
         if first and self._has_buffer:
             raise ValueError("the storage already belongs to another buffer: make one for each buffer")
         self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
-        # The ring's counters move to the file, where other processes see which rows are stored.
+        # Move the ring's counters to the file, so that other processes see which rows are stored.
         if self._unshareable is None and self._counters is not None:
             ring.move(self._counters)
 
@@ -233,7 +234,7 @@ class LazyMemmapStorage(ColumnStorage):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy for another process maps the same files, and leaves it to the maker to remove them.
+        # A copy for another process maps the same files, which remain the owner's to remove.
         self.enter_process()  # raises if the copy would not work there
         return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
 
@@ -299,19 +300,19 @@ class MappedColumn(TensorColumn):
 
     def __init__(self, path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path = path
-        # Kept for `prefetch`; the tensor itself keeps the mapping alive.
+        # Only needed for `prefetch`: the tensor itself keeps the mapping alive.
         self._memory: mmap.mmap | None = None
         size = rows * math.prod(shape) * dtype.itemsize
         if size:
             self._memory = mapped_bytes(path, size)
             as_bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
             super().__init__(as_bytes.view(dtype).view(rows, *shape))
-        else:  # no bytes can be mapped
+        else:  # an empty file cannot be mapped
             super().__init__(torch.empty((rows, *shape), dtype=dtype))
 
     @override
     def pool(self) -> "MappedColumn":
-        # Next observations that no row holds go to a file of their own beside the column's.
+        # Next observations that no row holds go to a separate file next to the column's.
         return MappedColumn(self.path.with_suffix(".pool"), 0, self.dtype, self.shape)
 
     @override
@@ -336,7 +337,7 @@ class MappedColumn(TensorColumn):
         size = self.value_bytes
         if self._memory is None or not len(slots):
             return
-        # One request per group of rows less than a page apart, from the start of its first page on.
+        # One request for each group of rows less than a page apart, beginning at a page boundary.
         gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
         begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
         ends = (slots[np.concatenate([gaps, [len(slots) - 1]])] + 1) * size
@@ -358,7 +359,7 @@ def frames_in_file(
     """A column of ``frames`` frames in the next file: ``first``, then numbered ones beside it; ``files`` gets it."""
     number = next(numbers)
     path = first.with_suffix(f".{number}.frames") if number else first
-    files.append(path)  # before it is made, so that a partly written file is removed, too
+    files.append(path)  # before it is created, so that a partly written file is removed as well
     column = MappedColumn(path, 0, dtype, torch.Size(shape))
     column.grow(frames)
     return column
@@ -379,7 +380,7 @@ class FileLock:
     def __enter__(self) -> None:
         import fcntl  # POSIX only
 
-        self._thread.acquire()  # flock does not keep the threads of one process apart
+        self._thread.acquire()  # flock does not exclude threads of the same process
         try:
             path = self._path()
             if path is not None:
@@ -394,9 +395,10 @@ class FileLock:
 
         file, self._file = self._file, None
         if file is not None:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where a fork has a copy of the descriptor
+            # Closing alone is not enough if a fork has a copy of the descriptor.
+            fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
-        self._thread.release()  # last: the next thread sets _file
+        self._thread.release()  # last, because the next thread sets _file
 
 
 def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
@@ -409,11 +411,11 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
     names: dict[NestedKey, str] = {}
     taken: set[str] = set()
     for key in keys:
-        # "." joins the names of a nested key and "~" numbers equal stems, so neither may be in a name.
+        # "." joins the names of a nested key and "~" numbers equal stems, so names must contain neither.
         parts = [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") for part in as_tuple(key)]
-        stem = name = ".".join(parts)[:180]  # file names have at most 255 bytes
+        stem = name = ".".join(parts)[:180]  # file names are limited to 255 bytes
         for number in itertools.count(1):
-            if name.casefold() not in taken:  # some file systems take A for a
+            if name.casefold() not in taken:  # some file systems ignore case
                 break
             name = f"{stem}~{number}"
         taken.add(name.casefold())
@@ -446,11 +448,11 @@ def mapped_bytes(path: Path, size: int) -> mmap.mmap:
     file = _open(path)
     try:
         length = os.fstat(file).st_size
-        if length < size:  # reading beyond the end of the file would kill the process
+        if length < size:  # accessing memory beyond the end of the file would kill the process
             raise ValueError(f"{path} has {shown_size(length)}, expected {shown_size(size)}")
         return mmap.mmap(file, size)
     finally:
-        os.close(file)  # the mapping stays
+        os.close(file)  # the mapping stays valid
 
 
 def _open(path: Path) -> int:
@@ -474,5 +476,5 @@ def remove_files(files: Sequence[Path], folder: Path | None, process: int) -> No
         with suppress(OSError):
             file.unlink(missing_ok=True)
     if folder is not None:
-        with suppress(OSError):  # not empty: the caller's own files
+        with suppress(OSError):  # not empty: it contains files of the caller
             folder.rmdir()

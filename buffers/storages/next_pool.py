@@ -50,7 +50,7 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
         if column.is_floating_point():
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
-        # The rows of final stand at these places of `at`, which holds all of them in ascending order.
+        # The indices of final's rows within `rows`, which contains them all in ascending order.
         places = final.row if at is None else torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
@@ -129,19 +129,19 @@ class NextPool:
             tails: the next observations ``[F, *obs]`` of its fragments' last rows, by root key.
         """
         agree = np.zeros(len(before), np.int64)
-        inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of this batch
+        inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of the same batch
         if len(inner):
             at = torch.from_numpy(-2 - before[inner])
             ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
             agree[inner] = self._compare_values(ends, heads, fragments.firsts[inner], keys)
-        # Fragments that continue a stored chain, whose last next observation is in the pool.
+        # Fragments that continue a stored chain: its last next observation is in the pool.
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(before[outer]))
             ends = {key: self.entries[key].take(entries) for key in self.pairs}
             firsts = fragments.firsts[outer]
             if self.lossy:
-                # an entry was rounded when it was kept, so the new rows are compared as rounded, too
+                # stored entries were rounded, so round the new rows as well before comparing
                 at = torch.from_numpy(firsts)
                 heads = {key: heads[key].index_select(0, at.to(heads[key].device)) for key in self.pairs}
                 for key, column in self.lossy.items():
@@ -165,13 +165,13 @@ class NextPool:
         """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`compare_heads` said."""
         same, keep = agree > 0, np.ones(len(before), np.bool_)
         keep[-2 - before[same & (before < -1)]] = False
-        # The remaining tails get free entries, which become readable when the rows are published.
+        # The remaining tails get free entries, which become readable once the rows are published.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
         pool = np.full(len(keep), -1)
         pool[kept] = taken
         where, source = torch.from_numpy(taken), torch.from_numpy(kept)
-        # Each observation comes after the fragment's last row: columns that share frames look there.
+        # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
         size = index.pool_size

@@ -14,9 +14,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 from flatroll.layout.checks import as_numbers, shown
 
-Index: TypeAlias = (
-    Tensor | int | tuple[Tensor, ...]
-)  # positions of rows, or their coordinates, one entry each
+Index: TypeAlias = Tensor | int | tuple[Tensor, ...]  # row positions, or coordinates with one entry each
 
 
 def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
@@ -54,7 +52,7 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     """
     if not lanes:
         return slots
-    # As digits of a number: the last dimension first, what is left over is the step.
+    # Like the digits of a number: the last dimension first; the remainder is the step.
     places: list[Tensor] = []
     for size in reversed(lanes):
         places.insert(0, slots.remainder(size))
@@ -73,7 +71,7 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
     parted = [as_numbers("index", part) for part in places] if isinstance(places, tuple) else []
     places = torch.stack(parted, -1) if parted else as_numbers("index", places)
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
-        return places  # slots already
+        return places  # already slots
     slots = places[..., 0]
     for i, size in enumerate(lanes):
         if bool((places[..., i + 1] >= size).any()):
@@ -95,7 +93,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
             "writes one entry of all rows"
         )
     used, width = ring.used, lanes.numel()
-    # Integers and slices are computed; masks, and the rare rest, select among all slots.
+    # Compute integers and slices; apply masks and rarer kinds of indices to a list of all slots.
     if isinstance(index, slice):
         chosen = range(used // width)[index]
         steps = torch.arange(len(chosen)) * chosen.step + chosen.start
@@ -111,7 +109,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
     if isinstance(index, tuple):
         dims = len(lanes) + 1
         for place, part in enumerate(index):
-            # Behind "...", parts are counted from the end.
+            # After "...", parts are counted from the end.
             at = place if ... not in index[:place] else dims + place - len(index)
             if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
                 raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")

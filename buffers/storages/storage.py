@@ -27,7 +27,7 @@ from flatroll.layout.tensordict_seam import nest
 T = TypeVar("T")
 
 
-@dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
+@dataclass(slots=True)  # not frozen: one is made for every batch, and freezing costs 1 µs
 class Rows:
     """A checked batch, ready to copy into a storage.
 
@@ -149,7 +149,7 @@ class Storage(Facts, ABC):
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
-        self._alone: Ring | None = None  # counts the rows while no buffer does
+        self._alone: Ring | None = None  # counts the rows if no buffer does
         self.not_compared: set[NestedKey] = set()
 
     def _facts(self) -> dict[str, str]:
@@ -166,7 +166,7 @@ class Storage(Facts, ABC):
         return 0 if self._alone is None else len(self._alone)
 
     def __bool__(self) -> bool:
-        return True  # an empty one is one, too
+        return True  # even if it is empty
 
     def __getitem__(self, index: object) -> Any:
         return self.get(index)
@@ -252,7 +252,7 @@ class Storage(Facts, ABC):
         slots = slots.reshape(-1)
         if len(slots) != rows.count:
             raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
-        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # in order
+        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # sorted
         expected = torch.arange(len(ring), len(ring) + len(new))
         if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
             raise IndexError(
@@ -268,7 +268,7 @@ class Storage(Facts, ABC):
         if not isinstance(item, TensorDict):
             return one_row(item)
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
-        return nest(rows, 1, *item.batch_size, device=item.device)  # in a third of the time
+        return nest(rows, 1, *item.batch_size, device=item.device)  # takes a third of the time of one_row
 
     def attach(self, buffer: object) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
@@ -286,7 +286,7 @@ class Storage(Facts, ABC):
         return max(owners, key=lambda owner: owner.started, default=None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
+        return self.__dict__ | {"_attached": []}  # the copy of a buffer attaches itself
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 

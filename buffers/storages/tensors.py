@@ -55,8 +55,8 @@ class Encodings:
         for key, name in codecs.items():
             one_of(f"codec of {key!r}", name, CODECS)
         if codecs:
-            ZstdColumn(0, (1,), torch.uint8)  # the ImportError now, not at the first extend
-        # A storage that is not compact keeps next observations in columns of their own, in the same form.
+            ZstdColumn(0, (1,), torch.uint8)  # raise the ImportError now, not at the first extend
+        # A storage that is not compact has separate columns for next observations, in the same form.
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
         self.sparse = set(map(plain_key, key_names("sparse", sparse)))
@@ -78,7 +78,7 @@ class Encodings:
             size = math.prod(shape) * dtype.itemsize
             if key in self.frame_stack:
                 check_stack(self.frame_stack[key], shape, key)
-                # One frame, and 4 bytes for the number of each frame in the stack.
+                # One frame, plus 4 bytes for each frame number of the stack.
                 size = size // self.frame_stack[key] + 4 * self.frame_stack[key]
             if key in self.sparse:
                 size = 4
@@ -245,7 +245,7 @@ class TensorStorage(ColumnStorage):
             if column.device != first.device or column.device.type != self.device.type:
                 raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
         self.lanes = first.shape[1:ndim]
-        # The caller's data, whole steps of all lanes; None once a buffer has made columns of them.
+        # The caller's data, cut to whole steps of all lanes; None once a buffer has made columns of it.
         steps = self.capacity // self.lanes.numel()
         self._given: Any = pytree.tree_map(
             _copy_shared_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
@@ -287,7 +287,7 @@ class TensorStorage(ColumnStorage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        # The first batch is the storage's own contents: its tensors become the columns, and nothing is copied.
+        # The first batch is the storage's own contents: its tensors become the columns without a copy.
         if not self.filling:
             return super().prepare(batch, final, keys, whole)
         self._first_columns = Structure.of(batch).columns(batch)

@@ -61,7 +61,7 @@ class Compose(Transform):
         for member in members:
             check_transform(member, "each of transforms")
         self._transforms: list[TransformLike] = members
-        # Registered, so that .to() and state_dict() reach the members that are modules.
+        # Registered, so that .to() and state_dict() reach members that are modules.
         self._registered = nn.ModuleList(member for member in members if isinstance(member, nn.Module))
 
     @property

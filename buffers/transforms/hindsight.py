@@ -187,7 +187,7 @@ class HindsightTransform(Transform):
                 )
             present = {TRUNCATED, *self.info_keys} & columns.keys()
             others = get(positions, list({*keys, *changed, achieved, *present}))
-            # Row i's are the rows i * each ... i * each + each - 1 of what was read.
+            # Row i has rows i * each ... i * each + each - 1 of what was read.
             at = (rows[:, None] * each + torch.arange(each, device=device)).flatten()
             self._set_goals(others, at, goals.repeat_interleave(each, 0), goal_key, achieved)
             return {key: others[key] for key in keys}
@@ -220,7 +220,7 @@ class HindsightTransform(Transform):
         ends = run_ends(td).cpu()
         at, lasts = steps_into_run(starts_from(ends)), ends.nonzero().squeeze(1)
         rows = torch.arange(len(td))
-        left = lasts[torch.searchsorted(lasts, rows)] - rows  # rows that follow in the run
+        left = lasts[torch.searchsorted(lasts, rows)] - rows  # number of rows that follow in the run
         which, positions = self.choose(at.numpy(), (at + left + 1).numpy(), self.generator)
         goals = torch.from_numpy(positions - at.numpy()[which] + which)
         columns: Columns = {key: column.clone() for key, column in td.items(True, True)}
@@ -284,7 +284,7 @@ class HindsightTransform(Transform):
             if key not in columns:
                 raise missing_marker(key, columns)
         terminated, done = columns[TERMINATED], columns[DONE]
-        # Of a row without a truncated flag, done says so if it was not terminated.
+        # Without a truncated flag, a row that is done but not terminated was truncated.
         truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
         flags = self._check_result(
             "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)

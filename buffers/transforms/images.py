@@ -19,7 +19,7 @@ _INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 class _ImageTransform(Transform):
     """Changes images ``[*B, ..., 3 dimensions]``, by default the entry ``"pixels"``."""
 
-    #: What the last three dimensions are, for the error.
+    #: The meaning of the last three dimensions, for errors.
     axes = ""
 
     def __init__(
@@ -157,7 +157,8 @@ class Resize(_ImageTransform):
         """Return images ``[..., C, H, W]`` as ``[..., C, w, h]``, in their dtype."""
         if value.shape[-2:] == (self.w, self.h):
             return value
-        # Integers up to 2 ** 24 are exact in float32, larger ones need float64; float16 has no kernel on every device.
+        # Integers up to 2 ** 24 are exact in float32; larger ones need float64. float16 has no kernel on some
+        # devices.
         wide = torch.float64 if value.dtype in (torch.int32, torch.int64, torch.float64) else torch.float32
         images = value.reshape(-1, *value.shape[-3:]).to(wide)
         smooth = self.interpolation in ("bilinear", "bicubic")
@@ -167,5 +168,5 @@ class Resize(_ImageTransform):
             return resized.to(value.dtype)
         if value.dtype is torch.bool:
             return resized >= 0.5
-        limits = torch.iinfo(value.dtype)  # bicubic pixels may lie outside
+        limits = torch.iinfo(value.dtype)  # bicubic interpolation may overshoot
         return resized.round().clamp(limits.min, limits.max).to(value.dtype)

@@ -57,7 +57,7 @@ class NStep(Transform):
         self.reward_keys = [under_next(key) for key in rewards]
         self.done_key = under_next("done" if done_key is None else done_key)
         self.mask_key = MASK if mask_key is None else mask_key
-        self._checked: frozenset[NestedKey] | None = None  # entries that were found complete
+        self._checked: frozenset[NestedKey] | None = None  # entries found to be complete
 
     @property
     def n_steps(self) -> int:
@@ -89,8 +89,8 @@ class NStep(Transform):
         if STEPS in columns:
             raise ValueError(f"the rows have {STEPS!r}: they are n-step transitions already")
         steps, last, rewards = self._sum_rewards(columns, ahead, get)
-        # Entries under "next" come from the last row of the window. A delta there belongs to that row's observation:
-        # added to it, it gives the next observation itself.
+        # Entries under "next" come from the last row of the window. A delta there refers to that row's
+        # observation: adding both gives the next observation.
         moved = [key for key in columns if as_tuple(key)[0] == NEXT and key not in rewards]
         deltas: dict[NestedKey, NestedKey] = {}
         for key in moved:
@@ -112,7 +112,7 @@ class NStep(Transform):
         nonterminal = torch.ones_like(steps, dtype=torch.bool) if done is None else ~done.reshape(-1, 1)
         if (mask := columns.get(self.mask_key)) is not None:
             nonterminal &= mask.reshape(-1, 1)
-        # gamma ** k in float64, then float32, or float64 where the rewards are.
+        # gamma ** k in float64, then as float32, or float64 if the rewards are.
         dtype = torch.promote_types(next(iter(rewards.values())).dtype, torch.float32)
         changed[STEPS] = steps
         changed[GAMMA] = (self.gamma ** steps.double()).to(dtype)
@@ -129,7 +129,7 @@ class NStep(Transform):
         device = columns[self.reward_keys[0]].device
         ahead = ahead.to(device)
         used = ahead >= 0
-        # Read all windows at once, [N * n] rows; for missing rows, read the window's first one.
+        # Read all windows at once, [N * n] rows; missing rows are replaced by the first row of the window.
         done_keys = [self.done_key] if self.done_key in columns else []
         window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
         if done_keys:
@@ -138,7 +138,7 @@ class NStep(Transform):
                 raise TypeError(f"batch[{self.done_key!r}] must be bool, got {done.dtype}: use .bool()")
             if done.numel() != rows * n:
                 raise ValueError(f"batch[{self.done_key!r}] needs one value per row, has {done.shape[1:]}")
-            used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # the row after a done one is in no window
+            used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # a window ends at a done row
         used = used.long().cumprod(1).bool()  # False from the first row on that is not in the window
         steps = used.sum(1, keepdim=True)
         sums: Columns = {}
@@ -183,7 +183,8 @@ class NStep(Transform):
         ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
         ends = ends if more is None else ends | more.to(ends.device)
         shape = td.batch_size
-        if td.batch_dims > 1:  # row b of [*B, T] is the rows b * T ... b * T + T - 1; its last one ends a run
+        # Row b of [*B, T] becomes rows b * T ... b * T + T - 1, and its last one ends a run.
+        if td.batch_dims > 1:
             td, ends = td.reshape(shape.numel()), ends.reshape(-1)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
@@ -194,7 +195,7 @@ class NStep(Transform):
             final_rows = read_final(final)
             check_final_covers(check_final(final_rows, columns, rows), ends, columns)
             columns |= {next_key(key): column for key, column in next_columns(columns, final_rows).items()}
-        # Row i looks at the rows i ... i + n - 1, as far as the last row of its run.
+        # Row i looks at rows i ... i + n - 1, up to the last row of its run.
         at = torch.arange(rows, device=ends.device)
         lasts = ends.nonzero().squeeze(1)
         ahead = at[:, None] + torch.arange(self.n_steps, device=ends.device)
@@ -224,7 +225,7 @@ class NStep(Transform):
             )
         wide: Any = td.clone(recurse=False)
         wide.batch_size = shape
-        # Time goes behind the agents, [*B, *A, T], and back again.
+        # Move time behind the agents, [*B, *A, T], and back again.
         back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
         ahead = [*range(time), *range(time + 1, len(shape)), time]
         wide = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)

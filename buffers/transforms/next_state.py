@@ -78,7 +78,8 @@ class NextStateReconstructor(Transform):
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
                 raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: pass fill_value=0")
-            # Row i gets the entry of row i + 1, the last row that of row 0, which a run end overwrites.
+            # Row i gets the entry of row i + 1. The last row gets that of row 0, which is overwritten because
+            # a run ends there.
             following = torch.roll(column, -1, 0)
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
             result.set(next_key(key), following)
@@ -99,5 +100,5 @@ class NextStateReconstructor(Transform):
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
             ends = ends.clone()
-            ends[:-1] |= step[1:] != step[:-1] + 1  # the next row does not count on
+            ends[:-1] |= step[1:] != step[:-1] + 1  # the step count of the next row does not continue
         return ends

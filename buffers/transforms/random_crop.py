@@ -85,14 +85,15 @@ class RandomCropTensorDict(Transform):
         dim = self.sample_dim % len(shape)
         starts = self._possible_starts(td, dim)
         uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator).to(starts.device)
-        first = torch.minimum((uniform * starts).long(), starts - 1)  # [*B], rounding never reaches `starts`
-        # With the batch laid flat as [prod(B) * T], element b's crop is the rows b * T + first[b] + (0 ... length - 1).
+        first = torch.minimum((uniform * starts).long(), starts - 1)  # [*B]; rounding never reaches `starts`
+        # In the batch flattened to [prod(B) * T], the crop of element b is rows b * T + first[b] + (0 ...
+        # length - 1).
         steps = shape.pop(dim)
         rows = torch.arange(first.numel(), device=first.device).view(-1, 1) * steps + first.view(-1, 1)
         rows = (rows + torch.arange(length, device=first.device)).flatten()
 
         def crop_column(column: Tensor) -> Tensor:
-            flat = column.movedim(dim, len(shape)).flatten(0, len(shape))  # time last of the batch dimensions
+            flat = column.movedim(dim, len(shape)).flatten(0, len(shape))  # time becomes the last batch dim
             crops = take_rows(flat, rows.to(flat.device)).view(*shape, length, *flat.shape[1:])
             return crops.movedim(len(shape), dim)
 

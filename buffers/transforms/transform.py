@@ -244,7 +244,7 @@ def apply_inverses(
                 f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
             )
         for key in final.keys(True, True):
-            root = without_next(key)  # final's next observations are not put through inv
+            root = without_next(key)  # inv is not applied to final's next observations
             if root != key and result.get(root, None) is not data.get(root, None):
                 raise ValueError(
                     f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "

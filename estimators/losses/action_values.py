@@ -46,7 +46,7 @@ from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry
 
 ActionSpace = Literal["categorical", "one-hot"]
 
-#: Class names of Gymnasium's spaces and TorchRL's specs, by kind of action.
+#: Kinds of actions by the class names of Gymnasium spaces and TorchRL specs.
 _SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
 
 #: Written by n-step transforms: the number of summed rewards, and the discount over them.
@@ -103,8 +103,8 @@ class OffPolicyLoss(LossModule):
         "priority_weight": "priority_weight",
     }
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (*LossModule.optional_keys, STEPS, DISCOUNT)
-    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B, 1]``, the
-    #: value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
+    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B,
+    #: 1]``, the value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
     value_name: ClassVar[str] = "state_action_value"
 
     def __init__(
@@ -167,7 +167,7 @@ class OffPolicyLoss(LossModule):
         if traced:
             self.lmbda = unit_interval("lmbda", numbers["lmbda"])
         else:
-            self.lmbda = float(kind == ValueEstimators.TD1)  # TD(1): the whole return; TD(0): one step
+            self.lmbda = float(kind == ValueEstimators.TD1)  # TD(1) is the full return, TD(0) one step
         return self
 
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
@@ -209,7 +209,7 @@ class OffPolicyLoss(LossModule):
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
-        flag = self.entry(inputs, "terminated")  # the error names what writes it
+        flag = self.entry(inputs, "terminated")  # the error says what writes the entry
         key = self.key("terminated")
         return flat_column(flag, inputs.batch, key) if flag.dtype is torch.bool else marker(inputs.batch, key)
 
@@ -223,7 +223,8 @@ class OffPolicyLoss(LossModule):
         batch, columns = inputs.readable, {}
         for key in keys:
             column = get_entry(batch, key)
-            columns[key] = require(batch, key) if column is None else column  # require() says who writes it
+            # require() says what writes the entry.
+            columns[key] = require(batch, key) if column is None else column
         return nest(columns, *batch.batch_size)
 
     @staticmethod
@@ -238,7 +239,7 @@ class OffPolicyLoss(LossModule):
             column = get_entry(batch, next_key(key))
             column = (
                 require(batch, next_key(key)) if column is None else column
-            )  # require() says who writes it
+            )  # require() says what writes the entry
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -304,7 +305,7 @@ class OffPolicyLoss(LossModule):
         steps = get_entry(batch, STEPS)
         if self.lmbda == 0.0:
             discount: float | Tensor = self.gamma
-            if steps is not None:  # n-step rows: their next observation lies several steps ahead
+            if steps is not None:  # n-step rows: the next observation is several steps ahead
                 written_discount = batch.get(DISCOUNT, None)
                 if written_discount is not None:
                     discount = flat_column(written_discount, batch, DISCOUNT)
@@ -312,7 +313,7 @@ class OffPolicyLoss(LossModule):
                     discount = self.gamma ** flat_column(steps, batch, STEPS)
             if isinstance(discount, Tensor):
                 returns = td0_return_estimate(discount, next_value, reward, terminated)
-            else:  # the same of [*B] columns, which are known to match
+            else:  # the same for [*B] columns, whose shapes are known to match
                 returns = torch.add(reward, readable(next_value, discount, terminated), alpha=discount)
             return zero_masked(returns, inputs.real)
         if steps is not None:
@@ -322,8 +323,8 @@ class OffPolicyLoss(LossModule):
             )
         ends = self.ends(inputs)
         if inputs.unknown is not None:
-            # an unknown row has no target: cut the return before it, and bootstrap the previous row from its own next
-            # value, which is known
+            # An unknown row has no target. Cut the return before it, so that the previous row bootstraps from
+            # its own next value, which is known.
             ends[..., :-1] |= inputs.unknown[..., 1:]
         returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
@@ -345,7 +346,7 @@ class OffPolicyLoss(LossModule):
         self.write_priority(inputs, reduce(torch.maximum, errors))
         kind = self.loss_function
         if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
-            # the mean of all rows in one pass with the distance
+            # distance and mean of all rows in one pass
             return reduce(torch.add, [DISTANCES[kind](value, target) for value in values])
         return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
 
@@ -368,7 +369,7 @@ class OffPolicyLoss(LossModule):
 
     def write_priority(self, inputs: LossInputs, error: Tensor) -> None:
         """Write the size ``[*B]`` of each row's error as its priority: see :meth:`reduce_and_write_priority`."""
-        # rows without an error get the lowest priority: they do not contribute to the loss
+        # rows without an error get the lowest priority, because they do not contribute to the loss
         if inputs.unknown is not None:
             error = zero_masked(error, ~inputs.unknown)
         set_entry(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
@@ -378,7 +379,7 @@ class OffPolicyLoss(LossModule):
         key = self.key("priority_weight")
         column = get_entry(inputs.batch, key) if self.use_prioritized_weights else None
         if column is None and self.use_prioritized_weights is True:
-            column = require(inputs.batch, key)  # the error names what writes it
+            column = require(inputs.batch, key)  # the error says what writes the entry
         return None if column is None else flat_column(column, inputs.batch, key)
 
     @override
@@ -425,7 +426,7 @@ def critic_ensemble(
                 "e.g. TensorDictModule(net, in_keys=['observation', 'action'], out_keys=[...]), "
                 f"got {type(network).__name__}"
             )
-    for _ in range(number - 1 if is_one else 0):  # else the copies would stay equal
+    for _ in range(number - 1 if is_one else 0):  # otherwise the copies would stay equal
         copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
@@ -469,7 +470,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
             raise ValueError(
                 f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
             )
-        return (value * action).sum(-1)  # all but one of the A products are 0
+        return (value * action).sum(-1)  # only one of the A products is not 0
     if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
         raise ValueError(
             f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
@@ -496,7 +497,7 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     """Return which rows ``[*B]`` contain a NaN; None if a cheap check on the CPU finds none."""
     if not column.is_floating_point():
         return None
-    # one pass where all is well: the sum of a column with NaN is NaN
+    # one pass in the common case: the sum of a column with NaN is NaN
     if on_host(column) and math.isfinite(column.sum().item()):
         return None
     return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

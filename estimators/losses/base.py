@@ -103,7 +103,7 @@ class NetworkParameters:
         if loss is None:
             return self
         network = getattr(loss, self.network_name, None)
-        if network is None:  # not delayed: the network itself is its own target
+        if network is None:  # not delayed: the network is its own target
             of = getattr(loss, self.network_name.removeprefix("target_"), None)
             return None if of is None else cast(Any, TensorDict.from_module(of)).data
         params: Any = TensorDict.from_module(network, as_module=True)
@@ -166,7 +166,7 @@ class LossModule(TensorDictModuleBase):
         "valid": VALID,
     }
 
-    #: Further entries that a call by keyword may pass.
+    #: Further entries that may be passed in a call by keyword.
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (NEXT_KNOWN,)
 
     def __init__(
@@ -181,12 +181,12 @@ class LossModule(TensorDictModuleBase):
         self.burn_in = checks.whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
         self.tensor_keys = KeyNames(self.default_keys)
-        self.in_keys = []  # a subclass may declare its keys
+        self.in_keys = []  # a subclass may declare its own keys
         self.out_keys: list[Any] = []
-        #: Number of out_keys that a call by keyword returns; None for all.
+        #: Number of out_keys returned by a call by keyword; None for all.
         self.tuple_length: int | None = None
 
-    # overridden for the setter: what a call by keyword accepts follows the entries that are read
+    # overridden to add the setter: the keywords that a call accepts follow in_keys
     @property
     def in_keys(self) -> list[Any]:
         """The entries that the loss reads."""
@@ -232,7 +232,7 @@ class LossModule(TensorDictModuleBase):
         chosen: list[Any] = self._out_keys_apparent
         return chosen[: self.tuple_length] if chosen is self._out_keys else chosen
 
-    # builds the tensordict, and the tuple
+    # converts keyword arguments to a tensordict, and the result to a tuple
     @dispatch(source="_keyword_keys", dest="_tuple_keys")  # type: ignore[untyped-decorator]
     def _call_on_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
         """Compute the losses of tensors by keyword."""
@@ -273,7 +273,7 @@ class LossModule(TensorDictModuleBase):
             ValueError: a name is unknown.
         """
         self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
-        self.in_keys = self.in_keys  # a subclass that names its entries does so again afterwards
+        self.in_keys = self.in_keys  # a subclass with its own in_keys sets them again afterwards
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
         """Return ``batch`` ``[*B]`` with the mask of its valid rows, which excludes padding and burn-in.
@@ -293,7 +293,7 @@ class LossModule(TensorDictModuleBase):
                 mask = mask_and(mask, marker(batch, key))
         real = mask
         if self.burn_in:
-            # from row burn_in of each run on, counted from 0
+            # rows from position burn_in of each run on
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
             mask = mask_and(mask, warm)
             if on_host(warm) and not bool(warm.any()):
@@ -356,9 +356,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: the loss has another shape, or a weight of a row that counts is negative or not finite.
         """
-        loss = flat_column(
-            loss, inputs.batch, "loss"
-        )  # [*B, 1] beside a mask [*B] would broadcast to [*B, *B]
+        loss = flat_column(loss, inputs.batch, "loss")  # [*B, 1] and a mask [*B] would broadcast to [*B, *B]
         if weights is not None and on_host(weights):
             real = zero_masked(weights, inputs.mask)
             if not bool(((real >= 0) & (real < math.inf)).all()):
@@ -398,7 +396,7 @@ class LossModule(TensorDictModuleBase):
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         try:
             finite = is_number and math.isfinite(float(value))
-        except (RuntimeError, ValueError, OverflowError):  # a tensor of several numbers, or of none
+        except (RuntimeError, ValueError, OverflowError):  # a tensor of several numbers, or an empty one
             finite = False
         if not finite:
             raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
@@ -461,7 +459,7 @@ def target_copy(network: N) -> N:
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """List the parameters and buffers of a network, each once."""
-    # by identity: shared tensors are listed once. Module.parameters() would also build names
+    # keyed by identity, so that shared tensors are listed once. Module.parameters() would also build names
     modules: dict[nn.Module, None] = {}
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
@@ -492,7 +490,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     >>> layer.weight.grad is None, action.grad is None
     (True, False)
     """
-    # parameters frozen before stay frozen afterwards
+    # parameters that were frozen before stay frozen afterwards
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)

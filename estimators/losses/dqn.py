@@ -209,7 +209,7 @@ def masked(value: Tensor | None, legal: Tensor | None) -> Any:
             f"the next action_mask must have shape {tuple(value.shape)}, one number for each action, got "
             f"{tuple(legal.shape)}"
         )
-    # A final state may have no legal action; its value is not used.
+    # A final state may have no legal action. Its value is not used.
     return value.where(legal | ~legal.any(-1, keepdim=True), torch.finfo(value.dtype).min)
 
 

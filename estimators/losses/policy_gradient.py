@@ -83,10 +83,11 @@ class PolicyOptions(CriticOptions, total=False):
     samples_mc_entropy: int
 
 
-#: Arguments refused by losses without an entropy term: those of `PolicyOptions`, and another library's name.
+#: Arguments refused by losses without an entropy term: those of `PolicyOptions`, and the name used by another
+#: library.
 _OF_ENTROPY = ("entropy_bonus", "entropy_coeff", "entropy_coef", "samples_mc_entropy")
 
-#: Arguments with another name or place here, and which.
+#: Arguments that have another name or place here, and which.
 _ELSEWHERE = {
     "entropy_coef": "entropy_coeff=",
     "critic_coef": "critic_coeff=",
@@ -177,7 +178,7 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
     for number in numbers.values():
         checks.number("clip_epsilon", number)
-    low, *_, high = 2 * (*numbers.values(),)  # one number sets both
+    low, *_, high = 2 * (*numbers.values(),)  # a single number sets both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
     if single and len(numbers) > 1:
@@ -291,11 +292,11 @@ class PolicyGradientLoss(LossModule):
         "value": "state_value",
     }
     #: Entries that the loss itself reads, by their names in :meth:`set_keys`: ``"sample_log_prob"``, not
-    #: ``"action_log_prob"``. A subclass that reads more also lists the advantage.
+    #: ``"action_log_prob"``. A subclass that reads more must also list the advantage.
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
-    #: The diagnostics that :meth:`objective` reports.
+    #: Diagnostics that :meth:`objective` returns.
     diagnostics: ClassVar[tuple[str, ...]] = ()
-    #: Results of a call by keyword, in this order, if the loss writes them; None for all.
+    #: The order of the results of a call by keyword, if the loss writes them; None for all.
     tuple_order: ClassVar[tuple[str, ...] | None] = None
     #: Names of the policy and critic losses.
     loss_names: ClassVar[tuple[str, str]] = ("loss_objective", "loss_critic")
@@ -305,7 +306,7 @@ class PolicyGradientLoss(LossModule):
     target_actor_network_params = NetworkParameters()
     target_critic_network_params = NetworkParameters()
     value_estimator: ValueEstimator | None
-    entropy_coeff: Any  # the coefficients are tensors, which take numbers: LossModule.__setattr__
+    entropy_coeff: Any  # the coefficients are tensors that accept numbers, see LossModule.__setattr__
     critic_coeff: Any
     clip_value: Any
 
@@ -513,7 +514,8 @@ class PolicyGradientLoss(LossModule):
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
         with apart:
-            column = call_for(critic, after_actor, key)  # a value already in the batch is not the critic's
+            # A value already in the batch is not from this critic.
+            column = call_for(critic, after_actor, key)
         if column is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
@@ -522,15 +524,17 @@ class PolicyGradientLoss(LossModule):
         value = flat_column(column, inputs.batch, key)
         diagnostics, most = {}, self.clip_value
         if self.with_diagnostics:
-            # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps: no division by 0
+            # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps avoids
+            # division by 0
             free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
             left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
             diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
         if most is None and inputs.mask is None and self.reduction == "mean":
-            return DISTANCES[self.loss_critic_type](value, target), diagnostics  # one pass with the mean
+            return DISTANCES[self.loss_critic_type](value, target), diagnostics  # with the mean in one pass
         loss = distance(value, target, self.loss_critic_type)
         if most is not None:
-            # use the larger of the two losses: no gain from moving further than clip_value from the sampled value
+            # use the larger of both losses, so that moving further than clip_value from the sampled value
+            # gains nothing
             sampled = self.column(inputs, "value")
             moved = value - sampled
             most = as_number(most)
@@ -681,8 +685,9 @@ class ClipPPOLoss(PPOLoss):
             low, high = as_number(self.clip_epsilon_low), as_number(self.clip_epsilon_high)
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
         least, most = log1p(-low), log1p(high)  # log(1 - low), log(1 + high)
-        # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
-        # Clamp the logarithm, before exp: otherwise an overflowing ratio at the limit gives a NaN gradient (inf * 0).
+        # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: from above if A >= 0, from below
+        # if A < 0. Clamp the logarithm, before exp: otherwise an overflowing ratio has a NaN gradient at the
+        # limit (inf * 0).
         free, negative = log_ratio.detach(), advantage < 0
         lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
         highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
@@ -792,7 +797,7 @@ class KLPENPPOLoss(PPOLoss):
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
         loss = loss + self.beta * divergence
-        if self.training:  # beta for the next call: see the class
+        if self.training:  # update beta for the next call: see the class
             larger, smaller = self.beta * self.increment, self.beta * self.decrement
             steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
             # a new tensor, not an in-place change: the graph of this loss keeps the old beta

@@ -73,8 +73,8 @@ class SoftActorCritic(OffPolicyLoss):
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
         **OffPolicyLoss.default_keys,
-        "value": "state_value",  # of a value_network
-        "log_prob": "action_log_prob",  # unused here; scripts set it
+        "value": "state_value",  # written by a value_network
+        "log_prob": "action_log_prob",  # unused here, but scripts set it
     }
     log_alpha: Tensor
     target_entropy: Any  # a number, a buffer or "auto"
@@ -140,7 +140,7 @@ class SoftActorCritic(OffPolicyLoss):
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
         self._bounds = math.log(low) if low else -math.inf, math.log(high)
         self.delay_actor, self.delay_qvalue, self.separate_losses = delay_actor, delay_qvalue, separate_losses
-        if isinstance(target_entropy, Tensor):  # a buffer, which a schedule may change
+        if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
             self.target_entropy = float(number("target_entropy", target_entropy))
@@ -167,7 +167,7 @@ class SoftActorCritic(OffPolicyLoss):
         actor: Any = self.actor_network
         made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
         read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
-        # entries in the batch at the root and under "next"; the actor writes the others
+        # the entries read from the batch, at the root and under "next"; the actor writes the others
         self._observed: list[Any] = [
             key for key in read if not any(as_tuple(key) == names[: len(as_tuple(key))] for names in made)
         ]
@@ -201,7 +201,7 @@ class SoftActorCritic(OffPolicyLoss):
             after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
-        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
+        work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
         dist = distribution(actor, work)
         for key in self.keys_of("action"):
             if get_entry(inputs.batch, key) is None:
@@ -210,7 +210,7 @@ class SoftActorCritic(OffPolicyLoss):
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(critics):
             values = self.critic_values(critics, read)
-        chosen = [self._action_value(inputs, value) for value in values]  # of each critic, [*B]
+        chosen = [self._action_value(inputs, value) for value in values]  # for each critic, [*B]
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
@@ -218,7 +218,7 @@ class SoftActorCritic(OffPolicyLoss):
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
-            # decreases with log_alpha if the entropy is below its target: alpha then grows
+            # decreases in log_alpha if the entropy is below its target: then alpha grows
             "loss_alpha": self.log_alpha * self.reduce(inputs, entropy - aim),
         }
         if self.with_diagnostics:
@@ -381,7 +381,8 @@ class SACLoss(SoftActorCritic):
         self, dist: Distribution, work: TensorDictBase, critics: nn.ModuleList, alpha: float
     ) -> Tensor:
         """Return the minimum value of a sampled action minus ``alpha`` times its log-probability, ``[*B]``."""
-        with_action, log_prob = self._sample_action(dist, work)  # one sample for the expectation over actions
+        # A single sample estimates the expectation over actions.
+        with_action, log_prob = self._sample_action(dist, work)
         return self.minimum_value(critics, with_action) - alpha * log_prob
 
     def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
@@ -405,7 +406,7 @@ class SACLoss(SoftActorCritic):
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         (with_action, log_prob), critics = self._sample_action(dist, work), self.qvalue_network
-        # gradients flow through the critics into the action, not into their parameters
+        # gradients flow through the critics into the action, but not into the critics' parameters
         if torch.compiler.is_compiling():
             value = self.minimum_value(
                 [cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action
@@ -417,7 +418,7 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
-        # minus the number of action dims, summed over all parts
+        # minus the number of action dims of all parts
         rows, dims = inputs.batch.batch_size.numel(), 0
         for key in self.keys_of("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
@@ -489,7 +490,7 @@ class DiscreteSACLoss(SoftActorCritic):
     ) -> Tensor:
         log_prob = log_probabilities(dist)
         value = self.minimum_value(critics, after)
-        return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the expectation, exactly
+        return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the exact expectation
 
     @override
     def _action_value(self, inputs: LossInputs, value: Tensor) -> Tensor:
@@ -501,13 +502,14 @@ class DiscreteSACLoss(SoftActorCritic):
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
-        value = reduce(torch.minimum, values).detach()  # gradients for probabilities, not values
+        # Gradients flow into the probabilities, not the values.
+        value = reduce(torch.minimum, values).detach()
         loss = (probability * (alpha * log_prob - value)).sum(-1)
         return loss, (probability * log_prob).sum(-1)
 
     @override
     def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
-        return self.target_entropy_weight * math.log(value.shape[-1])  # log A: uniform actions
+        return self.target_entropy_weight * math.log(value.shape[-1])  # log A, the entropy of uniform actions
 
 
 def log_probabilities(dist: Distribution) -> Tensor:
@@ -517,6 +519,6 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
-    # logits may not be normalised; log_softmax avoids log(0) = -inf. A masked action is -inf all the same: clamp it
+    # logits may be unnormalised, and log_softmax avoids log(0) = -inf. Masked actions still give -inf: clamp
     # to a bound whose exp() is 0, since 0 * -inf = NaN
     return logits.log_softmax(-1).clamp(min=-(torch.finfo(logits.dtype).max ** 0.5))

@@ -211,11 +211,11 @@ class ValueEstimator(TensorDictModuleBase):
         "sample_log_prob": "action_log_prob",
     }
     gamma: float | Tensor
-    #: The attributes that are discounts, decays or thresholds: a number, or one per row.
+    #: Names of the attributes that are discounts, decays or thresholds: a number, or one per row.
     factor_names: ClassVar[tuple[str, ...]] = ("gamma",)
-    #: Whether the rows of a run must follow one another; if not, they may come in any order.
+    #: Whether the rows of a run must be consecutive; otherwise they may come in any order.
     sums_along: ClassVar[bool] = True
-    #: Whether the value target depends on the values of the rows, not only on those of the next ones.
+    #: Whether the value target depends on the values of the rows, not only on those of the next states.
     target_needs_value: ClassVar[bool] = False
 
     def __init__(
@@ -294,7 +294,7 @@ class ValueEstimator(TensorDictModuleBase):
         #: The batch key of each entry, by its name in :attr:`tensor_keys`.
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
         network, value = self.value_network, self.tensor_keys["value"]
-        #: The network of the cached keys below, and its inputs.
+        #: The network for which the keys below are cached, and its inputs.
         self._inputs = None if network is None else NetworkInputs.of(network, self.tensor_keys["is_init"])
         observed: list[Any] = [] if network is None else list(network.in_keys)
         values: list[Any] = [value, next_key(value)]
@@ -348,7 +348,7 @@ class ValueEstimator(TensorDictModuleBase):
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
         valid_key, valid = self.tensor_keys["valid"], values.valid
-        stale = get_entry(tensordict, valid_key) is not None  # remove an old one
+        stale = get_entry(tensordict, valid_key) is not None  # an old one is there: remove it
         if valid is not None or self.shifted or stale:
             everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
             written[valid_key] = everywhere if valid is None else valid
@@ -405,7 +405,7 @@ class ValueEstimator(TensorDictModuleBase):
         if dim != last:
             shape = require(batch, self.places["reward"], REWARD).shape
             shape = torch.Size([*shape, 1]) if shape == batch.batch_size else shape
-            for name, x in factors.items():  # a factor is in the caller's order, too
+            for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
             chunks = chunks.transposed(last + 1, dim, last)
@@ -457,7 +457,7 @@ class ValueEstimator(TensorDictModuleBase):
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
         if get_entry(batch, NEXT_KNOWN) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
-        if ends.is_cpu and not is_tracing():  # on a device values are not ready yet
+        if ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
             self._check_order(batch, at, factors)
         if next_value is not None and next_value.shape == batch.batch_size:
             next_value = next_value.unsqueeze(-1)
@@ -496,18 +496,18 @@ class ValueEstimator(TensorDictModuleBase):
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
-        if valid is not None:  # a run stops before an excluded row
+        if valid is not None:  # runs stop before an excluded row
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
-        counted = valid  # the rows that moments are taken over; None is all of them
+        counted = valid  # the rows whose moments are computed; None for all
         if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
             counted = mask_and(marker(batch, keys["mask"]), valid)
         steps = get_entry(batch, keys["steps_to_next_obs"])
-        if steps is not None:  # the discount over all the steps that a row spans
+        if steps is not None:  # the discount over all steps of an n-step row
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
             gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
-            # one power for each row: a reward that spans k rows is discounted k times
+            # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
         discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
         inputs = EstimatorInputs(
@@ -540,7 +540,7 @@ class ValueEstimator(TensorDictModuleBase):
         if self._calls > 4 and self._calls % 16:
             return
         keys, inputs = self.places, self._inputs
-        # A single stream takes the next value of a row from the next row.
+        # With a single stream, the next value of a row comes from the next row.
         stream = self.shifted or (
             inputs is not None
             and (inputs.recurrent or any(get_entry(batch, key) is None for key in inputs.next_observed))
@@ -565,7 +565,7 @@ class ValueEstimator(TensorDictModuleBase):
 
 def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Boundaries:
     """The boundaries with the bootstrapped ends whose next observation the env hid; ValueError if ``refuse``."""
-    # Only ends need it: inside a run the row behind holds the observation, and a terminated one has no next value.
+    # Only needed at ends: inside a run the next row holds the observation, and a terminated row has no next value.
     unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
     if refuse and bool(unknown.any()):
         rows = unknown.reshape(-1).nonzero().squeeze(-1)

@@ -96,8 +96,8 @@ class GAE(ValueEstimator):
         columns, shape = (inputs.reward, inputs.value, inputs.next_value), inputs.reward.shape
         numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
         if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
-            # One feature, and time is the last dim but it: the flattened series are contiguous, and run_ends has
-            # marked the last row of each, so the scan reads the columns directly.
+            # With one feature and time as the last other dim, the flattened series are contiguous, and
+            # run_ends has marked the last row of each, so that the scan reads the columns directly.
             reward, value, next_value, ends, terminated = (
                 x.reshape(-1) for x in (*columns, inputs.ends | inputs.terminated, inputs.terminated)
             )
@@ -334,14 +334,14 @@ class VTrace(ValueEstimator):
         keys, batch = key_list(self.tensor_keys["sample_log_prob"]), inputs.batch
         if (
             len(keys) == 1 and batch.get(keys[0], None) is None
-        ):  # of an action of parts: one for each, or their sum
+        ):  # for an action of several parts: one each, or their sum
             of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
             keys = list(of_actor) if len(of_actor) > 1 else keys
         parts = [require(batch, key, self.default_keys["sample_log_prob"]) for key in keys]
         log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
         columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
-        # the thresholds of the weights of a row's own residual and of the trace after it
+        # thresholds of the weights of the row's own residual (rho) and of the trace after it (c)
         gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
         return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
 
@@ -355,9 +355,9 @@ class VTrace(ValueEstimator):
         ends, chunks, stops = inputs.at.ends.reshape(-1), inputs.chunks, None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
-            if not chunks.whole:  # a recurrent network must see a run in one chunk
+            if not chunks.whole:  # a recurrent network must see each run in one chunk
                 stops = run_stops(ends)
-        # Rows that make up one index of the dim that is split, as all batch dims are one here.
+        # Rows per index of the dim that is split: all batch dims are flattened here.
         each = len(ends) // max(batch.shape[chunks.along(dims)], 1)
         log_probs = []
         for start, stop in chunks.spans(len(ends), stops, each=each):
@@ -387,7 +387,7 @@ class ValueEstimators(StrEnum):
     VTrace = "vtrace"
 
 
-#: Value estimator argument of a loss: a name, a class, or an estimator.
+#: The value estimator argument of a loss: a name, a class, or an estimator.
 Kind: TypeAlias = ValueEstimators | str | type[ValueEstimator] | ValueEstimator
 
 _DEFAULTS = {"gamma": 0.99, "lmbda": 0.95}

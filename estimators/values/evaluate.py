@@ -36,7 +36,7 @@ from flatroll.layout.tensordict_seam import call_network, get_entry
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
-#: Rows and bytes of observations up to which copying them costs less than calling a network twice.
+#: Up to this many rows and bytes, copying the observations costs less than a second call of the network.
 _FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
 
 
@@ -103,15 +103,15 @@ class Chunks:
             each: rows that count as one for ``size``, where several batch dims have become one.
             first: first row of all.
         """
-        # Rows of a chunk: as many as asked for, or all rows over the number of chunks, rounded up; 1 at least.
+        # Rows per chunk: the given size, or all rows divided by the number of chunks, rounded up; at least 1.
         size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
         if stops is None or size >= rows - first:
-            for start in range(first, max(rows, first + 1), size):  # an empty batch is one empty chunk
+            for start in range(first, max(rows, first + 1), size):  # an empty batch gives one empty chunk
                 yield start, min(start + size, rows)
             return
         bounds, start, at = stops.tolist(), first, 0
         while start < rows:
-            # Add runs while the next one fits; bounds[at] is the stop of the last one.
+            # Add runs as long as the next one fits; bounds[at] is the stop of the last one.
             while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
                 at += 1
             yield start, bounds[at]
@@ -143,7 +143,7 @@ class NetworkInputs:
         """Determine the inputs from the network's in_keys and out_keys, and from its recurrent modules."""
         read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
         written = set(network.out_keys)
-        # What it reads and writes one step later is a state, not an observation.
+        # An entry that it reads, and writes under "next", is a state and not an observation.
         states = tuple(key for key in read if next_key(key) in written)
         observed = tuple(key for key in read if key not in states and key != is_init_key)
         recurrent = bool(states) or is_init_key in read
@@ -250,7 +250,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
-    # Entries of both in the batch; keys that it lacks under "next" may be in final.
+    # The observations in the batch. Keys missing under "next" may be in final.
     root = {key: require(batch, key) for key in network.observed}
     next_columns = [get_entry(batch, key) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
@@ -261,7 +261,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
     observations = _flatten(inputs, network, root, following, from_final)
-    if next_value is not None:  # only the rows: a stream without insertions
+    if next_value is not None:  # rows only: the stream has no insertions
         stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
         return Values(
@@ -281,7 +281,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
-    if value is None:  # the stream twice, once with the parameters of either
+    if value is None:  # the stream twice, with old and with new parameters
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
     return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
 
@@ -300,7 +300,7 @@ def _row_by_row(
     if not chunks.whole or chunks.dim != 0:
         dim = chunks.along(inputs.batch.batch_dims)
         spans = chunks.spans(inputs.batch.shape[dim])
-    values, next_values = [] if value is None else [value], []  # one entry for each chunk
+    values, next_values = [] if value is None else [value], []  # one item per chunk
     for start, stop in spans:
         part, after, unknown, over = root, following, at.unknown, at.terminated
         if stop - start != over.shape[dim]:  # not all rows at once
@@ -313,9 +313,9 @@ def _row_by_row(
             )
             for key, column in after.items()
         }
-        count, shape = len(over), over.shape  # of the chunk: count is what dim 0 is cut at below
+        count, shape = len(over), over.shape  # of the chunk: count is where dim 0 is split below
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
-            # Observations first, then next observations, in one call.
+            # Observations first, then next observations, in a single call.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
             both = value_of(network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now)
             values.append(both[:count])
@@ -341,7 +341,8 @@ def _flatten(
         )
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
-    if network.recurrent:  # for recurrent modules the boundaries mark run starts, not the batch's own marks
+    # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
+    if network.recurrent:
         starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
@@ -376,14 +377,14 @@ def _over_stream(
             stream = Interleaved.behind(after, count)
         else:
             stream = Appended(after, count)
-            if value is not None:  # then only the inserted places are left to evaluate
+            if value is not None:  # only the inserted places remain to be evaluated
                 first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
     evaluated = _values_at_places(inputs, observations, stream, parameters, first)
-    # The values at the places of the rows, and those at the places behind them.
+    # The values at the places of the rows, and at the place after each.
     now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
-    if valid is not None:  # a row without a place has the value of another one
+    if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
 
@@ -398,11 +399,11 @@ def _values_at_places(
     """Return the network's output for the stream's places from ``first`` on, chunk by chunk."""
     assert inputs.network is not None
     chunks, ends = inputs.chunks, inputs.at.ends.reshape(-1)
-    # A recurrent network must see a run in one chunk.
+    # A recurrent network must see each run in one chunk.
     stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
-    # Rows that make up one index of the dim that is split, as all batch dims are one here.
+    # Rows per index of the dim that is split: all batch dims are flattened here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
-    module, key, values = inputs.network.module, inputs.value_key, []  # one entry for each chunk
+    module, key, values = inputs.network.module, inputs.value_key, []  # one item per chunk
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
@@ -414,12 +415,12 @@ def _columns_at_places(
 ) -> Columns:
     """Return the network's inputs at the stream's places ``start`` to ``stop``; states repeat the previous row."""
     if isinstance(stream, Appended):
-        count = stream.count  # place count + k holds what follows row after[k]
+        count = stream.count  # place count + k holds the observation after row after[k]
         if stop <= count:
             return {key: column[start:stop] for key, column in observations.root.items()}
         after = stream.after[max(start - count, 0) : stop - count]
         inserted = next_observations(inputs, observations, after)
-        if start >= count:  # inserted places only
+        if start >= count:  # only inserted places
             return {
                 key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
             }
@@ -429,14 +430,14 @@ def _columns_at_places(
         }
     rows = stream.source[start:stop]
     columns = {key: column.index_select(0, rows) for key, column in observations.root.items()}
-    if isinstance(stream, Budgeted):  # static shapes: looked up for all places, chosen for the inserted ones
+    if isinstance(stream, Budgeted):  # static shapes: looked up for all places, used for the inserted ones
         return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
-    low, high = 0, len(places)  # places in this chunk
+    low, high = 0, len(places)  # range of the inserted places in this chunk
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
-    local = places[low:high] - start  # places within this chunk
+    local = places[low:high] - start  # indices within this chunk
     for key, column in next_observations(inputs, observations, stream.after[low:high]).items():
         columns[key][local] = column.to(columns[key].dtype)
     return columns
@@ -450,11 +451,12 @@ def next_observations(
     Rows that are not ``chosen`` (bool ``[M]``; None is all) get their own observation.
     """
     columns: Columns = {}
-    # Rows that get their own observation: the env hid the next one, it is not chosen, or final does not hold it.
+    # Rows that fall back to their own observation: the env hid the next one, it is not chosen, or final lacks it.
     hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
-    # Next observations by key, each row's place in them, and the rows for which they are invalid.
+    # Sources of next observations: columns by key, the index of each row in them, and the rows for which they
+    # are invalid.
     sources = [(observations.next, rows, hidden)]
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
@@ -464,7 +466,7 @@ def next_observations(
             own = observations.root[key].index_select(0, rows)
             warn = partial(_warn_of_nan, inputs.warn, key, lost, None)
             columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, lost, warn)
-    if observations.starts is not None:  # an inserted place continues the run before it, so it is not a start
+    if observations.starts is not None:  # an inserted place continues the previous run, so it is not a start
         key, starts = observations.starts
         start = starts.index_select(0, rows)
         columns[key] = torch.zeros_like(start) if chosen is None else start & ~chosen.unsqueeze(-1)
@@ -497,7 +499,7 @@ def _places_in_final(final_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions of these rows in ``final`` ``[M]``, and which are missing, bool ``[M]``."""
     if not len(final_row):
         return torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
-    # The first place whose row is not below: past the end for rows behind all of them, hence the clamp.
+    # The first index whose row is not smaller. It is past the end for rows after all of them, hence the clamp.
     place = torch.searchsorted(final_row, rows).clamp(max=len(final_row) - 1)
     return place, final_row[place] != rows
 
@@ -514,7 +516,7 @@ def fill_missing(
     """
     bad = None
     if column.is_floating_point():
-        # One pass: a sum is finite only if no number is NaN. Not on a device: that would sync.
+        # One pass: a sum is finite only if no element is NaN. Not on a device, where it would sync.
         asked = column.device.type == "cpu" and not is_tracing()
         if not (asked and math.isfinite(column.detach().sum().item())):
             bad = column.isnan()

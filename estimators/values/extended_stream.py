@@ -60,7 +60,7 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
     >>> run_stops(torch.tensor([False, True, False, True])).tolist()
     [2, 4]
     """
-    first = true_indices(ends[:-1]) + 1  # the first row of each run but the first
+    first = true_indices(ends[:-1]) + 1  # the first row of every run except the first
     first = first if position is None else position[first]
     return torch.cat([first, first.new_tensor([len(ends) if places is None else places])])
 
@@ -89,7 +89,7 @@ class Appended:
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Split the stream's values into those of rows and of next observations (arbitrary if terminated)."""
         value = values[: self.count]
-        next_value = torch.cat([value[1:], value[-1:]])  # of the row behind, which holds inside a run
+        next_value = torch.cat([value[1:], value[-1:]])  # of the next row, which is right inside a run
         return value, next_value.index_copy_(0, self.after, values[self.count :])
 
 
@@ -119,7 +119,7 @@ class Interleaved:
         row = torch.arange(count, device=after.device)
         inserts = torch.zeros_like(row).index_fill_(0, after, 1)
         source = torch.repeat_interleave(row, 1 + inserts, output_size=count + len(after))
-        # cumsum counts the places inserted up to a row, its own included, which stands behind it: hence "- inserts".
+        # cumsum also counts the place inserted after the row itself, hence "- inserts".
         return cls(row + inserts.cumsum(0) - inserts, source, after)
 
     @property
@@ -133,7 +133,7 @@ class Interleaved:
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`Appended.split`."""
-        # Clamp: the last row may be terminated, without a next place.
+        # Clamped, because the last row may be terminated and have no next place.
         behind = (self.position + 1).clamp(max=self.places - 1)
         return values.index_select(0, self.position), values.index_select(0, behind)
 
@@ -168,18 +168,19 @@ class Budgeted(Interleaved):
         count, time = bootstrapped.shape
         length = time + budget
         moves = bootstrapped.long()
-        # Place of each row within its series: its number, and one more for each place inserted before it.
+        # Place of each row within its series: its index plus the number of places inserted before it.
         slot = torch.arange(time, device=bootstrapped.device) + moves.cumsum(-1) - moves
         valid = slot + 1 < length
         row = torch.arange(count * time, device=bootstrapped.device).view(count, time)
-        # Scattered into length + 1 columns: what has no place goes to the last one, which is dropped.
+        # Scattered into length + 1 columns: rows without a place go to the last column, which is dropped.
         dropped = torch.full_like(slot, length)
         source = row[:, -1:].repeat(1, length + 1)
         source.scatter_(1, torch.where(slot < length, slot, dropped), row)
         behind = torch.where(bootstrapped & valid, slot + 1, dropped)
         source.scatter_(1, behind, row)
         inserted = torch.zeros_like(source, dtype=torch.bool).scatter_(1, behind, True)
-        first = length * torch.arange(count, device=bootstrapped.device).unsqueeze(-1)  # place of each series
+        # First place of each series.
+        first = length * torch.arange(count, device=bootstrapped.device).unsqueeze(-1)
         return cls(
             position=(slot.clamp(max=length - 1) + first).reshape(-1),
             source=source[:, :length].reshape(-1),
@@ -190,6 +191,6 @@ class Budgeted(Interleaved):
         )
 
     def stops(self, ends: Tensor) -> Tensor:
-        # Runs whose first row has no place do not begin anywhere.
+        # Runs whose first row has no place have no start.
         begun = torch.cat([ends[:-1] & self.placed[1:], ends[-1:]])
         return super().stops(begun)

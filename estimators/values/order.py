@@ -19,9 +19,9 @@ from flatroll.layout.tensordict_seam import get_entry
 
 Array: TypeAlias = NDArray[Any]
 
-_PAIRS = 32  # rows whose next observation is compared with the next row's observation
-_SEARCHED = 1 << 26  # bytes of observations searched for a match elsewhere
-_FEW = 16  # rows of a batch that may well be single steps
+_PAIRS = 32  # number of rows whose next observation is compared with the next row's observation
+_SEARCHED = 1 << 26  # maximum bytes of observations searched for a match elsewhere
+_FEW = 16  # up to this many rows, a batch may consist of single steps
 _WAY_OUT = (
     "Call the estimator on the batch as it was collected, before you shuffle, index or filter its rows (TD0Estimator "
     "takes rows in any order), or set is_init where a run begins"
@@ -45,7 +45,7 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
         return False
     numbers: Array = step.reshape(-1).numpy()
     last: Array = at.ends.reshape(-1).numpy()
-    follows = np.equal(numbers[1:] - numbers[:-1], 1)  # the row behind each row
+    follows = np.equal(numbers[1:] - numbers[:-1], 1)  # whether the next row follows directly
     follows |= last[:-1]
     if follows.all():
         return True
@@ -93,7 +93,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
             unequal |= (_bits(after)[here] != _bits(root)[behind]).reshape(len(follows), -1).any(1)
     if follows[unequal].all():
         return
-    # Rarely reached: low-precision deltas, NaN, and errors.
+    # Rarely reached: deltas of low precision, NaN, and errors.
     follows = follows | at.terminated.numpy()[here]
     rows = torch.arange(count)[: count - 1 : every]
     flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
@@ -130,7 +130,7 @@ def _follow(before: Tensor, after: Tensor, behind: Tensor) -> Tensor:
     ``[K, F]``. NaN may be anything, and so may what a delta of low precision rounds away."""
     equal = after == behind
     if not bool(equal.all()) and after.is_floating_point():
-        # bfloat16 keeps 8 bits of a difference; the sum is rounded once more
+        # bfloat16 keeps 8 bits of a difference, and the sum is rounded once more
         slack = (after - before).abs() * 2**-8 + behind.abs() * (2 * torch.finfo(behind.dtype).eps)
         equal |= ~((after - behind).abs() > slack)
     return equal.all(1)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.disk import Checkpoint
 
-UPDATES, BATCH, GAMMA = 20, 64, 0.99  # gradient steps after an episode, rows of each, discount
+UPDATES, BATCH, GAMMA = 20, 64, 0.99  # gradient steps per episode, rows per step, discount
 KILLS, LONGEST = 3, 1.5  # number of kills, and maximum seconds before each
 
 

@@ -61,7 +61,8 @@ def make_models(tokenizer: Any) -> tuple[Any, Any, Any]:
     models: list[Any] = [
         kind(config) for kind in (GPT2LMHeadModel, GPT2LMHeadModel, GPT2ForTokenClassification)
     ]
-    policy, reference, critic = (model.train(False) for model in models)  # without dropout, in the losses too
+    # Disables dropout, also in the losses.
+    policy, reference, critic = (model.train(False) for model in models)
     reference.load_state_dict(policy.state_dict())
     return policy, reference, critic
 
@@ -102,12 +103,13 @@ def train(updates: int = 40, texts: int = 48, tokens: int = 8, seed: int = 0) ->
     curve: list[float] = []
     batch: Any = None
     for _ in range(updates):
-        rollout.sequences.forget()  # the texts of the update before
+        rollout.sequences.forget()  # the texts of the previous update
         batch = gae(rollout.rollout_from_data(prompts))
         curve.append(float(batch["next", "reward_raw"].sum()) / texts)
         number = batch["collector", "traj_ids"]
         for _ in range(3):
-            for some in number.unique()[torch.randperm(texts)].chunk(2):  # whole texts: each is read once
+            # Whole texts, so that each is read once.
+            for some in number.unique()[torch.randperm(texts)].chunk(2):
                 losses = loss(batch[torch.isin(number, some)])
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
@@ -146,7 +148,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
+    torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
     start = time.perf_counter()
     result = train(args.updates, seed=args.seed)
     first, last = result["curve"][0], result["curve"][-1]

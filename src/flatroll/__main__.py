@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
+        if words[:1] == ["demo"]:  # the program parses its own arguments, including --help
             from flatroll.examples.report import demo
 
             return demo(words[1:])
-        if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # the programs do, too
+        if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # so do these programs
             return run_program(words[1], words[2:])
         arguments = build_parser().parse_args(words)
         return int(arguments.run(arguments))
@@ -192,12 +192,12 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
     """Save the picture of the trajectories of a batch."""
     from flatroll import layout
 
-    try:  # fails without markers or rows, or for a file suffix that matplotlib does not know
+    try:  # fails without markers or rows, or if matplotlib does not know the file suffix
         axes = layout.timeline(batch)
-        from matplotlib.figure import Figure  # there: timeline has just drawn with it
+        from matplotlib.figure import Figure  # already imported: timeline has drawn with it
 
         figure = axes.get_figure()
-        assert isinstance(figure, Figure)  # a new one, of timeline's own
+        assert isinstance(figure, Figure)  # a new figure made by timeline
         figure.savefig(file, bbox_inches="tight")
     except (KeyError, ValueError) as error:
         raise CommandError(f"--plot {file}: {error.args[0]}") from None

@@ -31,7 +31,7 @@ class DiskColumn(Column):
     @override
     def take(self, slots: Tensor) -> Tensor:
         take = self._take()
-        assert take is not None  # the storage holds this column
+        assert take is not None  # guaranteed by the storage
         return take(slots, [self._key])[self._key]
 
     @override
@@ -57,7 +57,7 @@ class DiskColumn(Column):
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        return  # its rows are in files
+        return  # the rows are in files
 
     @property
     @override

@@ -15,7 +15,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Ragged
 from flatroll.layout.export import optional_package
 
-BLOCK_ROWS = 8  # rows compressed together: neighbours share most of their bytes
+BLOCK_ROWS = 8  # rows compressed together: adjacent rows share most of their bytes
 
 
 class Form:
@@ -84,9 +84,9 @@ class FrameForm(Form):
 
     @override
     def encode(self, values: Tensor) -> Ragged:
-        adds = torch.ones(values.shape[:2], dtype=torch.bool)  # [N, stack], the frames that a row adds
+        adds = torch.ones(values.shape[:2], dtype=torch.bool)  # [N, stack], the frames that each row adds
         if len(values) > 1:
-            # Row r continues row r - 1 if its first frames equal the other's last ones, bit for bit.
+            # Row r continues row r - 1 if its first frames equal the other's last frames bitwise.
             adds[1:, :-1] = differ(values[1:, :-1].contiguous(), values[:-1, 1:].contiguous()).unsqueeze(1)
         return Ragged(values[adds], adds.sum(1))
 
@@ -131,23 +131,23 @@ class ZstdForm(Form):
             or column.values.ndim != 1
         ):
             raise damaged("a file has no compressed rows where it should")
-        # Rows of a block are decoded together: this number bounds the memory.
+        # Rows of a block are decoded together, so this limits memory use.
         heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
         if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
             raise damaged(f"compressed rows of a file are not in blocks of up to {BLOCK_ROWS}")
-        if len(heads) > 1:  # one block tells a wrong shape before rows of that shape are asked for
+        if len(heads) > 1:  # decode one block to detect a wrong shape before allocating rows of that shape
             self._check_size(column.values[: int(column.lengths[0])].numpy().tobytes(), int(heads[1]))
 
     @override
     def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
         memory, lengths = column.values.numpy(), column.lengths.numpy()
-        heads = np.flatnonzero(lengths)  # the rows that have a block's bytes: it reaches to the next of them
+        heads = np.flatnonzero(lengths)  # first row of each block, which extends to the next such row
         stops = np.append(heads[1:], len(lengths))
         into = target.view(len(target), -1).view(torch.uint8).numpy()
         decompressor = self._zstandard.ZstdDecompressor()
         which = np.searchsorted(heads, rows, "right") - 1
         order = np.argsort(which, kind="stable")
-        for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # those of one block
+        for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # the rows of each block
             block = which[asked[0]]
             head, count = heads[block], stops[block] - heads[block]
             data, places, local = (
@@ -158,7 +158,7 @@ class ZstdForm(Form):
             whole = len(asked) == count and bool(
                 (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
             )
-            # Slices have most blocks as a whole, which are decoded where they belong.
+            # Slices need most blocks as a whole: decode those directly into the target.
             room = (
                 into[places[0] : places[0] + count] if whole else np.empty((count, self.row_bytes), np.uint8)
             )

@@ -20,7 +20,7 @@ from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line
 _FACTS = {"kind": "rows of a DiskStorage"}
-_WAITING = 2  # full blocks that may wait for the disk before writers block
+_WAITING = 2  # maximum number of full blocks waiting for the disk; beyond it writers block
 
 
 class FlushRule(NamedTuple):
@@ -40,8 +40,8 @@ class _Block:
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first, self.limit = first, first + rows
-        # One allocation for all columns, each cache-aligned: only large allocations get huge pages, and faults of
-        # small pages cost more than the copy.
+        # One allocation for all columns, each aligned to a cache line: only large allocations get huge pages,
+        # and page faults of small pages cost more than the copy.
         sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
         memories = torch.split(host_memory(sum(sizes), torch.uint8, ()), sizes)
         self.columns: Columns = {
@@ -49,7 +49,7 @@ class _Block:
             for (key, form), memory in zip(layout.forms.items(), memories, strict=True)
         }
         self.piece = Piece(first, self.limit, self.columns, layout.forms)
-        #: (rows of the block, their next observations by root key), of one write after the other.
+        #: For each write: (rows of the block, their next observations by root key).
         self.tails: list[tuple[Array, Columns]] = []
 
 
@@ -80,20 +80,21 @@ class RowLog:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-        self.saved: dict[Path, Folder | Version] = {}  # by which this run knows other folders
+        # Other folders that this run has saved to or loaded, and what it knows of them.
+        self.saved: dict[Path, Folder | Version] = {}
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
         self._appended = False  # whether this run has published rows
-        self._named = 0  # number of the row after those that the version names
-        self._held = 0  # number of the row to come when the rows were last held
-        # Of the blocks, the pieces and what the thread shall do; of the folder.
+        self._named = 0  # number of the first row that the version does not name
+        self._held = 0  # number of the next row when the rows were last held
+        # _turn guards the blocks, the pieces and the thread's orders; _disk guards the folder.
         self._turn, self._disk = threading.Lock(), threading.RLock()
         self._begun = self.end  # first row of the latest append
-        self._unfinished = False  # whether that was cut off
+        self._unfinished = False  # whether that append was interrupted
         self.thread: threading.Thread | None = None
-        self._due = 0  # the thread writes the rows before that number
-        self._done = True  # whether it has stopped
+        self._due = 0  # the thread writes the rows below this number
+        self._done = True  # whether the thread has stopped
         self._timer: threading.Timer | None = None
         self._error: BaseException | None = None
         self.closed = False
@@ -112,7 +113,7 @@ class RowLog:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        blocks = self._blocks  # read once: the thread takes full ones away
+        blocks = self._blocks  # read once, because the thread removes full blocks
         if len(blocks) > _WAITING:  # the disk is slower than the writers, so they wait
             self._try(min(blocks[-1].first, self.end))
 
@@ -143,7 +144,7 @@ class RowLog:
         self._begun, self._unfinished = first, True
         count, done = len(next(iter(columns.values()))), 0
         while done < count:
-            blocks = self._blocks  # read once: the thread takes full ones away
+            blocks = self._blocks  # read once, because the thread removes full blocks
             block = (
                 blocks[-1] if blocks and blocks[-1].limit > first + done else self._new_block(first + done)
             )
@@ -157,7 +158,8 @@ class RowLog:
                 here = {key: values.cpu().index_select(0, chosen) for key, values in tails.items()}
                 block.tails.append((lasts[inside] - done + at, here))
             done += fit
-        # The thread begins with this lock, and finds the rows counted. Ctrl-C while it starts leaves them uncounted.
+        # The thread starts by taking this lock, and then finds the rows counted. If Ctrl-C interrupts its
+        # start, they stay uncounted.
         with self._turn:
             if self.closed:
                 raise self._is_closed()
@@ -186,7 +188,7 @@ class RowLog:
         with self._disk:
             while not self.closed:
                 self.flush()
-                with self._turn:  # rows that came meanwhile are written, too; none comes after this
+                with self._turn:  # checks for rows written meanwhile; no more can come after this
                     self.closed = self.folder.end >= self.end
                     if self.closed and self._timer is not None:
                         self._timer.cancel()
@@ -206,12 +208,12 @@ class RowLog:
             try:
                 if self.layout is not None and (self.end > 0 or first > 0):
                     try:
-                        self._note()  # it names all files: they stay until the next version
+                        self._note()  # this version names all files, so they stay until the next one
                     finally:
                         self._noted = False
                         self.folder.drop_before(first)
                     self._note()
-                    self._note()  # no version names the files now, so they are removed
+                    self._note()  # no version names the files any more, so they are removed
             finally:
                 with self._turn:
                     self._blocks, self.end, self._begun = (), first, first
@@ -284,14 +286,15 @@ class RowLog:
             try:
                 if before is None:
                     self.layout = Layout(layout.forms, layout.pairs, [])
-                self._note()  # names all files that are there, so that they stay until the next version is published
+                # This version names all files present, so that they stay until the next one is published.
+                self._note()
                 number = self.folder.version
                 try:
                     self.folder.adopt(segments)
                     self.layout = Layout(layout.forms, layout.pairs, seams)
                     self._note(head)
                 except BaseException:
-                    self.closed = True  # unless what the folder has now is known
+                    self.closed = True  # unless the folder turns out to be unchanged
                     self.closed = self.folder.load().version != number
                     raise
             except BaseException:
@@ -300,8 +303,8 @@ class RowLog:
             with self._turn:
                 self._blocks, self.end, self._begun, self._due, self._error = (), end, end, 0, None
             self._refresh()
-            with suppress(OSError):  # they go with a later version then
-                self._note()  # now no version names the files of the rows before: they go
+            with suppress(OSError):  # otherwise a later version removes the files
+                self._note()  # no version names the files of the previous rows any more, so they are removed
 
     def _new_block(self, first: int) -> _Block:
         assert self.layout is not None
@@ -314,7 +317,7 @@ class RowLog:
     def _try(self, end: int) -> None:
         """Write the rows before ``end`` now; its error is raised here, and not by the thread, too."""
         with self._disk:
-            self._error = None  # what failed is tried again
+            self._error = None  # what failed is retried
             try:
                 self._write(end)
             except BaseException:
@@ -340,13 +343,13 @@ class RowLog:
     def _is_closed(self) -> ValueError:
         return ValueError(f"the storage of {self.folder.path} is closed: open the folder again")
 
-    # -- on the thread ---------------------------------------------------------------------------------------------
+    # -- writer thread ---------------------------------------------------------------------------------------------
 
     def _begin_writing(self, end: int) -> None:
         """Have what is due of the rows before ``end`` written by a thread; the caller has ``_turn``."""
         last = self._blocks[-1]
         rows, seconds = self.rule
-        # Whole blocks make files; the rows of the last one wait for more of them, unless there is a rule.
+        # Only full blocks become files; the rows of the last block wait, unless the flush rule says otherwise.
         early = rows is not None and end - self.folder.end >= rows
         self._due = max(self._due, end if early or last.limit == end else last.first)
         if self._due > self.folder.end and not self._at_work:
@@ -378,14 +381,14 @@ class RowLog:
             with self._turn:
                 end = min(self._due, self.end)
                 self._done |= self.folder.end >= end
-                if self._done:  # or it failed elsewhere, before this thread began
+                if self._done:  # or another thread's write failed before this one began
                     return
             with self._disk:
-                if self._done:  # it failed elsewhere
+                if self._done:  # another thread's write failed
                     return
                 try:
                     self._write(end)
-                except BaseException as error:  # kept for the thread that writes next, whatever it is
+                except BaseException as error:  # any error is kept for the next writer to raise
                     with self._turn:
                         self._error, self._done = error, True
                     return
@@ -393,7 +396,7 @@ class RowLog:
     def _write(self, end: int) -> None:
         """Publish the rows before ``end`` that no file holds, and let go those that the ring has dropped."""
         with self._disk:
-            end = min(end, self.end)  # others may have come in the place of rows that waited
+            end = min(end, self.end)  # a load may have replaced the waiting rows meanwhile
             while (first := self.folder.end) < end:
                 if not self._noted:
                     self._note()
@@ -402,10 +405,11 @@ class RowLog:
                 self.folder.append(self._encode_rows(block, first, stop), first=first)
                 self._appended = True
                 self._refresh()
-            # Files whose rows the ring has dropped are removed, but not before this run has appended rows.
+            # Remove files whose rows the ring has dropped, but only after this run has appended rows.
             given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
             if given_up and self._appended:
-                # Files that no version names go at once. Those after them are found if a version tells where to begin.
+                # Files that no version names are removed at once. The files after them are found only if a
+                # version says where to begin.
                 if given_up[-1] > self._named:
                     self._note()
                 self.folder.drop_before(end - self.capacity)
@@ -417,7 +421,8 @@ class RowLog:
         assert self.layout is not None
         head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
-        for _ in range(2 if self.folder.version is None else 1):  # so that one manifest can be damaged
+        # Two versions, in case one manifest is damaged.
+        for _ in range(2 if self.folder.version is None else 1):
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 
@@ -435,7 +440,7 @@ class RowLog:
         inside = np.flatnonzero((rows >= low) & (rows < high))
         lengths = torch.zeros(high - low, dtype=torch.int64)
         lengths[torch.from_numpy(rows[inside] - low)] = 1
-        # The row after the last one is in another file, so its next values are stored here, too.
+        # The row after the last one is in another file, so store its next values here as well.
         follows = lengths[-1] == 0
         lengths[-1] = 1
         for key in self.layout.pairs:

@@ -12,7 +12,7 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.disk import Ragged, Segment, column_name
 from flatroll.layout.keys import NestedKey
 
-_LOOKS = 8  # rows of a sample checked for being in memory
+_LOOKS = 8  # number of rows of a sample checked for being in memory
 
 
 class Piece:
@@ -38,7 +38,7 @@ class Piece:
         segment: Segment | None = None,
     ) -> None:
         self.first, self.end, self.columns, self.segment = first, end, columns, segment
-        # Of ragged columns: how many values there are up to and with each row, int64.
+        # Of ragged columns: the number of values up to and including each row, int64.
         self.ends: dict[NestedKey, Array] = {}
         self.source, self.running = np.zeros((2, len(forms)), np.int64)
         for k, (key, form) in enumerate(forms.items()):

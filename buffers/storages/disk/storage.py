@@ -38,7 +38,7 @@ from flatroll.disk.tensor_file import dtype_name
 from flatroll.layout.checks import flags, number, whole_number
 from flatroll.layout.keys import NestedKey
 
-_PARTS = 32  # minimum files of a full storage: the oldest also holds dropped rows
+_PARTS = 32  # minimum number of files of a full storage: the oldest also holds dropped rows
 
 
 class LinkedRows(NamedTuple):
@@ -141,7 +141,7 @@ class DiskStorage(ColumnStorage):
         try:
             rows = folder.recover(verify=verify)
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
-            # A storage of this size uses less than twice the space of its rows.
+            # A storage of this size would use less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
                     f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
@@ -162,7 +162,7 @@ class DiskStorage(ColumnStorage):
         self._ring: Ring | None = None
         self._offset = 0  # a row's number in the folder minus its number in the ring
         self._batch: tuple[Piece, int] | None = (
-            None  # what is being counted by the buffer: rows from this one on
+            None  # while the buffer registers stored rows: their piece, and the number of the first one
         )
         self.compiled = self.loads_whole = True
         if layout is not None:
@@ -228,7 +228,8 @@ class DiskStorage(ColumnStorage):
     def close(self) -> None:
         """Flush and release the folder; rows can still be read. Called at normal exit."""
         _close(self._log, self.read_only, self._process)
-        self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
+        # Only on success: after an error another call, or the end of the process, tries again.
+        self._closing.detach()
 
     def close_once(self) -> None:
         """As :meth:`close`, for a folder that is removed with the storage: an error is not retried."""
@@ -260,7 +261,7 @@ class DiskStorage(ColumnStorage):
         if folder.version is None:
             if len(folder.segments):
                 if folder.versions():
-                    folder.load()  # none is whole: the error says why
+                    folder.load()  # no version is whole: raises an error that says why
                 raise ValueError(
                     f"{folder.path} is not that of a DiskStorage: it has rows, and does not say of what kind"
                 )
@@ -270,7 +271,7 @@ class DiskStorage(ColumnStorage):
             layout = Layout.from_json(noted)
         except ValueError as error:
             raise ValueError(f"{folder.path}: {error}") from None
-        folder.recover()  # the rows after that version, again
+        folder.recover()  # adds the rows written after that version
         wrong = columns_differ(folder.columns, layout)
         if wrong:
             raise ValueError(f"{folder.path}: {wrong}")
@@ -328,10 +329,10 @@ class DiskStorage(ColumnStorage):
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
         """Register the folder's rows with the buffer, and cut the trajectories open at their end."""
-        Storage.use_ring(self, Ring(self.capacity), None, first=True)  # refuses a second buffer
+        Storage.use_ring(self, Ring(self.capacity), None, first=True)  # raises if there is a second buffer
         if not self.read_only and self._log.unflushed:
             self._writable()
-            self._log.settle()  # rows of a buffer that is gone
+            self._log.settle()  # rows of a buffer that no longer exists
         layout, pieces, self._offset = self._log.layout, self._log.pieces, self._log.end
         if layout is None or not len(pieces):
             return
@@ -341,7 +342,7 @@ class DiskStorage(ColumnStorage):
         self._offset = first
         try:
             for piece in pieces.pieces:
-                # Each run cuts what the one before it left open.
+                # Cut at the seams, where one run's trajectories were left open and the next run began.
                 seams = [seam for seam in layout.seams if piece.first < seam < piece.end]
                 bounds = [piece.first, *seams, piece.end]
                 for low, high in itertools.pairwise(bounds):
@@ -433,7 +434,7 @@ class DiskStorage(ColumnStorage):
             return None
         before, slots, agree = ring.link(rows.fragments)[0]
         if self.pool is not None and self._batch is not None:
-            # Which fragments begin with what the row before them says comes next: their first rows are read.
+            # Compare the first row of each fragment with the next observation of the row before it.
             heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
             at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
             agree = self.pool.compare_heads(ring, at, before, heads, rows.tails, [])
@@ -448,15 +449,15 @@ class DiskStorage(ColumnStorage):
             )
         super().use_ring(ring, alone, first)
         self._ring = ring
-        if not first and not len(ring):  # the buffer was emptied
+        if not first and not len(ring):  # the buffer has been emptied
             self._writable()
-            # The folder counts on, though the ring leaves out the rest of a round.
+            # The folder counts on, although the ring skips the rest of a round.
             self._offset = self._log.end - ring.head
             self._log.empty(self._log.end)
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        # The ring's next row; it has not counted the last rows of the log if Ctrl-C came between.
+        # The ring's next row. If Ctrl-C interrupted a write, the ring has not counted the last rows of the log.
         first = self._log.end - (self._log.end - self._offset - slot) % self.capacity
         lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
         self._log.append(rows.columns, lasts, rows.tails, first)
@@ -479,12 +480,12 @@ class DiskStorage(ColumnStorage):
     ) -> Columns:
         if follow is None or self.pool is None:
             if self.pool is not None and self.needs_follow(keys):
-                return super().read_rows(slots, follow, keys=keys)  # which is an error
+                return super().read_rows(slots, follow, keys=keys)  # raises an error
             return self._take(slots, keys)
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
         asked = None if keys is None else (keys - set(names.values())) | set(pairs)
-        # Read the rows and the next rows together, so that rows in both are decoded once.
+        # Read the rows and their next rows together, so that rows in both are decoded only once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))
         columns = self._take(
@@ -502,10 +503,10 @@ class DiskStorage(ColumnStorage):
 
     def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
         """Return copies of the newest rows in these slots."""
-        pieces = self._log.pieces  # before the end, which may be of a piece that these do not have
+        pieces = self._log.pieces  # read before the end: these pieces may not include a piece added later
         end = min(self._log.end, pieces.end)
         rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
-        # A slot that the buffer has claimed may have no row yet; values read from it are discarded.
+        # A slot claimed by the buffer may have no row yet; values read from it are discarded.
         if not len(pieces):
             return {
                 key: torch.zeros((len(slots), *column.shape), dtype=column.dtype)
@@ -517,9 +518,9 @@ class DiskStorage(ColumnStorage):
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         forms: dict[NestedKey, Form] = {}
-        Encodings(self.frame_stack, self.codec).row_bytes(like)  # checks them
+        Encodings(self.frame_stack, self.codec).row_bytes(like)  # raises if they are invalid
         for key, (dtype, shape) in like.items():
-            dtype_name(dtype)  # TypeError here rather than on the thread that writes
+            dtype_name(dtype)  # raises TypeError here and not on the writer thread
             forms[key] = self._form(key, dtype, shape)
         self._log.layout = Layout(forms, [], [])
         return {key: self._column(key, form) for key, form in forms.items()}
@@ -552,7 +553,7 @@ class DiskStorage(ColumnStorage):
         """
         log = tables["log"]
         offset, noted = log["offset"], log["layout"]
-        # It is negative where the ring left out the rest of a round and the files did not.
+        # offset is negative if the ring skipped the rest of a round and the files did not.
         if type(offset) is not int or not 0 <= offset + ring.head <= offset + ring.written < MOST_ROWS:
             raise damaged(f"its rows are shifted by {offset!r}")
         try:

@@ -68,7 +68,7 @@ class ActionRange:
         if key not in self._ends:
             here = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=actions.is_cuda)
             limits = next(limits for own, limits in self._limits if own == key)
-            # Until the first copy has finished.
+            # The values until the first copy has finished.
             for end, limit in zip(here, (limits.low, limits.high), strict=True):
                 end.copy_(torch.from_numpy(np.array(limit)))
             self._ends[key] = ends, here

@@ -78,8 +78,8 @@ class ColumnKeys:
         self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
         self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
         self.infos = tuple(info_keys)
-        self.states: list[NestedKey] = []  # recurrent states of the policy, once it is set
-        self.strided = False  # whether only the rows marked by ("collector", "has_state") keep them
+        self.states: list[NestedKey] = []  # recurrent states of the policy, known once it is set
+        self.strided = False  # whether only the rows marked by ("collector", "has_state") store them
         # Columns of shape [N, 1] if they hold one number per row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
@@ -110,7 +110,7 @@ class ColumnKeys:
         """Register ``writer`` as the writer of ``keys``; ValueError if one has a writer already."""
         for key in map(as_tuple, keys):
             for other, owner in self._writers.items():
-                if key[: len(other)] == other[: len(key)]:  # equal, or one nested in the other
+                if key[: len(other)] == other[: len(key)]:  # equal, or one nested inside the other
                     raise ValueError(
                         f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
                         f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
@@ -141,7 +141,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     """Return the spec of batches with these columns; ``compact`` ones have no next observations."""
     rows: list[tuple[Any, TensorSpec]] = []  # key, spec of one row
     stream = find_stream(env)
-    unknown = stream is not None and stream.hides_final_obs  # last observations are filled in
+    unknown = stream is not None and stream.hides_final_obs  # its hidden last observations are filled in
     for key, path in zip(keys.obs, keys.obs_paths, strict=True):
         spec = as_spec(part_of(env.single_observation_space, path))
         rows.append((key, spec))

@@ -134,7 +134,7 @@ class Collector(Facts):
     final: TensorDict | None = None
     _closed = True  # until the env exists
     _frames = 0  # rows collected so far
-    _version = 0  # of the policy
+    _version = 0  # policy version
     _runner: Runner | SplitRunner | PoolRunner
 
     def __init__(
@@ -286,7 +286,7 @@ class Collector(Facts):
     @property
     def spec(self) -> Composite:
         """The batches' spec, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        # All parts of a pool have the same columns.
+        # All splits of a pool have the same columns.
         return spec_of_columns(self._runner.keys, self._runner.envs[0], self._compact)
 
     @property
@@ -483,7 +483,7 @@ class Collector(Facts):
             # Windows of one batch continue: an episode longer than a window must be able to end.
             reset_first = False
             joiner.add(batch)
-            joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut some
+            joiner.drop_open_but(self._runner.open_ids())  # the reset may have cut some
 
     def _collect(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None]:
         """Collect a window of ``frames_per_batch`` rows, fewer if interrupted; of new episodes if ``reset_first``."""
@@ -502,12 +502,12 @@ class Collector(Facts):
                 runner.reset()
             may_be_random, stop = self._frames < random_frames, self._interruptor
             while (missing := frames - runner.window.count()) > 0:
-                # The minimum number of vector steps; rows on which an env only resets may require more.
+                # The minimum number of vector steps; more may be needed if envs only reset in some rows.
                 for _ in range(-(-missing // runner.num_envs)):
                     if stop is not None and stop.is_set() and (count := runner.window.count()):
                         frames = count
                         break
-                    # Counting rows may sync with the device, so do it only while random rows are needed.
+                    # Counting rows may sync with the device: do it only while random rows are needed.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
             # Take the first rows in time order; the rest of the last vector step stays for the next batch.
@@ -530,7 +530,7 @@ class Collector(Facts):
             final = None if final is None else final.to(storing, non_blocking=wait)
         self.final = final
         if self._scaled:
-            setattr(batch, SCALED, self._buffer is None)  # a buffer warned already
+            setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
         if self._split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
         if self._postproc is not None:
@@ -573,7 +573,7 @@ class TrajectoryJoiner:
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
-        # Rows are sorted by id: find the last row of each trajectory, bool [N], and the row counts.
+        # Rows are sorted by id: find the last row of each trajectory (bool [N]) and its row count.
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
         lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))

@@ -22,9 +22,9 @@ from flatroll.wrappers.adapt_env import wrappers_within
 from flatroll.wrappers.arrays import Array, to_torch
 from flatroll.wrappers.source import EnvLike
 
-#: Vector steps between two checks for ended episodes on a device, where each check syncs.
+#: Vector steps between checks for ended episodes on a device, where each check syncs.
 _STEPS_BETWEEN_LOOKS = 16
-#: Maximum number of values that one pass of the bootstrap draws.
+#: Maximum number of values drawn by one pass of the bootstrap.
 _DRAWN_AT_ONCE = 1 << 22
 
 
@@ -164,10 +164,10 @@ def evaluate(
             undo.pop_all()
         runner = lead_pool(Runner(made, info_keys=info_keys))
         devices = make_devices(runner.device, policy_device=policy_device)
-        # Only random actions need a seed; without one their generator would draw it from torch's.
+        # Only random actions need a seed: without one their generator would draw it from torch's global one.
         random_seed = seed if policy is None else 0
         runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
-        # Env e plays (episodes + e) // E episodes, as with SB3.
+        # Env e plays (episodes + e) // E episodes, as in SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs
         play = _Play(runner, goal, info_keys, film)
         began = time.perf_counter()
@@ -182,17 +182,17 @@ class _Play:
     def __init__(
         self,
         runner: Runner | PoolRunner,
-        goal: Array,  # episodes of each env, int64 [E]
+        goal: Array,  # episodes to play in each env, int64 [E]
         info_keys: Sequence[NestedKey],
         film: str | None,
     ) -> None:
         self._runner, self._goal, self._names, self._choice = runner, goal, tuple(info_keys), film
-        self._count = np.zeros_like(goal)  # episodes of each env so far
-        self._return, self._length = np.zeros(len(goal)), np.zeros_like(goal)  # of the open episodes
-        # Finished episodes: env, index within the env, return, length; and their entries of info.
+        self._count = np.zeros_like(goal)  # episodes played so far in each env
+        self._return, self._length = np.zeros(len(goal)), np.zeros_like(goal)  # of the running episodes
+        # Finished episodes (env, index within the env, return, length), and their info entries.
         self._episodes: list[tuple[int, int, float, int]] = []
         self._infos: list[dict[NestedKey, Tensor]] = []
-        self._frames: list[list[Array]] = [[] for _ in goal]  # of the open episodes
+        self._frames: list[list[Array]] = [[] for _ in goal]  # of the running episodes
         self._film: list[Array] = []
         self._filmed: tuple[int, float] | None = None  # env and return of the filmed episode
 
@@ -227,7 +227,7 @@ class _Play:
                 if self._count[env] < self._goal[env]:
                     self._finish(env, step)
                 self._return[env] = self._length[env] = 0
-                if frames is not None:  # an env that reset in this step renders its new episode
+                if frames is not None:  # an env that reset in this step has rendered its new episode
                     self._frames[env] = [frames[env]] if window.same_step else []
         window.restart(self._runner.num_envs)
 
@@ -379,7 +379,7 @@ class Evaluator:
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
         self.best_mean, self.best_frames = -float("inf"), 0
-        self._last = 0  # frames at the last evaluation
+        self._last = 0  # frames at the time of the last evaluation
 
     def __call__(self, frames: int) -> bool:
         """Evaluate if due; return whether the best mean return so far has reached ``stop_at``."""
@@ -460,7 +460,7 @@ def interquartile_mean(
 
     def middle(x: Tensor) -> Tensor:
         ordered = x.flatten(-2).sort(-1).values
-        cut = ordered.shape[-1] // 4  # drop a quarter at either end, rounded down
+        cut = ordered.shape[-1] // 4  # drop a quarter at each end, rounded down
         return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
 
     return _bootstrap(table, middle, confidence, resamples, seed)

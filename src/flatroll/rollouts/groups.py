@@ -80,7 +80,7 @@ class GroupCollector:
                     for runner in runners:
                         runner.settle()
         except BaseException:
-            # Some groups may be a step ahead of the others: begin the next batch with a reset.
+            # Some groups may be one step ahead of the others: begin the next batch with a reset.
             for runner in runners:
                 runner.forget()
             raise

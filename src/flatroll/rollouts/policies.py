@@ -53,7 +53,7 @@ def act_in_turn(policy: Callable[..., T], exploration: InteractionType, *inputs:
     A lock makes threads take turns; otherwise one could act with the type that another thread has set, or restore the
     wrong one.
     """
-    # re-entrant: a policy may itself collect a rollout
+    # re-entrant, because a policy may itself collect a rollout
     with _TURNS.get(os.getpid()) or _TURNS.setdefault(os.getpid(), RLock()):
         before = exchange_interaction_type(exploration)
         try:
@@ -121,14 +121,14 @@ class ModulePolicy:
     def __init__(
         self,
         policy: PolicyModule,
-        space: spaces.Space[Any],  # of the actions of one env
-        action_keys: Sequence[NestedKey],  # of its leaves
+        space: spaces.Space[Any],  # action space of one env
+        action_keys: Sequence[NestedKey],  # keys of its leaves
         num_envs: int,
         devices: Devices,
         *,
-        recurrent: bool = True,  # use the recurrent states that it declares (make_tensordict_primer)
+        recurrent: bool = True,  # use the recurrent states that the policy declares (make_tensordict_primer)
         primed: Mapping[NestedKey, Tensor]
-        | None = None,  # states declared by the env's stack, for a module that declares none
+        | None = None,  # states declared by the env's wrappers, for a module that declares none
     ) -> None:
         self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
         out_keys, leaves = (
@@ -189,7 +189,7 @@ class ModulePolicy:
             self._beside = [key for key in self._beside if out.get(key, None) is not None]
         # A key that was written before but is missing now raises KeyError here.
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
-        for key in self.defaults:  # as reset by the policy in first rows, if it writes it
+        for key in self.defaults:  # in first rows, as reset by the policy if it writes the state
             used = out.get(key, None)
             written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):

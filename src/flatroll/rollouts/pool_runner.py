@@ -39,10 +39,10 @@ class PoolRunner:
         self._rows = part.env = PoolRows(part.env)
         part.num_envs = self._rows.batch_size
         part.set_version(0)
-        self._states: Columns = {}  # [E, ...]; the runner has those of the rows that it steps
+        self._states: Columns = {}  # [E, ...]; the runner holds those of the rows that it steps
         self._ages = np.zeros(self.num_envs, np.int64)
-        self._ahead: list[Any] = []  # random actions [E, ...] that not every env has used
-        self._taken = np.zeros(self.num_envs, np.int64)  # how many of them each env has used
+        self._ahead: list[Any] = []  # random actions [E, ...] that some envs have not used yet
+        self._taken = np.zeros(self.num_envs, np.int64)  # number of them used by each env
 
     def start(
         self,
@@ -79,14 +79,14 @@ class PoolRunner:
         """Act for the envs whose rows arrived last, and wait for B rows."""
         part, ids = self._part, self._rows.ids
         for key, state in part.states.items():
-            # Envs without a state begin an episode, so they use the initial values.
+            # Envs without a state begin an episode and use the initial values.
             if key in self._states:
                 part.states[key] = self._states[key][torch.from_numpy(ids)]
             else:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
         part.age = self._ages[ids]
         part.step(random)
-        stepped = self._rows.stepped  # differ from `ids` if the env had to be reset first
+        stepped = self._rows.stepped  # differs from `ids` if the env had to be reset first
         for key, state in part.states.items():
             self._states[key][torch.from_numpy(stepped)] = state
         self._ages[stepped] = part.age
@@ -98,7 +98,7 @@ class PoolRunner:
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that continue or have transitions not yet in a batch."""
         marker = find_wrapper(self._rows, TrajId)
-        assert marker is not None  # used only where trajectories are joined by id
+        assert marker is not None  # only used where trajectories are joined by id
         return torch.cat([self._part.open_ids(), torch.from_numpy(marker.ids)])
 
     def prime(self, states: Columns) -> None:
@@ -178,7 +178,7 @@ class PoolWindow(Window):
         """Complete the open cells of the envs whose rows arrived, and make room for the next ones."""
         ids = self._rows.ids
         self._open[ids] += 1
-        self._late = ids[~self._rows.stream.first]  # rows on which the env only resets are not transitions
+        self._late = ids[~self._rows.stream.first]  # a row on which the env only resets is not a transition
         self._count += len(self._late)
         if self._open[ids].max() > self.steps:
             super().advance()
@@ -221,7 +221,7 @@ class PoolWindow(Window):
         starts[left] -= 1
         self._open[left] = 1
         for column in self.columns.values():
-            # The open cells after the kept transitions are filled when their envs act or reset.
+            # The open cells after the kept transitions are filled when their envs next act or reset.
             column[0] = column[starts, self._all]
         self.steps = int(len(left) > 0)
 
@@ -320,7 +320,7 @@ class PoolRows(VectorWrapper):
         map_tree(lambda whole, part: whole.__setitem__(stepped, part), self._actions, sent)
         source.receive()
         ids = source.ids
-        stream.ended = self._ended[ids]  # the stream's flags of the previous step decide which rows are first
+        stream.ended = self._ended[ids]  # the flags of the previous step determine which rows are first
         stream.any_ended = bool(stream.ended.any())
         for marker in self._markers:
             for name in marker.row_state or ():

@@ -17,9 +17,9 @@ class ProgressBar:
 
     def __init__(self, total: int, returns: NestedKey | None) -> None:
         self._total = None if total < 0 else total
-        self._returns = returns  # key of the episode returns
+        self._returns = returns  # key of the returns
         self._postfix: dict[str, str] = {}
-        self._bar: Any = None  # tqdm's, from the first batch on
+        self._bar: Any = None  # the tqdm bar, created at the first batch
 
     def show(self, batch: TensorDict, frames: int, began: float) -> None:
         """Count a batch that follows ``frames`` rows and was begun at time ``began`` (of ``perf_counter``)."""

@@ -63,7 +63,7 @@ class RandomPolicy:
             drawn = self._draws.legal(drawn, mask)
         for key, leaf in zip(keys, leaves_at(drawn, paths), strict=True):
             action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
-            tensordict.set(key, action.to(tensordict.device))  # to(None) does nothing
+            tensordict.set(key, action.to(tensordict.device))  # to(None) is a no-op
         return tensordict
 
 

@@ -65,10 +65,11 @@ from flatroll.wrappers.markers import (
 from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
 
-#: Up to this many bytes of observations per step, all next observations are written, not only those of ended rows.
+#: If a step has at most this many bytes of observations, all next observations are written, not only those of
+#: ended rows.
 _FEW_BYTES = 1 << 17
 
-#: Markers that keep no reference to a step's arrays.
+#: Markers that keep no reference to the arrays of a step.
 _KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
 
 
@@ -87,7 +88,7 @@ class Runner:
     def __init__(
         self,
         env: EnvLike,  # anything as_vector_env takes, or a stack of wrappers
-        # stored: key before the step, ("next", key) after it
+        # Stored entries: key before the step, ("next", key) after it.
         info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
         writer: int = 0,  # makes ids unique among the writers of a buffer
@@ -138,23 +139,24 @@ class Runner:
         self.window: Window
         #: Whether the env has been reset.
         self.started = False
-        self._at = -1  # the env's move count after this runner's last step or reset
-        #: Whether `step` only begins steps and `settle` awaits them.
+        self._at = -1  # number of moves of the env at this runner's last step or reset
+        #: Whether `step` only starts a step, which `settle` waits for.
         self.sends = False
         self._sent: Tree = None  # the actions of the pending step
-        self._warned = False  # whether it warned that somebody else moved the env
+        self._warned = False  # whether it has warned that other code moved the env
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
-        self._versions: Array = None  # the policy version for each env, int64 [E], if stored
+        self._versions: Array = None  # policy version of each env, int64 [E], if stored
         if track_version:
             keys.claim("track_policy_version", POLICY_VERSION)
             self._versions = ()
             self.set_version(0)
-        self._ended: Array = None  # envs whose last step ended an episode, bool [E]; None after a reset
-        self.age: Array = None  # steps since the episode's first row
+        # Whether the last step ended each env's episode, bool [E]; None after a reset.
+        self._ended: Array = None
+        self.age: Array = None  # steps since the first row of the episode
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
@@ -164,7 +166,7 @@ class Runner:
         self,
         policy: Policy
         | None,  # a tensordict module, a callable from observation to action, or None for random actions
-        steps: int,  # vector steps to have room for
+        steps: int,  # capacity in vector steps
         *,
         devices: Devices,
         exploration: InteractionType,  # how probabilistic modules choose actions
@@ -183,7 +185,7 @@ class Runner:
         self.random.as_numpy = self._on_host
         #: Returns the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if policy is not None and self._check_actions is None:  # else a wrapper may change the actions
+        if policy is not None and self._check_actions is None:  # otherwise a wrapper may change the actions
             self.action_range = ActionRange(space, self.keys.actions, self.keys.action_paths, self.device)
         if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
@@ -197,7 +199,7 @@ class Runner:
             self._carry(module.defaults)
         elif policy is not None:
             self._policy = as_function_of_obs(policy, space, devices)
-        # A module receives the markers and might write into them.
+        # A module receives the markers and may write into them.
         self._lends_markers = self._lends and not isinstance(self._policy, ModulePolicy)
         if state_stride > 1:
             if not self.states:
@@ -326,7 +328,7 @@ class Runner:
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
-        self.window.clear()  # and its columns: an interrupt may have left them half grown
+        self.window.clear()  # with its columns: an interrupt may have left them partly grown
         self._infos.clear()
         self.started, self._sent = False, None
 
@@ -396,7 +398,8 @@ class Runner:
     def _restart_states(self) -> None:
         """Reset the states of new episodes and mark the rows that store states."""
         stream = self.stream
-        begins = stream.any_first is not False  # None on a device, where checking would sync: then always
+        # None on a device, where checking would sync: then always run this.
+        begins = stream.any_first is not False
         if self._stride > 1:
             zero = full_for(stream.first, self.num_envs, 0, torch.int64)
             self.age = zero if self.age is None else self.age + 1
@@ -478,7 +481,7 @@ class Runner:
         if not self._dense_finals:
             # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
-        # With own_buffers=False somebody else's step of the env may write into these arrays.
+        # With own_buffers=False other code that steps the env may write into these arrays.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
         laid_out = self.window.lay_out(mask, compact)
         if self.action_range is not None and len(laid_out[0]):
@@ -495,7 +498,7 @@ class InfoColumns:
         self._stream, self._names = stream, names
         self._device = stream.capabilities.device
         self._on_host = stream.capabilities.framework == "numpy"
-        # RecordEpisodeStatistics puts the step's entry where SAME_STEP has the reset's entries.
+        # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
         around = (*layers(env), *layers(stream.source.env))
         self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
         self._seen: set[NestedKey] = set()
@@ -519,12 +522,13 @@ class InfoColumns:
             elif final is None or value is None or as_tuple(name)[0] in self._statistics:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
-                # it belongs to the next episode's reset
+                # it belongs to the reset of the next episode
                 value = fill_rows(copy_of(value), stream.ended, False)
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._seen:
                 self._seen.add(name)
-                if name not in window.columns:  # not seen with an observation yet: batches have both
+                # Not seen together with an observation yet, which batches need.
+                if name not in window.columns:
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
 

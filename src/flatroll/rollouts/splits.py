@@ -34,7 +34,7 @@ class SplitRunner:
         self.envs = [env for part in parts for env in part.envs]
         self.env = tuple(self.envs)
         self.device, self.keys, self.asks_compact = parts[0].device, parts[0].keys, parts[0].asks_compact
-        # Moves of the env that was split, so that other collectors over it notice.
+        # Counts moves of the env that was split, so that other collectors over it notice them.
         self._moves, self._at = moves, 0 if moves is None else moves.count
         for part in parts:
             part.begin_only()
@@ -57,7 +57,8 @@ class SplitRunner:
         for part in self._parts:
             part.start(policy, steps, seed=0, **options)
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
-        self._drawn: list[list[Any]] = [[] for _ in self._parts]  # actions for parts whose turn comes
+        # Actions already drawn for parts that have not had their turn.
+        self._drawn: list[list[Any]] = [[] for _ in self._parts]
         for i, part in enumerate(self._parts):
             part.random, part.draw = self.random, partial(self._draw, i)
             part.action_range = self._parts[0].action_range  # which warns once
@@ -99,7 +100,7 @@ class SplitRunner:
             if not len(batch):
                 continue
             if not self.keys.has_ids:
-                require(batch, self.keys.init)[0] = True  # separates it from the previous part's rows
+                require(batch, self.keys.init)[0] = True  # separates it from the rows of the previous part
             if final is not None:
                 final.set("row", final.get("row") + rows)
                 finals.append(final)
@@ -136,7 +137,7 @@ class JointWindow(Window):
     def __init__(self, parts: Sequence[Runner]) -> None:
         self._parts = parts
         self.num_envs = sum(part.num_envs for part in parts)
-        self.same_step = False  # single-window details do not affect the rows
+        self.same_step = False  # only matters within a single window
         self.steps = self.before = 0
 
     def count(self) -> int:
@@ -171,7 +172,7 @@ def _check_alike(parts: Sequence[Runner]) -> None:
     ):
         if any(fact != facts[0] for fact in facts):
             raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
-    seeds: list[int] = []  # of all envs of envpools
+    seeds: list[int] = []  # seeds of all envs of envpools
     for part in parts:
         config = getattr(part.stream.source.env, "config", None)
         if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):

@@ -39,13 +39,13 @@ from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 
-#: Up to this many rows NumPy is faster (1 µs, torch 10 µs); for more rows torch copies with all cores.
+#: For up to this many rows NumPy is faster (1 µs, torch 10 µs); for more, torch copies with all cores.
 _FEW_ROWS = 1024
 
 #: Minimum bytes per env and step for an env-major column.
 _WIDE = 64
 
-#: From this size on NumPy requests huge pages and torch does not; a first write then takes a fifth of the time.
+#: From this size on NumPy requests huge pages and torch does not, which makes the first write five times faster.
 _HUGE = 1 << 22
 
 
@@ -59,17 +59,18 @@ class Window:
         steps: int,  # initial capacity
         *,
         device: torch.device,
-        same_step: bool,  # every cell is a transition; else the column DEAD marks those that are not
+        same_step: bool,  # every cell is a transition; otherwise the column DEAD marks the others
         dense_finals: bool,
-        framework: str = "numpy",  # of the env's arrays
+        framework: str = "numpy",  # array type of the env
         agents: tuple[Array, Array] | None = None,  # agent and game of each env, int64 [E]
     ) -> None:
-        # With dense_finals the true next observations have their own columns (on a device, where selecting the ended
-        # rows would sync); else they are the observations one step later, except for those passed to put_final.
+        # With dense_finals the true next observations have their own columns (on a device, where selecting
+        # the ended rows would sync). Otherwise the next observation is the observation one step later, unless
+        # put_final was called for it.
         self.num_envs = num_envs
         #: Vector steps in the window.
         self.steps = 0
-        #: Step 0's cells of envs below this number are in an earlier batch.
+        #: Cells of step 0 with env numbers below this are in an earlier batch.
         self.taken = 0
         #: Vector steps before the window.
         self.before = 0
@@ -79,7 +80,7 @@ class Window:
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
-        #: Whether one call writes all values of a step; then each column's per-step views ``[E, ...]``.
+        #: Whether one call writes all values of a step, into per-step views ``[E, ...]`` of each column.
         self._at_once = dense_finals and framework == "torch"
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
         self._given: set[NestedKey] = set()  # columns whose memory the last batch took over
@@ -89,7 +90,7 @@ class Window:
         )
         self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
         self._games = 0 if agents is None else int(agents[1].max()) + 1
-        # Extra rows for what follows the last step. Without them a full window is a batch.
+        # Extra steps for what follows the last one. With dense finals none is needed, and a full window is a batch.
         self._beyond = 0 if dense_finals else 1
         self._room = steps + 2 * self._beyond
         self._not_gathered: set[NestedKey] = {DEAD, NEXT_KNOWN, *(keys.next_of[key] for key in keys.obs)}
@@ -99,7 +100,7 @@ class Window:
     def put(self, keys: Sequence[NestedKey], values: Sequence[Array]) -> None:
         """Record values ``[E, ...]`` of the current step, one per key."""
         step = self.steps
-        if step == self._room:  # only with dense finals, see advance
+        if step == self._room:  # only happens with dense finals, see advance
             self._grow()
         if not self._at_once:
             columns = self.columns
@@ -113,7 +114,7 @@ class Window:
             return
         rows = self._by_step
         try:
-            # One call for all columns takes a third of the time of separate calls.
+            # One call for all columns is three times faster than separate calls.
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [rows[key][step] for key in keys], list(values)
             )
@@ -169,7 +170,7 @@ class Window:
         if known is not None and not self._unknown:
             self._unknown = True
             self.put((NEXT_KNOWN,), (known,))
-            self.columns[NEXT_KNOWN][: self.steps] = True  # the steps before were not recorded
+            self.columns[NEXT_KNOWN][: self.steps] = True  # earlier steps did not record it
         elif known is not None:
             self.put((NEXT_KNOWN,), (known,))
         elif self._unknown:
@@ -200,7 +201,7 @@ class Window:
     def advance(self) -> None:
         """Finish the current step and make room for the next one."""
         self.steps += 1
-        # With dense finals the next step grows the window, if there is one before the batch.
+        # With dense finals the next step grows the window, unless a batch is taken before it.
         if not self._dense_finals and self.steps + 1 >= self._room:
             self._grow()
 
@@ -256,7 +257,7 @@ class Window:
         keys = self._keys
         rows = _Rows(self, mask)
         left_out = self._not_gathered
-        if compact or keys.strided:  # the next row's state, or zeros
+        if compact or keys.strided:  # the state of the next row, or zeros
             left_out = left_out.union(map(next_key, keys.states))
         columns = {key: rows.of(key) for key in self.columns if key not in left_out}
         if self._tells_known:
@@ -275,7 +276,7 @@ class Window:
             columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
             columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
         if not keys.has_ids and self.num_envs > 1:
-            # Nothing else separates a continuing row from another env's cut row.
+            # Without ids, nothing else separates a continuing row from the cut row of another env before it.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
         next_obs = self._gather_next(rows, columns)
@@ -289,7 +290,7 @@ class Window:
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
         batch = nest(columns, rows.count)
         if keys.strided:
-            # Zero the states of rows that do not store theirs; the first rows of runs always do.
+            # Zero the states of rows that do not store theirs. The first rows of runs always store them.
             has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
             batch.set(HAS_STATE, has_state)
             for key in keys.states:
@@ -319,7 +320,7 @@ class Window:
             if self._dense_finals:
                 column = rows.of(self._keys.next_of[key])
             else:
-                # Where finals were stored, a reset has overwritten the value one step later.
+                # Where finals were stored, the value one step later belongs to a reset.
                 column = rows.of(key, after=1)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], rows, column)
@@ -337,7 +338,7 @@ class Window:
         if of.whole:
             rows = numbers % self.num_envs * self.steps + numbers // self.num_envs
         else:
-            # Map each cell to its row in the batch, -1 for cells outside.
+            # Map each cell to its row in the batch; -1 if it is not in the batch.
             row_of_cell = np.full(self.steps * self.num_envs, -1)
             row_of_cell[of.host_cells] = np.arange(of.count)
             rows = row_of_cell[numbers]
@@ -363,7 +364,7 @@ class Window:
         kept_step = surplus_from < self.num_envs or keep
         for key in given:
             old = self.columns[key]
-            # Old values need no clearing: each step writes all columns except the loose ones.
+            # Old values need not be cleared: each step writes all columns except the loose ones.
             new = self._zeros(old[0]) if key in self._loose else _empty_like(old)
             if kept_step:
                 new[last] = old[last]
@@ -390,7 +391,7 @@ class Window:
                 f"column {key!r} must be numbers with one row for each of {self.num_envs} envs, got "
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
-        if key in self._keys.float32:  # later rows are cast as they are written
+        if key in self._keys.float32:  # values written later are cast
             value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
         return self._set(key, self._zeros(value))
 
@@ -415,7 +416,7 @@ class _Rows:
 
     def __init__(self, window: Window, mask: Array) -> None:
         self._window = window
-        self._mask = mask  # of cells, bool [steps, E]
+        self._mask = mask  # mask of cells, bool [steps, E]
         self.count = int(np.count_nonzero(mask))
         #: Whether every cell is a row.
         self.whole = self.count == mask.size
@@ -448,7 +449,7 @@ class _Rows:
             rows = column.transpose(0, 1).flatten(0, 1)
             if rows.data_ptr() != column.data_ptr():
                 return rows
-            # No copy was made: either the batch or the window owns the memory.
+            # Nothing was copied: the batch and the window share memory that only one of them may own.
             if not self._window._dense_finals:
                 return rows.clone()
             self._window._given.add(key)

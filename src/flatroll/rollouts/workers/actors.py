@@ -33,7 +33,7 @@ from flatroll.sharing.ray_calls import Calls, Packed, attempt, pack_batches, put
 from flatroll.sharing.worker import Failure, WorkerDied
 
 _ASIDE = "aside"  # concurrency group of calls answered while collecting
-_LOOK = 0.1  # seconds between checks of a waiting thread's Wake: ray.wait accepts no descriptors
+_LOOK = 0.1  # seconds between checks of Wake by a waiting thread: ray.wait accepts no descriptors
 _PATIENCE = 5.0  # timeout in seconds of step_seconds
 
 
@@ -50,8 +50,8 @@ class CollectorActor:
 
     _collector: Any = None
     _maker: WindowMaker | None = None
-    _began = inf  # when the current window was begun
-    #: For a `MultiCollector`, which counts updates itself: the driver's version of each update.
+    _began = inf  # time at which the current window was begun
+    #: For a `MultiCollector`, which counts updates itself: the driver's version at each update.
     _versions: list[int] | None = None
 
     def start(
@@ -175,7 +175,7 @@ def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer,
 class GivenWeights:
     """Weights passed with a call, for a `Watch`."""
 
-    version = -1  # none received yet
+    version = -1  # none received so far
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
@@ -220,14 +220,14 @@ class Actors:
         with_signals: bool,
     ) -> None:
         self.calls, self.in_flight, self.by_reference = calls, in_flight, by_reference
-        self.version, self.weights = 0, None  # a reference; None: the policy's initial ones
+        self.version, self.weights = 0, None  # a reference; None for the policy's initial weights
         self.makes_policies, self.writers_of_each = True, workers
         self.served = 0  # counts received messages
         self._with_signals = with_signals
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
-        # id of a sent object, which the entry keeps alive: its reference
+        # By id of the object sent, which the entry keeps alive: its reference.
         self._sent: dict[int, tuple[Any, Any]] = {}
         self._layout: Any = None  # layout of the weights, once known
         self._flat: Any = None
@@ -241,10 +241,11 @@ class Actors:
 
     def publish(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            if self._layout is None:  # of a policy created in the actors
+            if self._layout is None:  # the policy was created in the actors
                 self._layout = weight_layout(state)
             self._flat = flatten_weights(state, self._layout)
-            # Stored once for all actors. The store drops the previous version when the last call with it has run.
+            # Stored once for all actors. The store drops the previous version once the last call that uses it
+            # has finished.
             self.weights = self.calls.put((self._flat, self._layout))
         self.version += 1
 
@@ -255,7 +256,7 @@ class Actors:
 
     def start(self, job: Job) -> "Actor":
         if id(job.options) not in self._sent:
-            put_named(self.calls, **job.options)  # one by one, so that the error names it
+            put_named(self.calls, **job.options)  # one by one, so that an error names the argument
         sent = [
             self._send(name, value)
             for name, value in {
@@ -282,7 +283,7 @@ class Actors:
         if window <= self._largest:
             return
         self._largest, count = window, len(self._configs)
-        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # this version and the next
+        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # room for this version and the next
         need, room = count * self.in_flight * window + weights, self.calls.store_bytes()
         if need > room:
             each = "" if in_step else f" x max_in_flight={self.in_flight}"
@@ -298,7 +299,7 @@ class Actors:
         return len(link.under_way)
 
     def wait(self, links: "Sequence[Actor]", timeout: float | None, wake: Wake | None = None) -> None:
-        # Longest-waiting first: Ray returns the first references that are ready.
+        # Longest wait first: Ray returns the first references that are ready.
         heads = {
             link.head: link for link in sorted(links, key=lambda link: link.served) if link.head is not None
         }
@@ -314,7 +315,7 @@ class Actors:
 
     def end(self, links: "Sequence[Actor]", timeout: float) -> None:
         ends = monotonic() + timeout
-        if timeout > 0 and self._with_signals:  # else `close` waits for all requested windows
+        if timeout > 0 and self._with_signals:  # otherwise `close` waits for all requested windows
             for link in links:
                 self.calls.call(link.actor, "stop", group=_ASIDE)
         closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
@@ -346,13 +347,13 @@ class Actor:
         self.name = f"collector {job.place} (writer {job.writer})"
         self.actor, self.served, self.is_ready = actor, 0, False
         self._actors, self._job, self._config = actors, job, config
-        self._starting = starting  # the call that creates the collector, until it is answered
+        self._starting = starting  # the call that creates the collector, until answered
         #: (Request number, reference to the answer, reference to the rows), oldest first.
         self.under_way: deque[tuple[int, Any, Any]] = deque()
         self._asked, self._request, self._ended = 0, (0, WITHOUT_END), False
         self._version = -1  # version of the weights sent last
         self._windows = 0
-        self._began = -inf  # when it last received a request while idle
+        self._began = -inf  # time of its last request received while idle
 
     def __str__(self) -> str:
         return self.name
@@ -416,7 +417,7 @@ class Actor:
         self.served = actors.served
         if window is not None:
             return WINDOW, window
-        if number != self._asked:  # it has already collected everything requested
+        if number != self._asked:  # it has collected everything requested already
             self.go_on(1)
             return None
         self._ended = True
@@ -429,9 +430,9 @@ class Actor:
             raise WorkerDied(f"{self.name}: {error}") from error
 
     def quiet(self, since: float, limit: float) -> float:
-        # Waiting for a slow learner does not count: it was idle before the request.
+        # Waiting for a slow learner does not count: the actor was idle until the request.
         quiet, calls = monotonic() - max(since, self._began), self._actors.calls
-        if self._actors.writers_of_each > 1:  # a MultiCollector watches its workers itself
+        if self._actors.writers_of_each > 1:  # a MultiCollector watches its own workers
             return 0.0
         if quiet < limit:
             return quiet
@@ -514,7 +515,7 @@ def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColu
     for name, column in layout.items():
         dtype: torch.dtype = getattr(torch, column.dtype)
         end = start + prod(column.shape) * dtype.itemsize
-        # A copy is aligned for every dtype; the offset in the array may not be.
+        # Copied, because the offset in the array may be unaligned for the dtype.
         state[name] = torch.from_numpy(flat[start:end].copy()).view(dtype).view(column.shape)
         start = end
     return state

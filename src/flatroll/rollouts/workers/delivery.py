@@ -27,7 +27,7 @@ class Delivery:
 
     def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
-        #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer took it.
+        #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer has taken them.
         self.final: TensorDict | None = None
         self._columns: dict[Any, Any] = {}  # columns of the first batch, see _join_tables
         self._finals: dict[Any, Any] = {}
@@ -126,7 +126,7 @@ def _join_tables(
     Raises:
         ValueError: workers return different columns.
     """
-    at = 2 if padded else 1  # the first dimension in which all must agree
+    at = 2 if padded else 1  # the first dimension that must agree
     for table, name in zip(tables, names, strict=True):
         given = {key: (column.dtype, list(column.shape[at:])) for key, column in table.items()}
         if not agreed:

@@ -126,7 +126,7 @@ class InStep(Gatherer):
         if not event.lost:
             asks[0].answered, asks[0].window, asks[0].fresh = True, event.window, event.fresh
             if len(asks) > 1 and event.window is not None:
-                event.window.keep()  # its next window needs a free slot before the batch is complete
+                event.window.keep()  # frees its slot for the next window before the batch is complete
             return
         for ask in asks:
             if event.successor is not None:
@@ -164,9 +164,9 @@ class InTurn(Gatherer):
         super().__init__(team, frames_per_batch, total_frames, whole)
         #: Windows in order of arrival.
         self.queue: list[Filled] = []
-        self._served: dict[int, int] = {}  # number of the last window served, by place
+        self._served: dict[int, int] = {}  # by place: number of the last window served
         self._count = 0
-        self._limits: dict[Member, int] = {}  # number of rows that each shall collect
+        self._limits: dict[Member, int] = {}  # maximum number of rows to collect for each
         self.set_total(total_frames)
 
     def set_total(self, total: int) -> None:
@@ -179,7 +179,7 @@ class InTurn(Gatherer):
         limited = self._is_limited(limited)
         if limited and not self._whole and not self._left():
             return []
-        # Windows still needed: do not request more.
+        # Request no more windows than are still needed.
         windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
         while True:
             for member in self.team.members:

@@ -204,7 +204,7 @@ class MultiCollector(Facts):
         interrupts, team = Interrupts(), None
         self._seed_sequence, self._begun_at = seeds, frames
         try:
-            # Allow Ctrl-C only in waits: elsewhere a worker that was just started might be lost.
+            # Allow Ctrl-C only while waiting: elsewhere a worker that was just started could be lost.
             with interrupts:
                 team = self._make_team(writer, seeds, frames, interrupts)
                 self._make_supply(team, interrupts)

@@ -19,7 +19,7 @@ from flatroll.sharing.nursery import Nursery, Worker, need_descriptors
 from flatroll.sharing.weights import SharedWeights
 
 _LOG = logging.getLogger("flatroll.rollouts")
-_GO = "collect"  # message kind of the owner's requests
+_GO = "collect"  # message kind of requests by the owner
 _DESCRIPTORS = 5  # per worker: its channel, report, signals and mailbox blocks
 
 
@@ -96,7 +96,7 @@ class Processes:
         self._first_version = 0
 
     def share(self, state: Mapping[str, Tensor]) -> None:
-        self.nursery.prepare()  # Ctrl-C ends this wait
+        self.nursery.prepare()  # Ctrl-C interrupts this wait
         self._weights = SharedWeights(state)
 
     @property
@@ -174,7 +174,7 @@ class Process:
                 return kind, content
             if kind == END:
                 number, note = content
-                if self._sync or number == self._asked:  # else the END belongs to an earlier request
+                if self._sync or number == self._asked:  # otherwise the END belongs to an earlier request
                     return kind, note
                 continue
             if (window := self._inbox.open(kind, content)) is not None:

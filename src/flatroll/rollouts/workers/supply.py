@@ -53,11 +53,11 @@ class Supply:
         self.tallies = [Tally() for _ in gatherer.team.members]
         self._filled: list[Filled] = []  # gathered windows
         self._batch: TensorDict | None = None  # batch made of them
-        self._made: tuple[TensorDict | None] | None = None  # delivered, not yet returned
+        self._made: tuple[TensorDict | None] | None = None  # delivered, but not yet returned
         self.owner = os.getpid()
         self.closed = self._workers_ended = self._ended = False
         self._thread: _Thread | None = None
-        #: Held while weights are published, and while a batch is made and counted.
+        #: Held while weights are published, and while a batch is assembled and counted.
         self.lock = threading.RLock()
 
     def next(self, limited: bool, wake: Wake | None = None) -> tuple[TensorDict | None] | None:
@@ -126,9 +126,9 @@ class Supply:
 
     def start(self) -> None:
         """Deliver in a thread until everything is collected."""
-        self.stop()  # a thread whose start Ctrl-C interrupted, and that may still begin
+        self.stop()  # stops a thread whose start was interrupted by Ctrl-C, and which may still begin
         self._thread = _Thread(lambda wake: self.next(True, wake) is not None, self._note_failure)
-        self._thread.start()  # only now: an unknown thread would run beside the next one
+        self._thread.start()  # only after registering it: an unknown thread could run beside the next one
 
     @property
     def is_running(self) -> bool:

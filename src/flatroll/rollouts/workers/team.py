@@ -47,7 +47,7 @@ class Interrupts:
     @contextmanager
     def allow(self) -> Iterator[None]:
         """Allow Ctrl-C during a wait in which nothing is lost."""
-        self._waiting = True  # first, so that no signal arrives between the check and the wait
+        self._waiting = True  # set before the check, so that no signal arrives between check and wait
         try:
             self._raise_if_pressed()
             yield
@@ -80,7 +80,7 @@ class Member:
     ready: bool = False  # its collector exists
     frames: int = 0  # rows collected at its last message
     row_limit: int | None = None  # row limit of its last request; -1: none
-    ended: bool = False  # it has reached the limit
+    ended: bool = False  # it has reached its limit
     overdue: TimeoutError | None = None  # why it was killed
 
     def idle(self, limit: float) -> float:
@@ -140,17 +140,17 @@ class Team:
         self._step_timeout, self._start_timeout = step_timeout, start_timeout
         self._seed_sequence, self._random_frames, self._interrupts = seeds, random_frames, interrupts
         self.next_writer = first_writer
-        #: Rows collected for the windows delivered so far.
+        #: Rows collected in all windows delivered so far.
         self.frames = frames
-        #: The seed of the last worker at each place, and the number of workers started.
+        #: The seed of the last worker started at each place, and the number of workers started.
         self.seeds, self.started = [0] * len(jobs), 0
         self._failed_at: list[float] = []
         #: Number of failed workers.
         self.failures = 0
         #: Seconds the owner has waited for workers.
         self.waited = 0.0
-        self.returns_key: Any = None  # key of episode returns, if the envs count them
-        self.scaled = False  # whether a running normalisation scales the envs' observations
+        self.returns_key: Any = None  # key of the episode returns, if the envs record them
+        self.scaled = False  # whether running statistics normalise the envs' observations
         self.members: list[Member] = []
         #: Events not yet returned.
         self.arrived: list[Event] = []
@@ -160,7 +160,7 @@ class Team:
                 self.members.append(self._start(place))
             while waiting := [member for member in self.members if not member.ready]:
                 self._listen(waiting, self._time_left(waiting))
-            self.arrived.clear()  # replacements, which have no request yet
+            self.arrived.clear()  # events of replacements, which have no request yet
             self._begun = True
         except BaseException:
             self.end(0)
@@ -181,7 +181,7 @@ class Team:
         )
         limit = self._start_timeout
         if limit is None and self._begun:
-            limit = self._step_timeout  # others wait for a replacement
+            limit = self._step_timeout  # while others wait for a replacement
         return Member(place, writer, self.transport.start(job), limit, monotonic())
 
     def events(
@@ -212,7 +212,7 @@ class Team:
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
             self.hear(waiting)
-        # A message not read yet, as after Ctrl-C in a wait, was in time, however long ago it arrived.
+        # An unread message, for example after Ctrl-C in a wait, was in time, however long ago it arrived.
         here = {event.member for event in self.arrived}
         for member in waiting:
             if member not in here:
@@ -243,7 +243,7 @@ class Team:
             )
         else:
             member.overdue = TimeoutError(link.not_ready(limit))
-            if not self._begun:  # it would happen again
+            if not self._begun:  # a replacement would fail in the same way
                 raise member.overdue
         link.kill()
 
@@ -256,7 +256,7 @@ class Team:
                     message = member.link.receive()
                 except Exception as error:
                     if not isinstance(error, WorkerDied) and not isinstance(error.__cause__, WorkerTraceback):
-                        raise  # not the worker's error
+                        raise  # not an error of the worker
                     self.arrived.append(self._handle_failure(member, error))
                     heard = True
                     break
@@ -310,5 +310,5 @@ class Team:
 
     def end(self, timeout: float) -> None:
         """Stop all workers at their next step; kill those that remain after ``timeout`` seconds."""
-        self._on_failure = "raise"  # a late thread must not replace them
+        self._on_failure = "raise"  # no replacements from now on, even by a late thread
         self.transport.end([member.link for member in self.members], timeout)

@@ -111,7 +111,7 @@ class Signals:
             else block
         )
         arrays = self._block.arrays()
-        #: int64 [2]: the last window to deliver early; whether to stop (0 or 1).
+        #: int64 [2]: number of the last window to deliver early; whether to stop (0 or 1).
         self.numbers = arrays["numbers"][0]
         #: float64 [1]: start of the current step (``time.monotonic()``), inf if there is none.
         self.beat = arrays["beat"]
