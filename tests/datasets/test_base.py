@@ -406,7 +406,7 @@ def test_a_batch_or_a_buffer_is_no_list_of_batches(tmp_path: Path) -> None:
     for wrong in (episode(0), buffer):
         with pytest.raises(TypeError, match=r"pass \[batch\], or \[buffer.oldest_first\(\)\]"):
             convert(wrong, tmp_path / "set")
-    with pytest.raises(TypeError, match="must be a list of them, got one TensorDict"):
+    with pytest.raises(TypeError, match="must be a list of trajectories, got one TensorDict"):
         TrajectoryReplayBuffer().add_trajectories(episode(0))
     assert not (tmp_path / "set").exists()
 

@@ -100,7 +100,7 @@ def test_numbers_outside_a_box_are_a_warning_once(value: float) -> None:
         "actions['arm'] must lie in [-1.0, 1.0] in place 1 for Box" in text
         and f"got {value} to {value}" in text
     )
-    assert "the env was given them as they are" in text and "ClipAction or RescaleAction" in text
+    assert "the env received them unchanged" in text and "ClipAction or RescaleAction" in text
     assert torch.equal(batch["action", "arm"], torch.tensor([[0.5, value]] * 4)) or value != value
     assert env.given[0]["arm"][1] == value or value != value
     next(collector)  # nothing more

@@ -195,7 +195,9 @@ def test_attributes_of_envs_in_processes() -> None:
         env.set_attr("levity", 2, indices=1)
         assert env.get_attr("levity") == [1, 2]
         assert env.env_method("has_wrapper_attr", "levity") == [True, True]
-        with pytest.raises(ValueError, match=r"env_method\('close'\) with indices=\[1\] needs envs that"):
+        with pytest.raises(
+            ValueError, match=r"env_method\('close'\) with indices=\[1\] needs access to single envs"
+        ):
             env.env_method("close", indices=1)
         env.reset()
     finally:

@@ -141,7 +141,7 @@ class _PieceMemory:
             dtype, shape = self.kinds[key]
             if value.dtype != dtype or value.shape[1:] != shape:
                 raise ValueError(
-                    f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} a row, before it was "
+                    f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} per row, before it was "
                     f"{dtype} {list(shape)}"
                 )
         if self.shifted and not self._views(columns):

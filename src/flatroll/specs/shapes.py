@@ -55,8 +55,8 @@ def frame_of(shape: torch.Size) -> Tensor:
     """Return an expanded scalar with these dims, ANY_LENGTH for -1; operations on it give the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
         raise ValueError(
-            f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which stands for -1 "
-            f"inside, got {tuple(shape)}"
+            f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which "
+            f"represents -1 internally, got {tuple(shape)}"
         )
     return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
 

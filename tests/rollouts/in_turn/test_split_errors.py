@@ -53,7 +53,7 @@ class Flipped(gym.vector.VectorActionWrapper):
 @pytest.mark.parametrize(
     ("env", "policy", "kind", "text"),
     [
-        (lambda: Part(), by_place, ValueError, "divides a gymnasium.vector.AsyncVectorEnv, and Part is none"),
+        (lambda: Part(), by_place, ValueError, "can divide only a gymnasium.vector.AsyncVectorEnv, got Part"),
         (
             lambda: parts(0, 2, 3),
             by_place,

@@ -25,13 +25,13 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("env", "options", "error", "message"),
     [
-        (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than a row"),
+        (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than one row"),
         (Seeded, {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, got 0"),
         (Seeded, {"num_workers": 2.0}, ValueError, "num_workers must be an integer of at least 1, got 2.0"),
         ([Seeded], {"num_workers": 2}, ValueError, "num_workers must be the number of functions, 1, got 2"),
         ([], {}, ValueError, "a function or a list of functions, got an empty list"),
         (Seeded(), {}, TypeError, "create_env_fn must be a function that makes an env, since each"),
-        (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's, workers take"),
+        (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's arguments, workers accept"),
         (Seeded, {"interruptor": LOCK}, TypeError, "use preemptive_threshold, pause"),
         (Seeded, {"policy": partial(print, file=LOCK)}, TypeError, "^policy cannot be sent to a process"),
         (Seeded, {"postproc": partial(print, file=LOCK)}, TypeError, "^postproc cannot be sent to a process"),
