@@ -352,7 +352,7 @@ def test_episodes_of_steps_that_are_none() -> None:
             list(read_rlds([wrong]))
     with pytest.raises(KeyError, match="without 'observation'"):
         list(read_rlds([[{"observation": 1}, {"action": 1}]]))
-    with pytest.raises(ValueError, match="episode 0 has 1 rewards of 2 actions"):
+    with pytest.raises(ValueError, match="episode 0 has 1 rewards for 2 actions"):
         list(read_rlds([[{"observation": 1, "reward": 1.0}, {"observation": 2}, {"observation": 3}]]))
 
 

@@ -91,7 +91,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     with pytest.raises(RuntimeError, match=r"Missing key.*(?s:.*)nothing has changed"):
         _with(other, policy=wide).load()
-    with pytest.raises(ValueError, match=r"has the parts .*, this Checkpoint \['policy'\]"):
+    with pytest.raises(ValueError, match=r"has the parts .*, this Checkpoint has \['policy'\]"):
         Checkpoint(tmp_path, buffer=other.buffer, policy=other.policy).load()
     with pytest.raises(ValueError, match="has a buffer: pass one like it as Checkpoint"):
         Checkpoint(tmp_path, policy=other.policy).load()

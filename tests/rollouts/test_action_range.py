@@ -129,7 +129,7 @@ def test_a_device_is_not_waited_for() -> None:
         looks.look(batch(0))
         looks.look(batch(value))
         if isinstance(space, spaces.Box):
-            with pytest.warns(UserWarning, match="got 0.0 to 7.0: the env was given"):
+            with pytest.warns(UserWarning, match="got 0.0 to 7.0: the env received"):
                 looks.look(batch(0))
         else:
             with pytest.raises(ValueError, match=r"in \[0, 2\] in place 1 .*, got 0 to 4"):

@@ -210,7 +210,7 @@ def test_attributes_of_an_env_that_steps_all_rows() -> None:
     assert env.get_attr("colour", indices=0) == ["red"]
     assert not env.has_attr("shape")
     assert env.render_mode is None
-    with pytest.raises(ValueError, match=r"set_attr\('colour'\) with indices=\[0\] needs envs"):
+    with pytest.raises(ValueError, match=r"set_attr\('colour'\) with indices=\[0\] needs access"):
         env.set_attr("colour", "blue", indices=0)
 
 

@@ -386,7 +386,7 @@ class TestCoefficients:
             loss.clip_epsilon = 0.1
         with pytest.raises(ValueError, match="clip_epsilon_low must be above 0, and below 1"):
             loss.clip_epsilon_low = 1.0
-        with pytest.raises(ValueError, match="of length 2"):
+        with pytest.raises(ValueError, match="a pair of numbers"):
             ClipPPOLoss(*networks(), clip_epsilon=(0.1, 0.2, 0.3))
 
     @pytest.mark.parametrize("kind", [PPOLoss, A2CLoss, ReinforceLoss])

@@ -120,7 +120,7 @@ def test_a_list_without_splits_says_how() -> None:
 def test_ids_given_before_are_not_repeated() -> None:
     pool = [TrajId(env) for env in parts(0, 2)]
     pool[1].reset()
-    with pytest.raises(ValueError, match="has given ids already"):
+    with pytest.raises(ValueError, match="has already assigned ids"):
         collector(pool)
 
 

@@ -180,8 +180,8 @@ def test_flush_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"codec": {"row": "zstd"}}, "codec must be that of the rows in the folder"),
-        ({"frame_stack": {"row": 2}}, "frame_stack must be that of the rows in the folder"),
+        ({"codec": {"row": "zstd"}}, "codec must match the rows in the folder"),
+        ({"frame_stack": {"row": 2}}, "frame_stack must match the rows in the folder"),
         ({"compact_obs": True}, "the rows in the folder are not compact"),
         ({"flush_rows": 0}, "flush_rows must be an integer of at least 1"),
         ({"flush_seconds": 0.0}, "flush_seconds must lie in"),
