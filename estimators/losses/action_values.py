@@ -103,8 +103,8 @@ class OffPolicyLoss(LossModule):
         "priority_weight": "priority_weight",
     }
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (*LossModule.optional_keys, STEPS, DISCOUNT)
-    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B,
-    #: 1]``, the value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
+    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B, 1]``,
+    #: the value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
     value_name: ClassVar[str] = "state_action_value"
 
     def __init__(

@@ -281,7 +281,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
-    if value is None:  # the stream twice, with old and with new parameters
+    if value is None:  # the stream twice, once with each set of parameters
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
     return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
 

@@ -255,7 +255,7 @@ def test_results_of_other_shapes_than_the_reset_s() -> None:
     for change, text in (
         (
             part,
-            r"step's observations must have .* of those from reset, \{'actor': \(3, 3\).*got \{'actor': \(1, 3\).* Changes",
+            r"step's observations must have .* from reset, \{'actor': \(3, 3\).*got \{'actor': \(1, 3\).* Changes",
         ),
         (narrow, r"step's observations must have .* got \{'actor': \(3, 1\)"),
         (lacks, r"step's observations must have .* got \{'actor': \(3, 3\)\} from"),

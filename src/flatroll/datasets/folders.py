@@ -30,7 +30,7 @@ from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, p
 
 #: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by dotted name.
 Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
-# Number of rows compared to find the next observations that equal those of the row after.
+# Number of rows compared to see whether next observations are those of the next row.
 _ROWS_LOOKED_AT = 1024
 SEGMENT_BYTES = 32 << 20
 

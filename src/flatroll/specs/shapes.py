@@ -12,8 +12,7 @@ from torch import Tensor
 from flatroll.layout.checks import shown
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
-#: Stands for a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four such
-#: dims and a batch have fewer than 2**63 elements.
+#: An operation on the first k dims of a tensor.
 Operation: TypeAlias = Callable[[Any], Any]
 
 #: Size that represents a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four

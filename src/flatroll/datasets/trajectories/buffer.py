@@ -202,7 +202,7 @@ class TrajectoryReplayBuffer:
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
-        #: By folder, the versions of several ranks that this buffer last saved or loaded.
+        #: The versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
         try:
             self.buffer = RowBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
