@@ -295,7 +295,7 @@ def four() -> Any:
         (
             lambda: collector(four(), remember),
             ValueError,
-            "with an envpool in async mode it is called for some",
+            "with an envpool in async mode it is called for only some",
         ),
         (lambda: next(collector(four(), lambda obs: zeros(obs)[:1])), ValueError, r"must have shape \(2,\)"),
     ],
