@@ -313,7 +313,7 @@ class VTrace(ValueEstimator):
         require_actor(actor_network)
         self.actor_network = actor_network
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
-            if not isinstance(threshold, Tensor):
+            if not isinstance(threshold, Tensor) or threshold.is_meta:
                 number(name, threshold, least=0)
             elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")

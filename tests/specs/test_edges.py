@@ -19,7 +19,7 @@ from flatroll.specs import (
     MultiOneHot,
     NonTensor,
     OneHot,
-    OutsideSpec,
+    OutsideSpecError,
     Stacked,
     StackedComposite,
     Unbounded,
@@ -117,7 +117,7 @@ def test_a_wrong_width_is_not_broadcast() -> None:
     assert (
         Unbounded((1, 3)).encode([1.0, 2.0, 3.0]).shape == (1, 3) and Categorical(3).encode([2]).shape == ()
     )
-    with pytest.raises(OutsideSpec, match="without changing it"):
+    with pytest.raises(OutsideSpecError, match="without changing it"):
         Unbounded((1,)).encode(1e39)
     assert Unbounded((1,)).encode(float("inf")).item() == torch.inf
 

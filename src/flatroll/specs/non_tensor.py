@@ -126,7 +126,7 @@ class NonTensor(TensorSpec):
         """Return any valid value: there is no closest one.
 
         Raises:
-            OutsideSpec: it is not.
+            OutsideSpecError: it is not.
         """
         self.assert_is_in(value)
         return value
