@@ -86,7 +86,9 @@ class Channel:
         pickler.dump((kind, content))
         message, descriptors = file.getbuffer(), [passed.fileno() for passed in pickler.passed]
         if len(descriptors) > _MOST_DESCRIPTORS:
-            raise ValueError(f"a message takes {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}")
+            raise ValueError(
+                f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
+            )
         _HEADER.pack_into(message, 0, len(message) - _HEADER.size, len(descriptors))
         self._write(message, descriptors)
 
@@ -277,7 +279,7 @@ class Door:
             try:
                 socket.send_fds(self._socket, [b"."], [theirs.fileno()])
             except OSError as error:  # refused, reset, broken pipe, closed here
-                raise ConnectionError(f"the maker of the door is gone ({error})") from None
+                raise ConnectionError(f"the process that opened the door is gone ({error})") from None
             return mine.detach()
 
     def admit(self) -> int | None:
@@ -314,7 +316,7 @@ class Door:
         # Otherwise DupFd would open a named listening socket until the descriptor is fetched.
         if get_spawning_popen() is None:
             raise TypeError(
-                "a handle has no name that a pickle could hold: pass it to a process as an argument of "
+                "a handle cannot be pickled to a file or string: pass it to a process as an argument of "
                 "multiprocessing.Process(args=...), or send it through a Channel"
             )
         return _rebuild_door, (DupFd(self.fileno()),)
