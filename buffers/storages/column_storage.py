@@ -40,7 +40,7 @@ from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
 if TYPE_CHECKING:
-    pass
+    from flatroll.kernels.rows.gather import HostColumns
 
 
 class Known:
@@ -50,13 +50,26 @@ class Known:
         compiled: `Storage.compiled` when it was found.
         host: columns copied by one call; None if the storage is not on the host, or not ``compiled``, so that random
             sampling does not need numba.
+        later: in a compact storage whose columns are all in ``host``, those stored once by their keys under ``"next"``.
+        now: indices of these columns in ``host``, int64.
         memory: memory of all tensor columns.
         compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
     """
 
-    def __init__(self, columns: Mapping[NestedKey, Column], device: torch.device, compiled: bool) -> None:
+    def __init__(
+        self,
+        columns: Mapping[NestedKey, Column],
+        device: torch.device,
+        compiled: bool,
+        pool: NextPool | None,
+    ) -> None:
         self.compiled = compiled
         self.host = plain_columns(columns) if compiled and columns and device.type == "cpu" else None
+        self.later: HostColumns[NestedKey] | None = None
+        self.now: Array = np.zeros(0, np.int64)
+        if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
+            self.later = plain_columns({name: columns[key] for key, name in pool.next_keys.items()})
+            self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
         self.memory = Spans.of(
             [column.data for column in columns.values() if isinstance(column, TensorColumn)]
         )
@@ -171,7 +184,7 @@ class ColumnStorage(Storage):
 
     def _find_known(self) -> Known:
         """Find what holds of the columns there are."""
-        known = Known(self.columns, self.device, self.compiled)
+        known = Known(self.columns, self.device, self.compiled, self.pool)
         self.known = known if self.columns else None
         return known
 
@@ -192,11 +205,14 @@ class ColumnStorage(Storage):
         known, count = self.known, next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        source = None
-        if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
+        source, later = None, None
+        if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
+            if source is not None and known.later is not None:
+                later = known.later.find(columns, count)
         # Most batches are copied by one call and need no further checks.
-        usual = source is not None and len(source) == len(columns) == len(self.columns)
+        twice = 0 if later is None else len(later)
+        usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
         # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
@@ -210,7 +226,15 @@ class ColumnStorage(Storage):
             self.warn_left_out(skip)
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
         if self.compact_obs:
-            return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
+            keys = keys or BoundaryKeys.probe(batch)
+            if usual and self.pool is not None and source is not None and later is not None:
+                marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+                fragments = Fragments.read(
+                    marked, keys, None, (source[known.now], later, self.pool.row_bytes)
+                )
+                tails = self.pool.tails(columns, None, fragments.lasts)
+                return Rows(count, {key: columns[key] for key in self.columns}, fragments, tails, source)
+            return self._prepare_compact(structure, columns, count, late, keys)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
         marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
@@ -341,8 +365,7 @@ class ColumnStorage(Storage):
             ends: list[Tensor] = []
             if pool is not None:  # the pool's columns may have been reallocated
                 ends = [rows.tails[key] for key in compared.order]
-                entries: list[Any] = [pool.entries[key] for key in compared.order]
-                compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
+                compared.pairs[:, 0] = pool.addresses(compared.order)
                 heads = [rows.columns[key] for key in compared.order]
                 source = np.array([values.data_ptr() for values in heads + ends], np.int64)
             if all(end.is_cpu and end.is_contiguous() for end in ends):
