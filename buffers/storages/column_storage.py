@@ -64,7 +64,9 @@ class Known:
         pool: NextPool | None,
     ) -> None:
         self.compiled = compiled
-        self.host = plain_columns(columns) if compiled and columns and device.type == "cpu" else None
+        self.host: HostColumns[NestedKey] | None = None
+        if compiled and columns and device.type == "cpu":
+            self.host = plain_columns(columns, pool.next_keys if pool is not None and pool.plain else None)
         self.later: HostColumns[NestedKey] | None = None
         self.now: Array = np.zeros(0, np.int64)
         if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
@@ -365,7 +367,8 @@ class ColumnStorage(Storage):
             ends: list[Tensor] = []
             if pool is not None:  # the pool's columns may have been reallocated
                 ends = [rows.tails[key] for key in compared.order]
-                compared.pairs[:, 0] = pool.addresses(compared.order)
+                entries: list[Any] = [pool.entries[key] for key in compared.order]
+                compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
                 heads = [rows.columns[key] for key in compared.order]
                 source = np.array([values.data_ptr() for values in heads + ends], np.int64)
             if all(end.is_cpu and end.is_contiguous() for end in ends):
@@ -437,13 +440,15 @@ class ColumnStorage(Storage):
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
+        columns: Columns = {}
+        if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
+            # The variable keeps the pool's memory alive: a thread that writes may replace it by a larger one.
+            entries = pool.tensors
+            columns = known.host.take_all(slots, follow.slots, follow.patch, entries)
+            if columns:
+                return columns
         # First the columns that one call copies, then the others one by one.
-        columns: Columns = {} if known.host is None else known.host.take(slots, keys)
-        later: Columns = {}  # next rows of entries that are stored only once
-        names = {} if pool is None else pool.next_keys
-        pairs = [key for key, name in names.items() if keys is None or name in keys]
-        if known.host is not None and follow is not None and pairs:
-            later = known.host.take_next(slots, follow.slots, columns, pairs)
+        columns = {} if known.host is None else known.host.take(slots, keys)
         if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
             slots = slots.to(self.device)
             columns = {
@@ -453,12 +458,13 @@ class ColumnStorage(Storage):
             }
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
-            for key in pairs:
-                rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
-                if follow.patch.shape[1]:
-                    at, entries = follow.patch
-                    put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
-                columns[names[key]] = rows
+            for key, name in pool.next_keys.items():
+                if keys is None or name in keys:
+                    rows = self.columns[key].take(follow.slots.clamp(min=0))
+                    if follow.patch.shape[1]:
+                        at, kept = follow.patch
+                        put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
+                    columns[name] = rows
         return columns
 
     @property

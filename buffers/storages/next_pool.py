@@ -1,6 +1,6 @@
 """The pool of a compact storage: keeps the next observations that cannot be read from the following row."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -176,7 +176,8 @@ class NextPool:
             from flatroll.kernels.rows.gather import scatter  # numba
 
             source = np.array([tails[key].data_ptr() for key in self.pairs], np.int64)
-            scatter(source, self.addresses(self.pairs), self.row_bytes, kept, taken)
+            target = np.array([values.data_ptr() for values in self.tensors], np.int64)
+            scatter(source, target, self.row_bytes, kept, taken)
             return pool, released
         where, at = torch.from_numpy(taken), torch.from_numpy(kept)
         # Each observation follows the last row of its fragment: columns that share frames look there.
@@ -186,10 +187,11 @@ class NextPool:
             column.put(where, tails[key].index_select(0, at.to(tails[key].device)), after)
         return pool, released
 
-    def addresses(self, keys: Iterable[NestedKey]) -> Array:
-        """Return the addresses (int64) of the entries of ``keys``, if they are `plain`; growing moves them."""
-        columns: list[Any] = [self.entries[key] for key in keys]
-        return np.array([column.data.data_ptr() for column in columns], np.int64)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The entries of each of ``pairs``, if they are `plain`; growing replaces them."""
+        columns: list[Any] = [self.entries[key] for key in self.pairs]
+        return [column.data for column in columns]
 
     def _compare_values(
         self,
