@@ -279,20 +279,20 @@ class MCTSForest:
         from flatroll.kernels.rows.hash_table import count_edges, number_edges  # numba
 
         rows, before = len(columns[keys[0]]), len(self)
-        if self._state_columns is None:
-            now, floats = self._states_prepared([columns[key] for key in keys], keys)
-            later, floats_later = self._states_prepared([columns[next_key(key)] for key in keys], keys)
+        both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
+        if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
+            self._states.names = keys
+            states, now, floats = self._states.prepare([now for now, _ in both_columns])
+            _, later, floats_later = self._states.prepare([later for _, later in both_columns])
         else:
-            both = [torch.cat([columns[key], columns[next_key(key)]]) for key in keys]
-            words, floats = self._states_prepared(both, keys)
+            both = [torch.cat(pair) for pair in both_columns]
+            states, words, floats = self._states.prepare(self._states_of_columns(both, keys))
             now, later, floats_later = words[:rows], words[rows:], floats
         # The kernel writes the numbers of states over these zeros.
         zeros = torch.zeros(rows, dtype=torch.int64)
-        pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
-        if self._edges.index is None:
-            self._edges.prepare([zeros, zeros])
-        numbered = [numbers.index for numbers in (self._states, self._pairs, self._edges)]
-        tables = [index.hashed for index in numbered if index is not None]
+        pairs, pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
+        edges = self._edges.index or self._edges.prepare([zeros, zeros])[0]
+        tables = [index.hashed for index in (states, pairs, edges)]
         counts = np.array([table.count for table in tables])
         made = np.empty((5, rows), np.int64)
         new = number_edges(
@@ -343,10 +343,6 @@ class MCTSForest:
                     values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
                 total = values if total is None else total + values
         return torch.zeros(rows, dtype=torch.float64) if total is None else total.contiguous()
-
-    def _states_prepared(self, columns: list[Tensor], keys: list[NestedKey]) -> tuple[Tensor, int]:
-        """Return the words of the states of observations; see `RowNumbers.prepare`."""
-        return self._states.prepare(self._states_of_columns(columns, keys))
 
     def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys

@@ -50,38 +50,28 @@ class RowNumbers:
         Raises:
             TypeError: a column has a different dtype or shape than before.
         """
-        words, floats = self._words(columns)
-        if self.index is None:
-            if not extend:
-                return torch.full((len(words),), -1, dtype=torch.int64, device=words.device), hash_words(
-                    pack_rows(columns)
-                )
-            self._begin(columns, words)
-        return self.index.number(words, floats=floats, extend=extend)
+        if self.index is None and not extend:
+            hashes = hash_words(pack_rows(columns))
+            return torch.full_like(hashes, -1), hashes
+        index, words, floats = self.prepare(columns)
+        return index.number(words, floats=floats, extend=extend)
 
-    def prepare(self, columns: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """Return the words of rows that a kernel will number, and what `view_rows` returns with them.
+    def prepare(self, columns: Sequence[Tensor]) -> tuple[RowIndex, Tensor, int]:
+        """Return the index, the words of these rows, and what `view_rows` returns with them, to number them.
 
         TypeError as in :meth:`number`.
         """
-        words, floats = self._words(columns)
-        if self.index is None:
-            self._begin(columns, words)
-        return words, floats
-
-    def _words(self, columns: Sequence[Tensor]) -> tuple[Tensor, int]:
         for name, column, kind in zip(self.names, columns, self.kinds or (), strict=False):
             if column.dtype != kind[0] or column.shape[1:] != kind[1]:
                 raise TypeError(
                     f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
                     f"got {column.dtype} {tuple(column.shape[1:])}"
                 )
-        return view_rows(columns)
-
-    def _begin(self, columns: Sequence[Tensor], words: Tensor) -> None:
-        """Create the index for columns like these."""
-        self.index = RowIndex(words.shape[1], words.device)
-        self.kinds = [(column.dtype, column.shape[1:]) for column in columns]
+        words, floats = view_rows(columns)
+        if self.index is None:
+            self.index = RowIndex(words.shape[1], words.device)
+            self.kinds = [(column.dtype, column.shape[1:]) for column in columns]
+        return self.index, words, floats
 
     def truncate(self, count: int) -> None:
         """Drop the rows with numbers from ``count`` on; with 0, also the columns' dtypes and shapes."""

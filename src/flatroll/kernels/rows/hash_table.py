@@ -1,9 +1,9 @@
 """An open-addressing hash table of rows: compiled kernels.
 
 A row is ``W`` 64-bit words. ``keys`` (int64 ``[capacity, W]``) holds the distinct rows, numbered in the order of their
-first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int64 ``[2 ** k]``) holds the numbers,
--1 in empty entries; a row is searched from entry ``hash & (2 ** k - 1)`` on, until its entry or an empty one is found.
-At most half of the entries are used.
+first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int32 or int64 ``[2 ** k]``) holds the
+numbers plus one, 0 in empty entries, so that new memory is an empty table; a row is searched from entry
+``hash & (2 ** k - 1)`` on, until its entry or an empty one is found. At most half of the entries are used.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -105,12 +105,13 @@ def number_rows(
             row[j] = np.int64(_plain_word(np.uint64(words[i, j]), floats))
         wanted = _hash_row(row)
         place = wanted & mask
-        at = table[place]
+        at = np.int64(table[place]) - 1
         while at >= 0 and not (hashes[at] == wanted and _same(keys[at], row)):
             place = (place + _ONE) & mask
-            at = table[place]
+            at = np.int64(table[place]) - 1
         if extend and at < 0:
-            table[place] = at = count
+            at = np.int64(count)
+            table[place] = at + 1
             hashes[count] = wanted
             for j in range(len(row)):
                 keys[count, j] = row[j]
@@ -192,6 +193,6 @@ def rebuild(table: Array, hashes: Array, count: Int) -> None:
     mask = np.uint64(len(table) - 1)
     for number in range(count):
         place = np.int64(hashes[number] & mask)
-        while table[place] >= 0:
+        while table[place]:
             place = (place + 1) & np.int64(mask)
-        table[place] = number
+        table[place] = number + 1

@@ -13,6 +13,7 @@ from flatroll.kernels.rows.words import hash_words, pack_rows
 
 Array = NDArray[Any]
 _SMALLEST = 64  # rows for which a new index has room
+_LARGE = 2**16  # rows from which on memory doubles; below, it is quadrupled
 
 
 class Numbering(ABC):
@@ -107,7 +108,7 @@ class HashedRows(Numbering):
         self.count = 0
         self._keys = np.empty((_SMALLEST, width), np.int64)
         self._hashes = np.empty(_SMALLEST, np.uint64)
-        self._table = np.full(2 * _SMALLEST, -1, np.int64)
+        self._table: Array = np.zeros(2 * _SMALLEST, np.int32)
 
     def __len__(self) -> int:
         return self.count
@@ -128,7 +129,7 @@ class HashedRows(Numbering):
 
     def truncate(self, count: int) -> None:
         self.count = min(count, self.count)
-        self._table.fill(-1)
+        self._table.fill(0)
         self._rebuild(self._table, self._hashes, self.count)
 
     def reserve(self, new: int) -> tuple[Array, Array, Array]:
@@ -136,10 +137,14 @@ class HashedRows(Numbering):
         rows = self.count + new
         if rows <= len(self._keys):
             return self._table, self._keys, self._hashes
-        room = max(_SMALLEST, 1 << (rows - 1).bit_length())  # so the table grows once per doubling
+        room = 1 << (rows - 1).bit_length()
+        if (
+            self.count and room < _LARGE
+        ):  # rows that come in small batches: new memory costs more than they do
+            room *= 2
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
         keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
-        table = np.full(2 * room, -1, np.int64)
+        table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
         self._rebuild(table, hashes, self.count)
         self._keys, self._hashes, self._table = keys, hashes, table
         return table, keys, hashes
