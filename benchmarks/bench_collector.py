@@ -183,7 +183,8 @@ class Chooser(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.layers(observation).argmax(-1)
+        scores: torch.Tensor = self.layers(observation)
+        return scores.argmax(-1)
 
 
 def one_env() -> str:

@@ -231,11 +231,10 @@ class ColumnStorage(Storage):
             keys = keys or BoundaryKeys.probe(batch)
             if usual and self.pool is not None and source is not None and later is not None:
                 marked = self._marker_columns(columns, keys, count) if self.lanes else columns
-                fragments = Fragments.read(
-                    marked, keys, None, (source[known.now], later, self.pool.row_bytes)
-                )
-                tails = self.pool.tails(columns, None, fragments.lasts)
-                return Rows(count, {key: columns[key] for key in self.columns}, fragments, tails, source)
+                pairs = source[known.now], later, self.pool.row_bytes
+                cut = Fragments.read(marked, keys, None, pairs)
+                tails = self.pool.tails(columns, None, cut.lasts)
+                return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
             return self._prepare_compact(structure, columns, count, late, keys)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}

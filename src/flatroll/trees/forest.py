@@ -155,8 +155,8 @@ class MCTSForest:
     @property
     def edges(self) -> Edges:
         """The distinct transitions; views that the next :meth:`extend` may invalidate."""
-        numbers, count = torch.from_numpy(self._numbers), len(self)
-        return Edges(*(row[:count] for row in numbers), torch.from_numpy(self._rewards_of)[:count])
+        source, target, pair, count = torch.from_numpy(self._numbers[:, : len(self)]).unbind(0)
+        return Edges(source, target, pair, count, torch.from_numpy(self._rewards_of[: len(self)]))
 
     def rows(self, edges: Tensor) -> TensorDict:
         """The stored rows of transitions (numbers int64 ``[K]``), as they were first seen: a tensordict ``[K]``."""
