@@ -202,7 +202,7 @@ def one_env() -> str:
         for name, (theirs, policy) in cases.items():
             env = as_vector_env(FreeEnv(1), own_buffers=False)
             runs = {"hand": hand_written(FreeEnv(1), 1, theirs), "ours": ours(env, 1, policy)}
-            times = take_turns(runs, turns=9, clock=time.thread_time)
+            times = take_turns(runs, turns=4, clock=time.thread_time)
             hand, mine = (times[key].median / steps * 1e6 for key in runs)
             rows.append([name, f"{hand:.1f}", f"{mine:.1f}", f"{mine - hand:.1f}"])
     return table(["policy", "loop, µs", "collector, µs", "extra µs"], rows)

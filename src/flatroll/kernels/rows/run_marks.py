@@ -10,6 +10,15 @@ from flatroll.kernels.rows.raw_memory import equal_bytes, flags, numbers
 
 
 @compiled()
+def _repeats(now: Array, later: Array, size: Array, row: Int) -> bool:
+    """Return whether ``row`` of each ``later`` column equals the row after it of the ``now`` column."""
+    for k in range(len(now)):  # noqa: SIM110 (Numba compiles no generator into a plain loop)
+        if not equal_bytes(later[k] + row * size[k], now[k] + (row + 1) * size[k], size[k]):
+            return False
+    return True
+
+
+@compiled()
 def fragments(
     rows: Int,
     done: Int,
@@ -45,7 +54,7 @@ def fragments(
     is_done, is_init = flags(done, rows), flags(init, rows)
     real, cut = flags(mask, rows), flags(cuts, rows)
     number, steps = numbers(ids, rows), numbers(step, rows)
-    count = 0
+    count, pairs = 0, len(now)
     first, joined = 0, False
     for i in range(rows):
         end = i == rows - 1
@@ -56,14 +65,8 @@ def fragments(
             jumps = in_order and step != 0 and steps[i + 1] != steps[i] + 1
             if jumps and not end and (mask == 0 or real[i]):
                 return -(i + 1)
-        if not end and not (cuts and cut[i]):
-            same = True
-            for k in range(len(now)):
-                if not equal_bytes(later[k] + i * size[k], now[k] + (i + 1) * size[k], size[k]):
-                    same = False
-                    break
-            if same:
-                continue
+        if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
+            continue
         whole[0, count], whole[1, count] = first, i
         if ids:
             whole[2, count] = number[first]
