@@ -137,7 +137,9 @@ class AsyncPoolSource(EnvPoolSource):
     def _send(self, actions: Tree, ids: Array) -> None:
         place = self._place
         if place.under_way[ids].any():
-            raise RuntimeError(f"actions for the envs {ids.tolist()}, and some of them are under way already")
+            raise RuntimeError(
+                f"got actions for the envs {ids.tolist()}, but some of them are stepping already"
+            )
         place.begin(self.env)
         self.env.send(map_tree(np.ascontiguousarray, actions), ids)
         place.under_way[ids], place.torn = True, False
@@ -147,15 +149,17 @@ class AsyncPoolSource(EnvPoolSource):
         assert count is not None
         pending = np.count_nonzero(place.under_way)
         if pending < count:
-            raise RuntimeError(f"recv of an envpool gives {count} rows, and {pending} are under way")
+            raise RuntimeError(
+                f"recv of an envpool returns {count} rows, but the number of stepping envs is {pending}"
+            )
         place.begin(self.env)
         obs, reward, terminated, truncated, info = self.env.recv()
         ids = info["env_id"].astype(np.int64)
         if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
-                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of the "
-                "expected ones: other code has sent actions to it, or an env has several players. Give each "
-                "collector its own pool"
+                f"the envpool's recv returned {len(reward)} rows of the envs {ids.tolist()}, not {count} of "
+                "the expected ones: other code has sent actions to it, or an env has several players. Give "
+                "each collector its own pool"
             )
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
@@ -189,8 +193,8 @@ class _Place:
         """
         if self.torn:
             raise RuntimeError(
-                "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
-                "under way: make a new pool"
+                "a send, recv or reset of this envpool was interrupted or failed, so it is unknown which envs "
+                "are stepping: create a new pool"
             )
         if self._used is None:  # set by the first send, recv or reset of a pool
             self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))

@@ -167,7 +167,7 @@ class StepWriter:
         names = {as_tuple(key) for key in staged}
         inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
         if inside:
-            raise ValueError(f"the step has {inside[0]!r}, and a tensor in the place of its parent")
+            raise ValueError(f"the step has {inside[0]!r}, but its parent is a tensor")
         given = staged.copy()
         flags: list[NestedKey] = [IS_INIT, DONE]
         if {TERMINATED, TRUNCATED} & staged.keys():
@@ -209,8 +209,8 @@ class StepWriter:
         if len(slots) != rows:
             self._positions = StepPositions(self.num_envs)
             raise ValueError(
-                f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
-                "then. Leave that transform out, or write with extend"
+                f"the inv of a transform of the buffer turned {rows} rows into {len(slots)}, so steps cannot "
+                "be told apart. Leave that transform out, or write with extend"
             )
         self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
 

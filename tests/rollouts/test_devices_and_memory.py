@@ -74,7 +74,7 @@ def test_an_env_elsewhere_is_an_error():
         Collector(env, frames_per_batch=10, env_device="meta")
     used = StepCounter(make("SameStep"))
     used.reset()
-    with pytest.raises(ValueError, match=r"cannot be moved to meta: only one that was not reset yet can"):
+    with pytest.raises(ValueError, match=r"cannot be moved to meta: only an env that was never reset can"):
         Collector(used, frames_per_batch=10, env_device="meta")
 
 

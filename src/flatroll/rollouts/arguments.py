@@ -148,8 +148,8 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
         return
     if marker is not None and marker.writer != writer:
         raise ValueError(
-            f"writer={writer} and a TrajId with writer={marker.writer} in the env's stack: give the TrajId "
-            f"writer={writer} instead"
+            f"writer={writer} conflicts with the TrajId in the env's stack, which has writer={marker.writer}: "
+            f"give that TrajId writer={writer} instead"
         )
     if marker is None and not ids:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
@@ -195,8 +195,8 @@ def make_env(
         return env, made
     if find_wrapper(env, StepCounter) is not None:
         raise ValueError(
-            f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
-            "max_steps instead"
+            f"max_frames_per_traj={max_steps} cannot be combined with a StepCounter in the env's stack: give "
+            "the StepCounter max_steps instead"
         )
     return StepCounter(env, max_steps=index(max_steps)), made
 
@@ -241,8 +241,9 @@ def make_envs(
         whole, made = make_env(create_env_fn, None, None, None, undo)
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
-                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: pass "
-                f"a list of {splits} envs, the parts of a pool, or of functions that make them"
+                f"splits={splits} can divide only a gymnasium.vector.AsyncVectorEnv, got "
+                f"{type(whole).__name__}: pass a list of {splits} envs, the parts of a pool, or of functions "
+                "that make them"
             )
         if splits > whole.num_envs:
             raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")

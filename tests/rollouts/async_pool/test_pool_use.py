@@ -167,7 +167,7 @@ def test_after_an_interrupt_in_the_pool_nobody_knows_which_envs_are_under_way(ca
         next(made)
     delattr(pool, call)
     for again in (made, collector(pool)):
-        with pytest.raises(RuntimeError, match="not known which envs are under way: make a new pool"):
+        with pytest.raises(RuntimeError, match="unknown which envs are stepping: create a new pool"):
             next(again)
 
 
@@ -175,17 +175,17 @@ def test_recv_with_nothing_under_way_and_a_second_reset() -> None:
     pool = ScriptedPool(4, 3)
     source = as_vector_env(pool).source  # type: ignore[attr-defined]
     assert isinstance(source, AsyncPoolSource)
-    with pytest.raises(RuntimeError, match="gives 3 rows, and 0 are under way"):
+    with pytest.raises(RuntimeError, match="returns 3 rows, but the number of stepping envs is 0"):
         source.receive()
     source.led = True
     source.reset(None, None)
     assert len(source.ids) == 3
-    with pytest.raises(RuntimeError, match="gives 3 rows, and 1 are under way"):
+    with pytest.raises(RuntimeError, match="returns 3 rows, but the number of stepping envs is 1"):
         source.receive()
     for _ in range(3):
         source.reset(None, None)  # the pool refuses one of envs at work
         source.send(np.zeros(3, np.int64))
-        with pytest.raises(RuntimeError, match="under way already"):
+        with pytest.raises(RuntimeError, match="stepping already"):
             source.send(np.zeros(3, np.int64))
     with pytest.raises(ValueError, match="takes no reset options"):
         source.reset(None, {"a": 1})
@@ -307,7 +307,7 @@ def four() -> Any:
         (
             lambda: collector(four(), remember),
             ValueError,
-            "with an envpool in async mode it is called for some",
+            "with an envpool in async mode it is called for only some",
         ),
         (lambda: next(collector(four(), lambda obs: zeros(obs)[:1])), ValueError, r"must have shape \(2,\)"),
     ],
