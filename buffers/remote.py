@@ -296,7 +296,7 @@ class BufferHandle:
 def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call an allowed method of ``buffer`` or return an attribute; ValueError for other names."""
     if name not in CALLS:
-        raise ValueError(f"a handle can ask for {sorted(CALLS)}, not for {name!r}")
+        raise ValueError(f"a handle can call {sorted(CALLS)}, not {name!r}")
     found = getattr(buffer, name)
     return found(*arguments, **options) if callable(found) else found
 

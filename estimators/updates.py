@@ -170,7 +170,7 @@ class UpdateStep:
             )
         if not columns or not len(rows):
             raise ValueError(
-                f"rows must hold rows that {type(self.loss).__name__} reads, got {list(rows.shape)}"
+                f"rows must be rows that {type(self.loss).__name__} reads, got {list(rows.shape)}"
             )
         place = next(iter(columns.values())).device
         found: list[TensorDict] = []
@@ -234,7 +234,7 @@ class UpdateStep:
         if not losses or losses[0].ndim:
             raise ValueError(
                 f"loss must return scalars named 'loss' or 'loss_*', got {[*numbers]} of "
-                f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): take 'mean' or 'sum'"
+                f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): use 'mean' or 'sum'"
             )
         total = losses[0]
         for value in losses[1:]:

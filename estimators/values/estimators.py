@@ -423,7 +423,9 @@ def make_estimator(
     """
     if isinstance(kind, ValueEstimator):
         if arguments:
-            raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
+            raise ValueError(
+                f"this {type(kind).__name__} already has its arguments: leave out {', '.join(arguments)}"
+            )
         return cast(ValueEstimator, kind)
     is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
     chosen: Any = kind if is_own else _CLASSES[name_of(cast(str, kind))]

@@ -233,13 +233,13 @@ def test_what_is_no_update_is_refused() -> None:
         (TypeError, "batch must be a tensordict", lambda: update_step(loss, adam)([1])),  # type: ignore[arg-type]
         (ValueError, "epochs must be", lambda: update_step(loss, adam).epochs(rows(3), epochs=0)),
         (ValueError, "minibatch must be", lambda: update_step(loss, adam).epochs(rows(3), minibatch=0)),
-        (ValueError, "rows must hold rows", lambda: update_step(loss, adam).epochs(rows(0))),
+        (ValueError, "rows must be rows", lambda: update_step(loss, adam).epochs(rows(0))),
     ]
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
             call()
     loss.reduction = "none"
-    with pytest.raises(ValueError, match="take 'mean' or 'sum'"):
+    with pytest.raises(ValueError, match="use 'mean' or 'sum'"):
         update_step(loss, adam)(rows(3))
 
 

@@ -185,7 +185,7 @@ def test_an_index_makes_no_array_of_the_shape() -> None:
     picked = spec[torch.arange(500)]
     assert picked.shape == (500, 84, 84, 4) and picked._frame.untyped_storage().nbytes() == 4
     assert Unbounded((5, -1, -1, -1))[[0, 1]].shape == (2, -1, -1, -1)
-    with pytest.raises(ValueError, match="stands for -1"):
+    with pytest.raises(ValueError, match="represents -1"):
         Unbounded((16_381,))
     flags = OneHot(3, (5, 4, 3))
     assert flags[..., :2].shape == (5, 2, 3) and flags[:, None, ..., None].shape == (5, 1, 4, 1, 3)

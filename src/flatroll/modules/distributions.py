@@ -243,7 +243,7 @@ def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
             if not column.is_meta and bool(bad.any()):
                 wanted = "finite" if name != "scale" else "finite and at least 0"
                 raise ValueError(
-                    f"{name} must be {wanted}, got {int(bad.sum())} others of {bad.numel()}"
+                    f"{name} must be {wanted}, but {int(bad.sum())} of {bad.numel()} numbers are not"
                 ) from error
         raise
 

@@ -400,7 +400,9 @@ class OneHot(Encoded):
         key = value.item() if isinstance(value, Tensor | np.generic) else value
         if key not in self._register:
             if len(self._register) == self.n:
-                raise OutsideSpecError(f"{key!r} would be category {self.n}, and there are {self.n}")
+                raise OutsideSpecError(
+                    f"{key!r} would be category {self.n}, but there are only {self.n} categories"
+                )
             self._register[key] = len(self._register)
         return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
 
@@ -635,7 +637,7 @@ class MultiOneHot(Encoded):
     ) -> None:
         flags(use_register=use_register)
         if use_register:
-            raise ValueError("use_register=True is for one category: take OneHot")
+            raise ValueError("use_register=True supports only one category per value: use OneHot")
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()

@@ -280,7 +280,7 @@ def test_a_window_of_more_rows_than_its_slot_is_refused(served: tuple[ReplayBuff
 
 def test_only_what_handles_have_can_be_asked_for(served: tuple[ReplayBuffer, BufferHandle]) -> None:
     _, handle = served
-    with pytest.raises(ValueError, match=r"a handle can ask for .*, not for '__class__'"):
+    with pytest.raises(ValueError, match=r"a handle can call .*, not '__class__'"):
         handle._call("__class__")
 
 

@@ -194,7 +194,7 @@ def test_an_action_out_of_range_is_refused_with_its_range() -> None:
     for action in (4, -1):
         batch = bench_updates.rows(8, continuous=False)
         batch["action"][3] = action
-        with pytest.raises(ValueError, match="one of the 4 that value_network judges"):
+        with pytest.raises(ValueError, match="one of the 4 that value_network evaluates"):
             loss_of(DQNLoss)(batch)
 
 
