@@ -461,8 +461,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 return obs
             names = sorted(key for key in info if not key.startswith("_"))
             raise ValueError(
-                f"final_obs={self._final!r} gave no final observations in a step that ended episodes; info has "
-                f"{names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
+                f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
+                f"has {names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
             )
         return self.source.final_obs(info, obs, ended, given)
 
