@@ -105,7 +105,9 @@ class DQNLoss(OffPolicyLoss):
         )
         flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
-            raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
+            raise ValueError(
+                "double_dqn=True needs delay_value=True: the delayed copy evaluates the chosen action"
+            )
         if not isinstance(value_network, nn.Module):
             raise TypeError(
                 "value_network must be a tensordict module or a torch.nn.Module, "
@@ -168,7 +170,7 @@ class DQNLoss(OffPolicyLoss):
         """Do the same in one pass over the runs, each followed by its final next observation."""
         if inputs.batch.get(STEPS, None) is not None:
             raise ValueError(
-                f"batch[{STEPS!r}] says that its next observations lie several rows ahead, and a recurrent "
+                f"batch[{STEPS!r}] says that its next observations are several rows ahead, but a recurrent "
                 "network (or a batch without next observations) needs those of the next row: leave the n-step "
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )

@@ -883,6 +883,9 @@ def _modules() -> Iterator[Case]:
         lambda made: made(batch()),
     )
     yield Case("EpsilonGreedy", modules.EpsilonGreedy, dict)
+    yield Case(
+        "set_epsilon", modules.set_epsilon, lambda: {"network": modules.EpsilonGreedy(), "epsilon": 0.1}
+    )
     yield Case("ActionMask", modules.ActionMask, lambda: {"key": "logits"})
     yield Case("BurnIn", modules.BurnIn, lambda: {"modules": [gru], "burn_in": 2})
     yield Case(

@@ -123,8 +123,8 @@ def test_what_a_game_returns_is_checked() -> None:
         (acts_on, r"agents \['a0'\] were terminated or truncated and are still in env.agents"),
         (leaves, r"agents \['a0'\] left env.agents and were neither terminated nor truncated"),
         (joins, r"env.agents has \['a9'\], which possible_agents .* lacks"),
-        (unpaid, r"the env's rewards must have an entry for each agent .* and 'a1' is not in \['a0'\]"),
-        (unseen, r"the env's observations must have an entry .* and 'a2' is not in"),
+        (unpaid, r"the env's rewards must have an entry for each agent .* but 'a1' is not in \['a0'\]"),
+        (unseen, r"the env's observations must have an entry .* but 'a2' is not in"),
     ):
         with pytest.raises(ValueError, match=text):
             step(change)
@@ -141,7 +141,7 @@ def test_a_game_begins_with_somebody() -> None:
 def test_state_needs_its_space() -> None:
     game = ScriptedGame()
     del game.state_space
-    with pytest.raises(ValueError, match=r"state=True adds the entry 'state'.* needs env.state_space"):
+    with pytest.raises(ValueError, match=r"state=True adds the entry 'state'.* lacks state_space"):
         PettingZooSource(game, state=True)
     wrong = ScriptedGame()
     wrong.state_space = spaces.Box(0, 1, (7,))

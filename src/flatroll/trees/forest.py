@@ -118,7 +118,7 @@ class MCTSForest:
         self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
         if data_map is not None and not self.observation_keys:
             raise ValueError(
-                "data_map needs observation_keys or node_map, too, to distinguish observations from actions"
+                "data_map also needs observation_keys or node_map, to distinguish observations from actions"
             )
         of_data = [key for key in of_data if key not in self.observation_keys]
         self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
@@ -500,7 +500,7 @@ class NodeMap:
         if bool((states < 0).any()):
             raise KeyError(
                 f"{int((states < 0).sum())} of {states.numel()} observations are not states of the forest: "
-                "ask contains()"
+                "check with contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
         return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))

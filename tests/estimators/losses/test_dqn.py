@@ -227,7 +227,7 @@ def test_n_step_rows_of_a_buffer(batch_of: BatchOf) -> None:
     torch.testing.assert_close(loss.make_value_estimator(gamma=0.9)(steps_only)["loss"], out)
     network = recurrent()
     sample.update(network[0].make_tensordict_primer().expand([len(sample)]))
-    with pytest.raises(ValueError, match="next observations lie several rows ahead"):
+    with pytest.raises(ValueError, match="next observations are several rows ahead"):
         DQNLoss(network)(sample)
 
 
@@ -481,7 +481,7 @@ def test_estimators_by_name_and_class(kinds: list[Any], gamma: float, lmbda: flo
     [
         ({"value_type": "sarsa"}, ValueError, "value_type must be 'td0', .*, got 'sarsa'"),
         ({"value_type": DQNLoss}, ValueError, "a name in ValueEstimators or one of its classes, got <class"),
-        ({"value_type": "VTrace"}, ValueError, "DQNLoss learns values of actions: take 'td0', 'td1' or"),
+        ({"value_type": "VTrace"}, ValueError, "DQNLoss learns action values: use 'td0', 'td1' or"),
         ({"gamma": 1.5}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
         ({"value_type": "td_lambda", "lmbda": -1}, ValueError, r"lmbda must lie in \[0, 1\], got -1"),
         ({"lmbda": 0.5}, TypeError, "td0 takes gamma, got lmbda"),
