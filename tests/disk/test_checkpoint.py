@@ -157,9 +157,13 @@ def test_a_part_of_a_run_is_loaded_alone_and_the_rest_is_not_lost(tmp_path: Path
     assert alone.load(partial=True) == {"step": 1}
     assert all(map(torch.equal, policy.parameters(), run.policy.parameters()))
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(FileExistsError, match=r"\['buffer', 'collector', 'optimizer', 'scheduler'\], which load\(par"):
+    with pytest.raises(
+        FileExistsError, match=r"\['buffer', 'collector', 'optimizer', 'scheduler'\], which load\(par"
+    ):
         alone.save()
-    with pytest.raises(ValueError, match=r"this Checkpoint has \['actor', 'policy'\]: create it with the same parts\n"):
+    with pytest.raises(
+        ValueError, match=r"this Checkpoint has \['actor', 'policy'\]: create it with the same parts\n"
+    ):
         Checkpoint(tmp_path, policy=policy, actor=policy).load(partial=True)
     with pytest.raises(TypeError, match="partial must be True or False"):
         alone.load(partial="policy")  # type: ignore[arg-type]
@@ -175,7 +179,9 @@ def test_a_version_without_a_buffer_names_partial_as_the_way_out(tmp_path: Path)
     policy = nn.Linear(1, 1)
     Checkpoint(tmp_path, policy=policy, critic=nn.Linear(1, 1)).save()
     alone = Checkpoint(tmp_path, policy=policy)
-    with pytest.raises(ValueError, match=r"with the same parts, or leave the others out with load\(partial=True\)"):
+    with pytest.raises(
+        ValueError, match=r"with the same parts, or leave the others out with load\(partial=True\)"
+    ):
         alone.load()
     assert alone.load(partial=True) == {}
     with pytest.raises(FileExistsError, match=r"has \['critic'\], which load"):

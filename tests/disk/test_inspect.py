@@ -56,9 +56,14 @@ def test_a_folder_is_described(path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_extra_values_of_a_run_are_shown(tmp_path: Path) -> None:
     module = torch.nn.Linear(1, 1)
-    Checkpoint(tmp_path, policy=module).save(step=3, best=0.5, log=[1, 2, 3], mean=torch.zeros(2), name="x" * 99)
+    Checkpoint(tmp_path, policy=module).save(
+        step=3, best=0.5, log=[1, 2, 3], mean=torch.zeros(2), name="x" * 99
+    )
     text = inspect_folder(tmp_path).text
-    assert "\n  extra values: step = 3, best = 0.5, log = list of 3, mean = Tensor [2], name = str of 99\n" in text + "\n"
+    assert (
+        "\n  extra values: step = 3, best = 0.5, log = list of 3, mean = Tensor [2], name = str of 99\n"
+        in text + "\n"
+    )
 
 
 def test_lengths_and_returns_are_those_of_the_episodes(path: Path) -> None:

@@ -58,14 +58,17 @@ def test_every_kind_of_row_in_a_collected_batch(batch):
         "The value after it is bootstrapped, the trace stops.",
     ]
     assert "cut here (last row of the batch)" in explain(batch, 13)
+    assert says(batch, -1) == says(batch, 13)
 
 
 def test_all_entries_of_a_dict_observation_are_named(batch):
     column = batch["observation"]
     after = batch["next"].exclude("observation").update({"goal": column, "lidar": column})
     rows = batch.exclude("observation", "next").update({"goal": column, "lidar": column, "next": after})
-    assert says(rows, 3)[-1] == "Its next observation is in columns of its own, ('next', 'goal'), ('next', 'lidar')."
-    assert says(batch, -1) == says(batch, 13)
+    assert (
+        says(rows, 3)[-1]
+        == "Its next observation is in columns of its own, ('next', 'goal'), ('next', 'lidar')."
+    )
 
 
 def test_slices(slices):

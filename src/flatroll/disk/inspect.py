@@ -242,7 +242,8 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
             lines.append(_version_line(manifest))
             stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
-            if isinstance(manifest.extra, dict) and manifest.extra.get("kind") in ("run", "buffer", "ensemble"):
+            facts = manifest.extra if isinstance(manifest.extra, dict) else {}
+            if facts.get("kind") in ("run", "buffer", "ensemble"):
                 extra = read_tree(loaded, manifest.end - manifest.head)["others"].get("extra")
                 if isinstance(extra, dict) and extra:
                     values = ", ".join(f"{str(name)[:60]} = {_short(value)}" for name, value in extra.items())

@@ -234,8 +234,8 @@ class RunningNorm(TensorDictModuleBase):
 def update_norms(network: nn.Module, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
     """Update each `RunningNorm` in a network with a collected batch, once.
 
-    Pass the policy; `critic(env, actor=policy)` shares its norms. A loss with policy and critic in it covers the norms of
-    both. Norms that share their statistics are updated once. Without a `RunningNorm` nothing happens.
+    Pass the policy; `critic(env, actor=policy)` shares its norms. A loss holds policy and critic, so it
+    covers the norms of both. Norms with the same statistics are updated once. Without a `RunningNorm` nothing happens.
 
     Args:
         network: a policy, a loss or any other module.
