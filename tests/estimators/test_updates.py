@@ -302,8 +302,11 @@ class Unreadable(Recorded):
 def test_what_cannot_be_compiled_runs_eagerly_with_one_warning() -> None:
     loss = Unreadable()
     step = update_step(loss, torch.optim.SGD(loss.parameters(), 0.5), compile=True)
-    with pytest.warns(UserWarning, match="update_step goes on uncompiled, since torch.compile failed: "):
+    with pytest.warns(
+        UserWarning, match=r"failed at .*test_updates.py:\d+: User-inserted graph break"
+    ) as told:
         step(TensorDict({"observation": torch.ones(4)}, [4]))
+    assert "torch.compile(loss, fullgraph=True)(batch) shows" in str(told[0].message)
     assert not step.compiled and float(loss.weight.detach()) == 0.5
     step(TensorDict({"observation": torch.ones(4)}, [4]))  # warnings are errors here
     assert float(loss.weight.detach()) == 0.0
