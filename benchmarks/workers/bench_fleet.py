@@ -38,8 +38,8 @@ class Costs(NamedTuple):
 
 
 COSTS = {
-    "owner": Costs(2.74e-3, 10.8e-3),  # a window of an actor to the driver, and `extend` there
-    "shard": Costs(5.6e-3, 13e-3),  # a window of an actor to a buffer actor, by reference
+    "owner": Costs(4.06e-3, 19.4e-3),  # a window of an actor to the driver, and `extend` there
+    "shard": Costs(5.94e-3, 20.1e-3),  # a window of an actor to a buffer actor, by reference
 }
 
 
