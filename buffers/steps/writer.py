@@ -241,6 +241,11 @@ class StepWriter:
             return (self.steps - self._oldest()) * self.num_envs
 
     @property
+    def waiting(self) -> int:
+        """Number of rows that wait to be stored."""
+        return self._filled * self.num_envs
+
+    @property
     def oldest(self) -> int:
         """Number of the oldest readable step; all from there to ``steps - 1`` are readable."""
         with self._lock:
