@@ -782,6 +782,10 @@ class ImageEntry(nn.Module):
         out: Tensor = self.layers(x / 255.0 if self.scaled else x)
         return out.reshape(*rows, self.size)
 
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.shape}, divided by 255" if self.scaled else f"{self.shape}"
+
 
 def _small_cnn(channels: int, side: int) -> nn.Sequential:
     if side >= _LEAST_SIDE:
