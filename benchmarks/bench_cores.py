@@ -1,4 +1,4 @@
-"""Benchmarks scans and large samples with one thread and with two, beside one pass over the same memory.
+"""Benchmarks large samples with one thread and with two, beside a copy, and what two threads would gain in a scan.
 
 ``python -m flatroll bench cores``
 
@@ -12,22 +12,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.bench_gae import FUNCTIONS, RUN, Data, call_of, compiled
+from benchmarks.bench_gae import GAMMA, LMBDA, RUN, Data, compiled
 from benchmarks.bench_slices import filled
 from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.kernels import scan
 from flatroll.kernels.rows.host_memory import host_memory
+from flatroll.kernels.scan import machine_code
 from flatroll.kernels.threads import run_blocks
 
 POLICY = "OMP_WAIT_POLICY"
-TITLES = ["GAE", "TD(lambda)", "V-trace", "one pass"]
 SLICE, STACKS = 64, 20_000
 
 Run = Callable[[], object]
@@ -59,32 +61,51 @@ def headings(first: list[str], names: list[str]) -> list[str]:
 
 
 def blocks(rows: int) -> list[int]:
-    """Bounds of as many blocks as the library makes for torch's threads."""
-    count = 8 * torch.get_num_threads()
+    """Bounds of four blocks for each of torch's threads."""
+    count = 4 * torch.get_num_threads()
     return [rows * block // count for block in range(count + 1)]
 
 
-def one_pass(data: Data) -> Run:
-    """Return a call of the loop that reads and writes GAE's columns once, shared like a scan."""
+def scan_in_blocks(data: Data, touched: bool) -> Run:
+    """Return a call of GAE's loop in blocks of whole runs, into new memory or into memory used before."""
     columns = data.reward, data.value, data.next_value, data.terminated, data.done
     arrays = [column.numpy().ravel() for column in columns]
+    rows, ends = len(arrays[0]), arrays[-1]
+    numbers = [np.full(1, number, np.float32) for number in (GAMMA, GAMMA * LMBDA)]
+    factors = [np.ndarray(rows, np.float32, number, strides=(0,)) for number in numbers]
+    used = [np.zeros(rows, np.float32) for _ in range(2)]
+    loop = machine_code(scan._residual_loop)
 
     def run() -> object:
-        every = [*arrays, np.empty(len(arrays[0]), np.float32), np.empty(len(arrays[0]), np.float32)]
-        threads, rows = torch.get_num_threads(), len(arrays[0])
-        return run_blocks(lambda i, j: compiled(*[array[i:j] for array in every]), blocks(rows), threads)
+        every = [*factors, *arrays, *(used if touched else [np.empty(rows, np.float32) for _ in range(2)])]
+        cuts = [first + int(ends[first:].argmax()) + 1 for first in blocks(rows)[1:-1]]
+        bounds = sorted({0, *cuts, rows}) if torch.get_num_threads() > 1 else [0, rows]
+        return run_blocks(
+            lambda i, j: loop(*[array[i:j] for array in every]), bounds, torch.get_num_threads()
+        )
 
     return run
 
 
 def scans(sizes: list[int], before: Run | None = None) -> str:
-    """Time the scans over numbers of rows."""
+    """Time GAE's loop over numbers of rows, beside one pass over the same memory."""
     cells = []
     for rows in sizes:
-        data = Data.of(rows, max(rows // RUN, 1))
-        runs = {name: call_of(name, data) for name in FUNCTIONS} | {"one pass": one_pass(data)}
+        data = Data.of(rows, rows // RUN)
+        arrays = [
+            x.numpy().ravel() for x in (data.reward, data.value, data.next_value, data.terminated, data.done)
+        ]
+
+        def one_pass(arrays: list[Any] = arrays) -> object:
+            every = [*arrays, *(np.empty(len(arrays[0]), np.float32) for _ in range(2))]
+            bounds = blocks(len(arrays[0]))
+            return run_blocks(
+                lambda i, j: compiled(*[array[i:j] for array in every]), bounds, torch.get_num_threads()
+            )
+
+        runs = {"new": scan_in_blocks(data, False), "used": scan_in_blocks(data, True), "one pass": one_pass}
         cells.append([f"{rows:,}", *on_threads(runs, 7 if rows > 10**6 else 25, before)])
-    return table(headings(["rows"], TITLES), cells)
+    return table(headings(["rows"], ["GAE's loop", "into used memory", "one pass"]), cells)
 
 
 def copy_of(size: int) -> Run:
@@ -151,10 +172,12 @@ def main() -> None:
         return
     torch.manual_seed(0)
     if os.environ[POLICY] == "passive":
-        print(f"Runs of {RUN} rows on average, float32\n")
-        print(scans([10**k for k in range(3, 8)]))
-        print("\nSamples\n")
-        print(samples(), flush=True)
+        print("Samples\n")
+        print(samples())
+        print(
+            f"\nGAE's loop in blocks, which the library does not do: runs of {RUN} rows on average, float32\n"
+        )
+        print(scans([10**k for k in range(3, 8)]), flush=True)
         return
     numbers = torch.randn(2_000_000)
 

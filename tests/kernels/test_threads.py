@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatroll.kernels import residual_scan, return_scan, scan, segmented_scan, threads, vtrace_scan
+from flatroll.kernels import threads
 from flatroll.kernels.rows import gather
 from flatroll.kernels.threads import run_blocks
 
-Calls = list[Callable[[], Tensor | tuple[Tensor, Tensor]]]
 Shared = list[tuple[int, int]]  # blocks and threads of each call that was shared
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
-    """A few rows are worth a thread."""
+    """Some bytes are worth a thread."""
     seen: Shared = []
 
     def noted(run: Any, bounds: Sequence[int], count: int) -> list[Any]:
@@ -29,9 +28,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
         seen.append((len(bounds) - 1, count))
         return run_blocks(run, bounds, count)
 
-    for module in (scan, gather):
-        monkeypatch.setattr(module, "run_blocks", noted)
-    monkeypatch.setattr(scan, "_THREAD_NUMBERS", 64)
+    monkeypatch.setattr(gather, "run_blocks", noted)
     monkeypatch.setattr(gather, "_MOST", 0)
     monkeypatch.setattr(gather, "_THREAD_BYTES", 64)
     yield seen
@@ -39,90 +36,6 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
 
 def use(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-
-
-def scans(rows: int, ends: Tensor, dtype: torch.dtype = torch.float32) -> Calls:
-    """Calls of each scan over columns with NaN and inf in them."""
-    generator = torch.Generator().manual_seed(rows)
-    numbers = torch.randn(6, rows, generator=generator, dtype=dtype)
-    numbers[:, torch.rand(rows, generator=generator) < 0.02] = torch.nan
-    numbers[:, torch.rand(rows, generator=generator) < 0.02] = torch.inf
-    numbers[:, torch.rand(rows, generator=generator) < 0.02] = 0.0
-    b, reward, value, next_value, rho, c = numbers
-    terminated = ends & (torch.rand(rows, generator=generator) < 0.5)
-    after = (reward, value, next_value, terminated, ends)
-    wide = b.view(-1, 1) * torch.randn(5, generator=generator, dtype=dtype)
-    return [
-        lambda: segmented_scan(rho, b, ends),
-        lambda: segmented_scan(0.9, wide, ends),
-        lambda: residual_scan(0.99, c, *after),
-        lambda: return_scan(0.99, 0.95, reward, next_value, terminated, ends),
-        lambda: vtrace_scan(0.99, rho, c, *after),
-    ]
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    """Whether tensors are equal bit by bit, NaN too."""
-
-    def words(x: Tensor) -> Tensor:
-        return x.view({4: torch.int32, 8: torch.int64}[x.element_size()])
-
-    pairs = zip(left, right, strict=True)
-    return all(
-        torch.equal(words(x), words(y))
-        for one, other in pairs
-        for x, y in zip(*(side if isinstance(side, tuple) else (side,) for side in (one, other)), strict=True)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("share", [0.003, 0.05, 0.3, 1.0])
-def test_scans_in_blocks_are_those_of_one_thread(
-    share: float, dtype: torch.dtype, shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed in range(3):
-        rows = 1000 + 77 * seed
-        ends = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < share
-        calls = scans(rows, ends, dtype)
-        use(monkeypatch, 1)
-        expected = [call() for call in calls]
-        assert not shared
-        for count in (2, 3):
-            use(monkeypatch, count)
-            assert same([call() for call in calls], expected)
-            assert [used for _, used in shared] == [count] * len(calls)
-            assert all(1 <= blocks <= 4 * count for blocks, _ in shared)
-            if share >= 0.05:
-                assert min(shared)[0] > count
-            shared.clear()
-
-
-def test_a_run_that_cannot_be_split_stays_whole(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    last, first, none = (torch.zeros(1000, dtype=torch.bool) for _ in range(3))
-    last[-1] = first[0] = True
-    middle = none.clone()
-    middle[[200, 201, 900]] = True
-    for ends, blocks in ((none, 1), (last, 1), (first, 1), (middle, 3)):
-        calls = scans(1000, ends)
-        use(monkeypatch, 1)
-        expected = [call() for call in calls]
-        use(monkeypatch, 2)
-        assert same([call() for call in calls], expected)
-        assert {count for count, _ in shared} == {blocks}
-        shared.clear()
-
-
-def test_few_rows_are_not_shared(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, 3)
-    for rows in (0, 1, 2, 25):
-        for call in scans(rows, torch.ones(rows, dtype=torch.bool)):
-            call()
-    assert not shared
-    monkeypatch.undo()
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: asked.append(1) or 2)
-    residual_scan(0.9, 0.9, *torch.randn(3, 100_000), *(torch.rand(2, 100_000) < 0.1))
-    assert not asked
 
 
 def test_taken_rows_are_those_of_one_thread(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,37 +74,39 @@ def test_torch_copies_wide_rows_of_large_samples(shared: Shared, monkeypatch: py
     assert columns.take(slots, ["image"]) == {}
 
 
+def columns_and_slots() -> tuple[gather.HostBlock, Tensor, list[Tensor]]:
+    """Columns, slots and the rows that one thread takes."""
+    columns = [torch.randn(500, 3), torch.arange(500)]
+    slots = torch.randint(500, (1000,))
+    return gather.HostBlock(columns), slots, [column[slots] for column in columns]
+
+
 def test_a_forked_child_shares_too(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = scans(1000, torch.rand(1000) < 0.05)
-    use(monkeypatch, 1)
-    expected = [call() for call in calls]
+    block, slots, expected = columns_and_slots()
     use(monkeypatch, 3)
-    assert same([call() for call in calls], expected)
+    assert all(map(torch.equal, block.take(slots), expected))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: a thread may still be ending
         child = os.fork()
     if not child:
-        shared.clear()
-        good = same([call() for call in calls], expected) and len(shared) == len(calls)
+        good = all(map(torch.equal, block.take(slots), expected)) and len(shared) == 2
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_several_threads_share_at_once(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = scans(1000, torch.rand(1000) < 0.05)
-    use(monkeypatch, 1)
-    expected = [call() for call in calls]
+    block, slots, expected = columns_and_slots()
     use(monkeypatch, 3)
-    results: list[list[Any]] = []
+    results: list[list[Tensor]] = []
     callers = [
-        threading.Thread(target=lambda: results.extend([call() for call in calls] for _ in range(5)))
-        for _ in range(4)
+        threading.Thread(target=lambda: results.extend(block.take(slots) for _ in range(5))) for _ in range(4)
     ]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert len(results) == 20 and all(same(result, expected) for result in results)
+    assert len(results) == 20 and len(shared) == 20
+    assert all(all(map(torch.equal, taken, expected)) for taken in results)
 
 
 def test_blocks_run_in_other_threads_and_keep_their_order() -> None:

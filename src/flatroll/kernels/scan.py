@@ -18,12 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatroll.kernels.threads import run_blocks
-
 Array: TypeAlias = NDArray[Any]
 _COMPILED_DTYPES = (torch.float32, torch.float64)
-_THREAD_NUMBERS = 2**18  # fewest per thread: 0.6 ms of work; a thread is at work 0.07 ms after its start
-_BLOCKS = 8  # per thread, so that a thread that starts late or is interrupted gets fewer
 
 
 def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int | None = None) -> Tensor:
@@ -114,7 +110,7 @@ def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     decay, summand, closed = arrays
     y = np.empty(b.shape, summand.dtype)
     flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, the inner loop
-    _fill(_scan_loop, closed, decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
+    machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
     return torch.from_numpy(y)
 
 
@@ -210,7 +206,7 @@ def residual_scan(
     arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, decay))
     if arrays is not None:
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
-        _fill(_residual_loop, arrays[-1], *arrays, *out)
+        machine_code(_residual_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
     _check_columns(
         {"gamma": gamma, "decay": decay},
@@ -257,7 +253,7 @@ def return_scan(
     arrays = _readable_arrays((reward, next_value), (terminated, ends), (gamma, lmbda))
     if arrays is not None:
         returns = np.empty(reward.shape, arrays[0].dtype)
-        _fill(_return_loop, arrays[-1], *arrays, returns)
+        machine_code(_return_loop)(*arrays, returns)
         return torch.from_numpy(returns)
     _check_columns(
         {"gamma": gamma, "lmbda": lmbda},
@@ -311,7 +307,7 @@ def vtrace_scan(
     arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, rho, c))
     if arrays is not None:
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
-        _fill(_vtrace_loop, arrays[-1], *arrays, *out)
+        machine_code(_vtrace_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
     _check_columns(
         {"gamma": gamma, "rho": rho, "c": c},
@@ -450,29 +446,6 @@ def _readable_arrays(
             number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
-
-
-def _fill(loop: Callable[..., None], ends: Array, *arrays: Array) -> None:
-    """Call the compiled ``loop`` over ``arrays [N, ...]``, the last of which it fills, with the run ends ``ends [N]``.
-
-    Many rows are shared among as many threads as torch uses, in blocks that are cut behind ends of runs. The results
-    are the same bit by bit, because a loop treats the last row as an end.
-    """
-    code, numbers = machine_code(loop), arrays[-1].size
-    threads = 1 if numbers < 2 * _THREAD_NUMBERS else min(torch.get_num_threads(), numbers // _THREAD_NUMBERS)
-    if threads < 2:
-        code(*arrays)
-        return
-    rows, cuts, blocks = len(ends), [0], threads * _BLOCKS
-    for block in range(1, blocks):
-        cut = rows * block // blocks
-        if cut <= cuts[-1]:  # inside the run of the block before
-            continue
-        cut += int(ends[cut - 1 :].argmax())  # behind the next end; argmax stops there
-        if cut == rows or not ends[cut - 1]:
-            break
-        cuts.append(cut)
-    run_blocks(lambda first, stop: code(*[array[first:stop] for array in arrays]), [*cuts, rows], threads)
 
 
 @functools.cache
