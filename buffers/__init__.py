@@ -1,5 +1,7 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
+from typing import TYPE_CHECKING
+
 from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
 from flatroll.buffers.checkpointers.rows import (
     DiskStorageCheckpointer,
@@ -17,7 +19,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.ray_buffer import RayReplayBuffer
-from flatroll.buffers.remote import BufferHandle, OwnerGone
+from flatroll.buffers.remote import BufferHandle, OwnerGoneError
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
@@ -62,6 +64,7 @@ from flatroll.buffers.writers import (
     Writer,
 )
 from flatroll.layout.delta import NextObservationDelta
+from flatroll.layout.old_names import old_names
 
 __all__ = [
     "After",
@@ -91,7 +94,7 @@ __all__ = [
     "NestedStorageCheckpointer",
     "NextObservationDelta",
     "NextStateReconstructor",
-    "OwnerGone",
+    "OwnerGoneError",
     "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
@@ -132,3 +135,6 @@ __all__ = [
     "WriterEnsemble",
     "collate",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, {"OwnerGone": OwnerGoneError})

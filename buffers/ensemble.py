@@ -373,7 +373,9 @@ class ReplayBufferEnsemble(Facts):
                 num_buffer_sampled=num_buffer_sampled,
             )
         elif p is not None or sample_from_all or num_buffer_sampled is not None:
-            raise TypeError("p, sample_from_all and num_buffer_sampled are given to SamplerEnsemble here")
+            raise TypeError(
+                "p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble here"
+            )
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
         self._members, self.sampler = rbs, samplers
@@ -608,7 +610,7 @@ class ReplayBufferEnsemble(Facts):
             if update is None:
                 raise TypeError(
                     f"member {member} is a {type(rb).__name__}, whose samples have no index: use "
-                    "TensorDictReplayBuffer, or update_priority with what the info says"
+                    "TensorDictReplayBuffer, or update_priority with the index in the info"
                 )
             update(data[mask])
 
@@ -742,7 +744,8 @@ class ReplayBufferEnsemble(Facts):
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
                 raise ValueError(
-                    f"{'no' if state is None else 'one'} buffer was saved, not an ensemble: load it as such"
+                    f"{'no' if state is None else 'one'} buffer was saved, not an ensemble: load it the way it "
+                    "was saved"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is not the state of an ensemble")

@@ -151,7 +151,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=kind).view(shape)
 
 
-class OwnerGone(RuntimeError):
+class OwnerGoneError(RuntimeError):
     """The owner process of a shared buffer has exited or deleted the buffer."""
 
 
@@ -163,7 +163,7 @@ class BufferHandle:
     arguments, results and errors. Rows are sent through anonymous shared memory. Samples are in host memory, whatever
     the storage's device. Threads may share a handle: calls are serialized.
 
-    Every method raises `OwnerGone` at once if the owner process has exited or deleted the buffer.
+    Every method raises `OwnerGoneError` at once if the owner process has exited or deleted the buffer.
 
     >>> import torch
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -177,7 +177,7 @@ class BufferHandle:
     >>> len(handle)
     Traceback (most recent call last):
     ...
-    flatroll.buffers.remote.OwnerGone: the owner of this shared buffer is gone: its process has ended, ...
+    flatroll.buffers.remote.OwnerGoneError: the owner of this shared buffer is gone: its process has ended, ...
     """
 
     def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
@@ -265,7 +265,7 @@ class BufferHandle:
         if self._here is not None and self._owner == os.getpid():
             buffer = self._here()
             if buffer is None:
-                raise OwnerGone(_GONE)
+                raise OwnerGoneError(_GONE)
             return call(buffer, name, arguments, options)
         with self._lock:
             try:
@@ -275,7 +275,7 @@ class BufferHandle:
                 outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
                 self.hang_up()
-                raise OwnerGone(_GONE) from None
+                raise OwnerGoneError(_GONE) from None
             except BaseException:  # a late answer must not be taken for that of the next call
                 self.hang_up()
                 raise
@@ -296,7 +296,7 @@ class BufferHandle:
 def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call an allowed method of ``buffer`` or return an attribute; ValueError for other names."""
     if name not in CALLS:
-        raise ValueError(f"a handle can ask for {sorted(CALLS)}, not for {name!r}")
+        raise ValueError(f"a handle can call {sorted(CALLS)}, not {name!r}")
     found = getattr(buffer, name)
     return found(*arguments, **options) if callable(found) else found
 
@@ -340,7 +340,7 @@ class Owner:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop the thread; clients get `OwnerGone`. Does nothing in a forked process."""
+        """Stop the thread; clients get `OwnerGoneError`. Does nothing in a forked process."""
         if os.getpid() != self.process:
             return
         self._closed = True

@@ -210,8 +210,8 @@ class ReplayBuffer(Facts):
         flags(invert=invert)
         if not invert and reads_others(transform) and self.started and self.index is None:
             raise RuntimeError(
-                f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
-                "before the first extend, or pass it to ReplayBuffer(transform=...)"
+                f"{type(transform).__name__} follows trajectories, which were not tracked for the rows stored "
+                "so far: append it before the first extend, or pass it to ReplayBuffer(transform=...)"
             )
         insert_transform(self.transforms, index, transform, invert)
         return self
@@ -902,7 +902,7 @@ class ReplayBuffer(Facts):
                 )
             if isinstance(state, dict) and "members" in state:
                 raise ValueError(
-                    "an ensemble was saved: load it into a ReplayBufferEnsemble of as many members"
+                    "an ensemble was saved: load it into a ReplayBufferEnsemble with as many members"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("storage"), dict):
                 raise damaged(f"it is a {type(state).__name__}")
@@ -966,7 +966,7 @@ class ReplayBuffer(Facts):
         check_saved_generator(state["generator"], self.generator, "buffer")
         for made in state.get("ahead", []):
             if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
-                raise damaged("its samples made ahead are none")
+                raise damaged("its prefetched samples are invalid")
         if state["keys"] is not None:
             BoundaryKeys.from_plain(state["keys"])
         ring = self._saved_ring(state) if ring is None else ring

@@ -31,9 +31,12 @@ class ParameterScheduler(ABC):
     def __init__(
         self, obj: Any, param_name: str, min_value: float | None = None, max_value: float | None = None
     ) -> None:
-        for name, bound in (("min_value", min_value), ("max_value", max_value)):
-            if bound is not None:
-                number(name, bound)
+        if min_value is not None:
+            number("min_value", min_value, below=math.inf)
+        if max_value is not None:
+            number("max_value", max_value, above=-math.inf)
+        if min_value is not None and max_value is not None and min_value > max_value:
+            raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         self.param_name = expect("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):

@@ -135,8 +135,8 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
     shape = batch.batch_size
     if log_prob.shape[: len(shape)] != shape:  # e.g. [N] beside a batch [N, 1]: [N, N] losses
         raise ValueError(
-            f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the batch "
-            "size of the tensordict must be that of the rows, without dims of features"
+            f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the "
+            "batch size of the tensordict must be that of the rows, without feature dims"
         )
     extra = log_prob.ndim - len(shape)  # further dims are independent, so their log-probabilities add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob

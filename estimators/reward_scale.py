@@ -30,7 +30,7 @@ from flatroll.layout.keys import (
 from flatroll.layout.moments import Moments
 from flatroll.layout.tensordict_seam import nest
 
-#: If there are more open trajectories than this and than rows in the batch, stale ones are dropped.
+#: If the rows of a batch and the open trajectories are more than this in total, stale trajectories are dropped.
 _MOST_OPEN = 2**20
 
 

@@ -1,5 +1,7 @@
 """`update_step`: loss, gradients, clipping, optimizer step and target update in one call, compiled on request."""
 
+import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,7 +170,7 @@ class UpdateStep:
             )
         if not columns or not len(rows):
             raise ValueError(
-                f"rows must hold rows that {type(self.loss).__name__} reads, got {list(rows.shape)}"
+                f"rows must be rows that {type(self.loss).__name__} reads, got {list(rows.shape)}"
             )
         place = next(iter(columns.values())).device
         found: list[TensorDict] = []
@@ -195,11 +197,10 @@ class UpdateStep:
             except RuntimeError as error:  # torch.compile failed, or the loss cannot read this batch
                 losses = self._eager(batch)  # the eager call raises its own error
                 self._graph = None
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-                reason = next(
-                    (line for line in lines if line.startswith("Developer debug context")), lines[0]
+                text = (
+                    f"update_step goes on uncompiled, since torch.compile failed{_where(error)}\n"
+                    "torch.compile(loss, fullgraph=True)(batch) shows torch's whole message"
                 )
-                text = f"update_step goes on uncompiled, since torch.compile failed: {reason}"
                 warnings.warn(text, UserWarning, stacklevel=3)
         if self.updater is not None:
             self.updater.step()
@@ -233,12 +234,23 @@ class UpdateStep:
         if not losses or losses[0].ndim:
             raise ValueError(
                 f"loss must return scalars named 'loss' or 'loss_*', got {[*numbers]} of "
-                f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): take 'mean' or 'sum'"
+                f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): use 'mean' or 'sum'"
             )
         total = losses[0]
         for value in losses[1:]:
             total = total + value
         return total, numbers
+
+
+def _where(error: RuntimeError) -> str:
+    """Return where torch.compile failed, the last line outside of installed packages, and its explanation."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
+    own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
+    reason = next((line for line in lines if line.startswith("Explanation: ")), lines[0])
+    place = " at {}:{}".format(*own[-1]) if own else ""
+    return f"{place}: {reason.removeprefix('Explanation: ')}"
 
 
 def clip_factor(norms: Sequence[Tensor], most: float) -> Tensor:
@@ -305,6 +317,8 @@ class _Graph:
         compile again for the next batch.
         """
         start = time.perf_counter()
+        name = type(self.loss).__name__
+        print(f"flatroll: compiling the update of {name} (some ten seconds)", file=sys.stderr, flush=True)
         if not self.groups:
             self._find_parameters(batch)
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}

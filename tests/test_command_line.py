@@ -177,8 +177,22 @@ def test_bench_without_a_checkout_says_where_benchmarks_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("flatroll.__main__.CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert main(["bench"]) == 2
     assert "benchmarks are not part of the installed package" in capsys.readouterr().err
+
+
+def test_bench_runs_in_the_current_folder_if_the_package_is_installed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone = tmp_path / "clone"
+    for folder in ("src/flatroll", "benchmarks"):
+        (clone / folder).mkdir(parents=True)
+    (clone / "benchmarks" / "bench_nothing.py").write_text("print('ran', __name__)")
+    monkeypatch.setattr("flatroll.__main__.CHECKOUT", tmp_path)
+    monkeypatch.chdir(clone)
+    assert main(["bench", "nothing"]) == 0
+    assert "ran __main__" in capsys.readouterr().out
 
 
 def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[str]) -> None:

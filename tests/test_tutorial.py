@@ -93,7 +93,7 @@ def test_knob_4_value_estimators_survive_nan(sample: TensorDict) -> None:
         lambda x: x.pow(2).sum(-1, keepdim=True).sqrt(), in_keys=["observation"], out_keys=["state_value"]
     )
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value_net, shifted=False)
-    with pytest.warns(UserWarning, match="the number of the row's own 'observation' is used instead"):
+    with pytest.warns(UserWarning, match="the row's own 'observation' is used instead"):
         out = gae(sample.reshape(-1, 20).clone())
     assert out.batch_size == (2, 20)
     assert torch.isfinite(out["advantage"]).all()

@@ -52,8 +52,9 @@ def adapt_env(
         others = _float_dtypes(env.single_observation_space) - {None if dtype is None else str(dtype)[6:]}
         if dtype is not None and others:
             raise ValueError(
-                f"dtype={dtype} cannot be set here: env is adapted already, and its observations are {sorted(others)}. "
-                f"Give it where the env is adapted first, as_vector_env(bare_env, dtype={dtype})"
+                f"dtype={dtype} cannot be set here: env is adapted already, and its observations are "
+                f"{sorted(others)}. Pass it where the env is adapted first, as_vector_env(bare_env, "
+                f"dtype={dtype})"
             )
         adapted = env
     else:
@@ -70,13 +71,13 @@ def adapt_env(
             source = TorchView(source, where)
         elif framework not in (None, native):
             raise ValueError(
-                f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
+                f"framework={framework!r} is not possible here: {type(env).__name__} uses {native}"
             )
         if dtype is not None:
             source = DtypeView(source, dtype)
         adapted = VectorStream(source, mode, final_obs=final_obs)
     if num_envs is not None and num_envs != adapted.num_envs:
-        raise ValueError(f"num_envs={num_envs} was expected, and the env has {adapted.num_envs}")
+        raise ValueError(f"num_envs={num_envs} was expected, but the env has {adapted.num_envs}")
     return adapted
 
 
@@ -102,8 +103,8 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
         elif isinstance(layer, VectorObservationWrapper):
             name = type(layer).__name__
             raise ValueError(
-                f"{asked} with {name} around an adapted env: the last observations of the ended episodes would pass "
-                f"{name} by. Put {name} directly around your env, and flatroll's wrappers outside"
+                f"{asked} with {name} around an adapted env: the last observations of ended episodes would "
+                f"bypass {name}. Put {name} directly around your env, and flatroll's wrappers outside"
             )
 
 
@@ -162,8 +163,9 @@ def _choose_source(
         )
     if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
         raise TypeError(
-            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the envs in "
-            "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
+            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the "
+            "envs inside it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or the env "
+            "that FlatVecEnv was made from"
         )
     functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
     if functional is not None:
@@ -174,8 +176,8 @@ def _choose_source(
         count = getattr(env, "num_envs", num_envs)
         if count is None:
             raise TypeError(
-                f"num_envs is needed: {functional.name} is one env, as pure functions, of which so many are made: "
-                "as_vector_env(env, num_envs=...), before a collector or wrapper gets it"
+                f"num_envs is needed: {functional.name} is a single env made of pure functions, which is "
+                "batched: call as_vector_env(env, num_envs=...) before you pass it to a collector or wrapper"
             )
         return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
     base = getattr(env, "unwrapped", env)
@@ -216,8 +218,8 @@ def _choose_source(
         ]
         if lacks:
             raise TypeError(
-                f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
-                f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
+                f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), which the vector env "
+                f"{type(env).__name__} lacks: set them on it, or write a flatroll.wrappers.VectorSource"
             )
         if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
             raise ValueError(
@@ -330,8 +332,8 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
     # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
     if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
         raise ValueError(
-            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other env when one env "
-            "resets, also inside a wrapper: put as_vector_env(phys2d_env) inside, which does not, the wrapper around it"
+            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of every other env when one env "
+            "resets, even inside a wrapper: adapt the env first, wrapper(as_vector_env(phys2d_env))"
         )
     for layer in layers(env):
         # By name: importing NumpyToTorch needs one of gymnasium's extras.

@@ -128,7 +128,8 @@ class PettingZooSource(VectorSource):
         listed = [name for members in groups.values() for name in members]
         if sorted(map(str, listed)) != sorted(map(str, games.names)):
             raise ValueError(
-                f"groups must hold each agent of {games.names} once, got {dict(groups)}: an agent acts in one group"
+                f"groups must hold each agent of {games.names} once, got {dict(groups)}: each agent belongs to "
+                "one group"
             )
         sources = {}
         for label, members in groups.items():
@@ -150,11 +151,13 @@ class PettingZooSource(VectorSource):
                 own, prefix = spaces.Dict(observation=own), ("observation",)
             if STATE in own.spaces or not hasattr(first, "state_space"):
                 problem = (
-                    "has that entry already" if STATE in own.spaces else "needs env.state_space, the space"
+                    "the observations have that entry already"
+                    if STATE in own.spaces
+                    else "the env lacks state_space, the space of env.state()"
                 )
                 raise ValueError(
-                    f"state=True adds the entry 'state' to the observations, which {problem}"
-                    f" of env.state(), in {type(first).__name__}: leave state out, or rename the entry in the env"
+                    f"state=True adds the entry 'state' to the observations, but {problem}, "
+                    f"in {type(first).__name__}: leave state out, or rename the entry in the env"
                 )
             space = spaces.Dict({**own.spaces, STATE: first.state_space})
         self._paths = [(path, (*prefix, *path)) for path in paths]

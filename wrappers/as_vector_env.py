@@ -86,8 +86,8 @@ def as_vector_env(
     """
     if autoreset is not None and not (isinstance(autoreset, str) and autoreset == "same_step"):
         raise ValueError(
-            f"autoreset must be 'same_step' or None, got {shown(autoreset)}: "
-            "what the env itself does is autoreset_mode="
+            f"autoreset must be 'same_step' or None, got {shown(autoreset)}: use autoreset_mode= to say what "
+            "the env itself does"
         )
     adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
     if autoreset is not None:

@@ -91,7 +91,7 @@ class ObservationDelta(MarkerWrapper):
         self.keys = entries if in_keys is None else [key for key in entries if key in in_keys]
         unknown = [key for key in in_keys or () if key not in entries]
         if unknown:
-            raise ValueError(f"in_keys has {unknown}, and the observation's entries are {entries}")
+            raise ValueError(f"in_keys has {unknown}, but the observation's entries are {entries}")
         self.delta_dtype = delta_dtype
         self._obs: Tree = None
 

@@ -2,7 +2,7 @@
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class EnvPoolSource(VectorSource):
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
-        _check_reset(seed, options)
+        _check_reset(self.env, seed, options)
         if self._sent:
             self.step(None)
         if rows is None:
@@ -109,7 +109,7 @@ class AsyncPoolSource(EnvPoolSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if not self.led:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
-        _check_reset(seed, options)
+        _check_reset(self.env, seed, options)
         self._drain()
         place = self._place
         place.begin(self.env)
@@ -137,7 +137,9 @@ class AsyncPoolSource(EnvPoolSource):
     def _send(self, actions: Tree, ids: Array) -> None:
         place = self._place
         if place.under_way[ids].any():
-            raise RuntimeError(f"actions for the envs {ids.tolist()}, and some of them are under way already")
+            raise RuntimeError(
+                f"got actions for the envs {ids.tolist()}, but some of them are stepping already"
+            )
         place.begin(self.env)
         self.env.send(map_tree(np.ascontiguousarray, actions), ids)
         place.under_way[ids], place.torn = True, False
@@ -147,15 +149,17 @@ class AsyncPoolSource(EnvPoolSource):
         assert count is not None
         pending = np.count_nonzero(place.under_way)
         if pending < count:
-            raise RuntimeError(f"recv of an envpool gives {count} rows, and {pending} are under way")
+            raise RuntimeError(
+                f"recv of an envpool returns {count} rows, but the number of stepping envs is {pending}"
+            )
         place.begin(self.env)
         obs, reward, terminated, truncated, info = self.env.recv()
         ids = info["env_id"].astype(np.int64)
         if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
-                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of the "
-                "expected ones: other code has sent actions to it, or an env has several players. Give each "
-                "collector its own pool"
+                f"the envpool's recv returned {len(reward)} rows of the envs {ids.tolist()}, not {count} of "
+                "the expected ones: other code has sent actions to it, or an env has several players. Give "
+                "each collector its own pool"
             )
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
@@ -189,8 +193,8 @@ class _Place:
         """
         if self.torn:
             raise RuntimeError(
-                "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
-                "under way: make a new pool"
+                "a send, recv or reset of this envpool was interrupted or failed, so it is unknown which envs "
+                "are stepping: create a new pool"
             )
         if self._used is None:  # set by the first send, recv or reset of a pool
             self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
@@ -222,9 +226,14 @@ def pool_source(env: EnvLike) -> EnvPoolSource:
     return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
 
 
-def _check_reset(seed: Seed, options: Info | None) -> None:
-    """Warn about a seed, which has no effect; refuse options."""
-    if seed is not None:
+# The pools that a seed was given to.
+_SEEDED: WeakSet[Any] = WeakSet()
+
+
+def _check_reset(env: EnvLike, seed: Seed, options: Info | None) -> None:
+    """Warn about the first seed given to a pool, which has no effect; refuse options."""
+    if seed is not None and env not in _SEEDED:
+        _SEEDED.add(env)
         warnings.warn(
             "envpool takes its seed when it is created (envpool.make_gymnasium(..., seed=...)): "
             f"reset(seed={seed!r}) has no effect",

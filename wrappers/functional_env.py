@@ -105,8 +105,9 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         resets = "AutoReset" in name and "NoAutoReset" not in name
         if resets or "Vmap" in name or "gymnax.wrappers" in module:
             raise TypeError(
-                f"env is in the wrapper {name}, and envs are batched and reset here (with their last observations): "
-                "pass the env without it (brax.envs.create(..., auto_reset=False), craftax: auto_reset=False)"
+                f"env is inside the wrapper {name}, but flatroll batches and resets envs itself (and keeps "
+                "their last observations): pass the env without it (brax.envs.create(..., auto_reset=False), "
+                "craftax: auto_reset=False)"
             )
         inside = vars(layer)
         layer = inside.get("env", inside.get("_env"))

@@ -346,7 +346,9 @@ def _device_of(jax: Any, device: torch.device | None) -> Any:
     else:
         found = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
     if found.platform not in ("cpu", "gpu"):
-        raise ValueError(f"torch takes no arrays from JAX's device {found}: as_vector_env(env, device='cpu')")
+        raise ValueError(
+            f"torch cannot read arrays on JAX's device {found}: pass as_vector_env(env, device='cpu')"
+        )
     return found
 
 

@@ -96,7 +96,7 @@ class MarkerWrapper(VectorWrapper):
         adapted = adapt_env(env)
         if any(type(layer) is type(self) for layer in layers(adapted)):
             name = type(self).__name__
-            raise ValueError(f"{name} is already in this stack: {name} once is enough, in any place")
+            raise ValueError(f"{name} is already in this stack: use it once, in any place")
         super().__init__(adapted)
         stream = find_stream(adapted)
         assert stream is not None
@@ -303,7 +303,8 @@ class TrajId(MarkerWrapper):
         """
         if (first, total) != (self._first, self._total) and self._ids is not None:
             raise ValueError(
-                "the env's TrajId has given ids already, which those of the whole pool could repeat: make a new env"
+                "the env's TrajId has already assigned ids, which the ids of the whole pool could repeat: make "
+                "a new env"
             )
         self._first, self._total = first, total
 
@@ -484,8 +485,8 @@ def recurrent_states(policy: object) -> States:
             states[key] = value
             if part in in_order and owners.setdefault(key, part) is not part:
                 raise ValueError(
-                    f"two modules of the policy keep their recurrent state under {key!r}: each would go on from what "
-                    "the other one left. Give each state keys of its own (in_keys, out_keys)"
+                    f"two modules of the policy keep their recurrent state under {key!r}: each would continue "
+                    "from the state of the other. Give each state its own keys (in_keys, out_keys)"
                 )
     return states
 
@@ -522,6 +523,6 @@ def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
         return
     if known.shape != value.shape or not torch.equal(known.to(value), value):
         raise ValueError(
-            f"the recurrent state {key!r} is declared twice: {tuple(known.shape)} and {tuple(value.shape)} per row, "
-            "or with other values: give each recurrent module state keys of its own (in_keys, out_keys)"
+            f"the recurrent state {key!r} is declared twice: {tuple(known.shape)} and {tuple(value.shape)} per "
+            "row, or with other values: give each recurrent module its own state keys (in_keys, out_keys)"
         )

@@ -60,7 +60,7 @@ class NormalizeObservation(MarkerWrapper):
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
-                "NextObservationDelta is inside of NormalizeObservation and would give differences of raw "
+                "NextObservationDelta is inside NormalizeObservation and would compute differences of raw "
                 "observations: put NormalizeObservation directly around your env"
             )
         self.update_running_mean = True

@@ -162,7 +162,7 @@ class VectorSource(ABC):
 
         Called only with ``Capabilities(overlaps=True)``. A reset that follows instead awaits it, too.
         """
-        raise NotImplementedError(f"{type(self).__name__} says overlaps=True, and has no send")
+        raise NotImplementedError(f"{type(self).__name__} declares overlaps=True, but has no send")
 
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         """Return the last observations of the episodes that ended in the last step; SAME_STEP mode only.

@@ -121,8 +121,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
-                "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or env_ids), and "
-                f"{type(source.env).__name__} is not: use one of its autoresetting modes"
+                "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or "
+                f"env_ids), and {type(source.env).__name__} cannot: use one of its autoresetting modes"
             )
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows within the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
@@ -333,8 +333,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if self.at >= 0 or self.capabilities.batch_size is not None:
             raise ValueError(
-                f"{type(self.source.env).__name__} cannot be moved to {device}: only one that was not reset yet can, "
-                "and no envpool in async mode"
+                f"{type(self.source.env).__name__} cannot be moved to {device}: only an env that was never "
+                "reset can, and not an envpool in async mode"
             )
         self.source = TorchView(self.source, device)
         self.capabilities = can = self.source.capabilities

@@ -96,7 +96,7 @@ class TorchSource(VectorSource):
         else:
             if self._stepped:
                 warnings.warn(
-                    f"{name} has no reset: its episodes go on where they stand, as begun anew", stacklevel=4
+                    f"{name} has no reset: its running episodes continue and count as new ones", stacklevel=4
                 )
             result = self.env.get_observations()
         obs, info = result if isinstance(result, tuple) else (result, None)
@@ -114,8 +114,8 @@ class TorchSource(VectorSource):
             )
         if leaf.device.type != self._device.type or self._device.index not in (None, leaf.device.index):
             raise ValueError(
-                f"device={str(self._device)!r} was expected, and {name} returns tensors on {str(leaf.device)!r}: name "
-                f"it, as_vector_env(env, device={str(leaf.device)!r})"
+                f"device={str(self._device)!r} was expected, but {name} returns tensors on "
+                f"{str(leaf.device)!r}: pass as_vector_env(env, device={str(leaf.device)!r})"
             )
         self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
         # (The second item is legged_gym's privileged observations; Genesis returns None.)
@@ -183,8 +183,8 @@ class TorchSource(VectorSource):
         shapes = _shapes_of(_plain(obs))
         if shapes != self._shapes:
             raise ValueError(
-                f"{name} must have the entries and shapes of reset's, {self._shapes}, got {shapes} from "
-                f"{type(self.env).__name__}: return all rows and entries in each"
+                f"{name} must have the entries and shapes of those from reset, {self._shapes}, got {shapes} "
+                f"from {type(self.env).__name__}: return all rows and entries in each"
             )
 
     def _refuse_shared(self, final: Tree) -> None:

@@ -240,7 +240,9 @@ class _H5Rows:
 def _read(h5: Any) -> LoadedVersion:
     """Return the version in a file; DamagedFileError if there is none."""
     if str(form := _attribute(h5, "format")) not in (str(_FORMAT), "None"):
-        raise ValueError(f"the file has format {form}, known here is {_FORMAT}: install a later flatroll")
+        raise ValueError(
+            f"the file has format {form}, this version reads {_FORMAT}: install a later flatroll"
+        )
     try:
         first, end, head = map(int, _attribute(h5, "rows"))
         datasets = h5_columns(h5, single=True)
@@ -253,7 +255,7 @@ def _read(h5: Any) -> LoadedVersion:
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DamagedFileError(f"it holds no buffer ({error})") from None
     if not 0 <= first <= end or not first <= head <= end:
-        raise DamagedFileError(f"it holds the rows {first} ... {end - 1} from {head} on")
+        raise DamagedFileError(f"it claims rows {first} ... {end - 1}, of which those from {head} on count")
     segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 

@@ -234,8 +234,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             )
         if isinstance(storage, DiskStorage):
             raise TypeError(
-                f"{type(self).__name__} copies rows, those of a {type(storage).__name__} are files already: use "
-                "DiskStorageCheckpointer, its default"
+                f"{type(self).__name__} copies rows, but the rows of a {type(storage).__name__} are in files "
+                "already: use DiskStorageCheckpointer, its default"
             )
         for key, column in storage.columns.items():
             kind = type(column)
@@ -285,12 +285,12 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 column, _, part = name.partition("#")
                 if name == _CONVERTED:
                     raise ValueError(
-                        "save hooks wrote the rows in another form: buffer.register_load_hook what undoes it, "
-                        "such as Flat2TED() for TED2Flat()"
+                        "save hooks changed the form of the rows: register the inverse with "
+                        "buffer.register_load_hook, such as Flat2TED() for TED2Flat()"
                     )
                 if writer := _WRITERS.get(part):
                     raise ValueError(
-                        f"the rows were written by a {writer}: make that the storage's checkpointer"
+                        f"the rows were written by a {writer}: set it as the storage's checkpointer"
                     )
                 if column not in names:
                     raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
@@ -669,7 +669,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
     check_rows((head, end), (version.head, version.end))
     for segment in version.segments:
         if segment.rows > ring.capacity:
-            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
+            raise damaged(f"one of its files has {segment.rows} rows, more than the ring's {ring.capacity}")
         start = segment.first % ring.capacity
         slots = torch.arange(start, start + segment.rows)
         slots[ring.capacity - start :] -= ring.capacity  # wrap around the end of the ring
@@ -702,7 +702,7 @@ def _to_bytes(item: object, name: str) -> bytes:
         value = packer.value(item, "state", 0)
     except TypeError as error:
         raise TypeError(
-            f"{name}: {error}. ListStorage keeps any object in memory, and these on disk"
+            f"{name}: {error}. ListStorage keeps any object in memory, but saves only these to disk"
         ) from None
     text = to_text(value).encode()
     return len(text).to_bytes(8, "little") + text + save(packer.tensors)
@@ -741,10 +741,10 @@ def _fill_next(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileCol
         later = name.removesuffix(_AFTER)
         now = tensors.get(later.partition("/")[2])
         if not isinstance(kept, Ragged) or not isinstance(now, Tensor):
-            raise damaged(f"its rows lack what the entry {later!r} is the next value of")
+            raise damaged(f"its rows lack the entry whose next value is {later!r}")
         check_values("next values", kept.values, now.dtype, now.shape[1:])
         if bool((kept.lengths > 1).any()) or (len(now) and int(kept.lengths[-1]) != 1):
-            raise damaged(f"the next values of {later!r} are not one a row, or lack the last")
+            raise damaged(f"the next values of {later!r} are not one per row, or lack the last")
         after = now.roll(-1, 0)
         put_rows(after, kept.lengths.nonzero().squeeze(1), kept.values)
         filled[later] = after

@@ -197,7 +197,7 @@ class FrameColumn(Column):
                 raise damaged("it has more frames than can be numbered")
             total = added.cumsum(0).unsqueeze(1)
             if bool(((back < 1) | (back > total)).any()):
-                raise damaged("a row names a frame that is none of its part's")
+                raise damaged("a row refers to a frame outside of its part")
             numbered.append(Part(slots, {"refs": (total - back + first).int()}))
             count = int(added.sum())
             frames.append(Part(torch.arange(first, first + count), pieces))
@@ -219,7 +219,7 @@ class FrameColumn(Column):
         rows = check_values("frame numbers", refs, torch.int32, self.shape[:1])
         frames = self.frames.check_state_dict(state["frames"])
         if rows and not 0 <= int(refs.min()) <= int(refs.max()) < frames:
-            raise damaged(f"a row names a frame that is none of its {frames} frames")
+            raise damaged(f"a row refers to a frame that is not among its {frames} frames")
         return rows
 
     @override
@@ -271,7 +271,7 @@ def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, 
             if not name.endswith(".each"):
                 pieces[name.removeprefix("frames.")] = values
     if not all(torch.equal(one, added[0]) for one in added):
-        raise damaged("its rows add other numbers of frames and of their sizes")
+        raise damaged("its rows add different numbers of frames and of frame sizes")
     return added[0], pieces
 
 

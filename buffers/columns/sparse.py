@@ -144,7 +144,7 @@ class SparseColumn(Column):
         # Strictly ascending slots are distinct; the first and the last bound them all.
         in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
         if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):
-            raise damaged(f"its slots are no ascending ones of {rows} rows")
+            raise damaged(f"its slots are not ascending slots of {rows} rows")
         return rows
 
     @override

@@ -189,7 +189,7 @@ class ZstdColumn(Column):
         if (count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined))) or int(sizes.sum()) != len(
             joined
         ):
-            raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
+            raise damaged(f"its {count} sizes do not add up to {len(joined)} compressed bytes")
         rows, expected, zstandard = self._cut(state), self.value_bytes, _zstandard()
         try:
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
@@ -200,7 +200,7 @@ class ZstdColumn(Column):
         except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
         if wrong is not None:
-            raise damaged(f"its compressed row {wrong} is not one of {expected} bytes")
+            raise damaged(f"its compressed row {wrong} does not have {expected} bytes")
         return count
 
     @override

@@ -26,7 +26,7 @@ def reading_tables() -> Iterator[None]:
 def check_table(name: str, table: Any, dtype: np.dtype[Any], rows: int | None = None) -> None:
     """Raise ValueError unless a state's ``table`` is an array ``[rows]`` (None: of any length) of ``dtype``."""
     if not isinstance(table, np.ndarray) or table.dtype != dtype or table.ndim != 1:
-        raise damaged(f"its {name} are no one-dimensional array of {dtype}")
+        raise damaged(f"its {name} are not a one-dimensional array of {dtype}")
     if rows is not None and len(table) != rows:
         raise damaged(f"its {name} have {len(table)} entries, expected {rows}")
 
@@ -35,7 +35,7 @@ def check_rows(counted: tuple[int, int], found: tuple[int, int]) -> None:
     """Raise ValueError unless the ``found`` rows (first, after last) are those that the tables count."""
     if counted != found:
         raise damaged(
-            f"it counts the rows {counted[0]} ... {counted[1] - 1}, and has {found[0]} ... {found[1] - 1}"
+            f"it counts the rows {counted[0]} ... {counted[1] - 1}, but has {found[0]} ... {found[1] - 1}"
         )
 
 
@@ -117,12 +117,12 @@ class SavedFragments(NamedTuple):
         begins = np.append(firsts, written)
         in_order = len(live) > 0 and 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
         if not in_order and (len(live) or head != written):
-            raise damaged(f"its {len(live)} fragments are not the rows {head} ... {written - 1}")
+            raise damaged(f"its {len(live)} fragments do not cover the rows {head} ... {written - 1}")
         if bool((chain < 0).any()) or bool((chain >= used).any()):
-            raise damaged(f"a fragment is of none of its {used} trajectories")
+            raise damaged(f"a fragment belongs to none of its {used} trajectories")
         taken = np.sort(pool[pool >= 0])
         if bool((pool < -1).any()) or taken.max(initial=-1) >= pool_size or bool((np.diff(taken) == 0).any()):
-            raise damaged(f"its fragments do not name distinct ones of {pool_size} pool entries")
+            raise damaged(f"its fragments do not refer to distinct ones of {pool_size} pool entries")
         free = _free_places(chains["last"], int(counters["free"]), used, chain)
         is_spare = np.ones(pool_size, np.bool_)
         is_spare[taken] = False

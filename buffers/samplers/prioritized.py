@@ -262,7 +262,7 @@ class PrioritizedSampler(RandomSampler):
         values = _reduce(priority, len(index), self.reduction)
         generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
-            raise ValueError(f"generation must have {len(index)} entries, as index, got {len(generations)}")
+            raise ValueError(f"generation must have {len(index)} entries, like index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
         # The kernel moves the slots whose rows are still stored to the front, along with their priorities.
@@ -315,7 +315,7 @@ class PrioritizedSampler(RandomSampler):
         head, written, most = state["head"], state["written"], self.priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
-            raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
+            raise damaged(f"it has {count} priorities for the rows {head} ... {written}")
         low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)
         if not (low >= 0 and high <= most and isinstance(highest, float) and 0 <= highest <= most):
             raise damaged(f"its priorities are not all numbers from 0 to {most:.3g}")
@@ -336,7 +336,7 @@ class PrioritizedSampler(RandomSampler):
         """Raise ValueError if a state has too many priorities or another dtype."""
         if len(priority) > self.max_capacity or priority.dtype is not self.dtype:
             raise ValueError(
-                f"the state has {len(priority)} priorities of {priority.dtype}, this sampler is of "
+                f"the state has {len(priority)} priorities of {priority.dtype}, this sampler has "
                 f"max_capacity={self.max_capacity} and dtype={self.dtype}"
             )
 

@@ -68,18 +68,18 @@ class PassSampler(Sampler):
         super().check_state_dict(state, ring)
         left, key = state["pass"]["left"], tuple(state["pass"]["key"])
         if not all(type(number) is int for number in key) or type(state["ran_out"]) is not bool:
-            raise damaged(f"its pass over the rows rests on {key}")
+            raise damaged(f"its pass over the rows has the invalid key {key}")
         if left is None:
             return
         rows = len(self._form)
         shape = left.shape[:-1] if isinstance(left, Tensor) else None
         if shape is None or left.dtype is not torch.int64 or left.is_meta or list(shape) != list(self._form):
-            raise damaged("the rest of its pass over the rows is no list of them")
+            raise damaged("the rest of its pass over the rows is not a list of rows")
         slots = left[0] if rows else left
         if key[:2] == (ring.head, ring.written):  # otherwise a new pass begins
             in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
             if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
-                raise damaged("the rest of its pass over the rows has slots that hold none")
+                raise damaged("the rest of its pass over the rows has slots without a row")
             if (rows and bool((left[1] < 1).any())) or len(slots.unique()) != len(slots):
                 raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
 

@@ -158,10 +158,11 @@ class Episodes:
         if ended.any():
             self._warn(
                 "ended",
-                f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the very observation that was "
-                "the last one's next. Either that was the reset's observation, where the episode's final one belongs "
-                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is not a transition and "
-                "must not be written. If all episodes of this env begin where they end, ignore this",
+                f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the observation that "
+                "was given as the episode's last one. Either that was the reset's observation, in place of the "
+                "episode's final one (final_obs), or this row is the reset itself (autoreset NEXT_STEP), which "
+                "is not a transition and must not be written. If all episodes of this env begin where they "
+                "end, ignore this",
             )
         if left.any() and IS_INIT not in self._given:
             self._warn(

@@ -167,7 +167,7 @@ class StepWriter:
         names = {as_tuple(key) for key in staged}
         inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
         if inside:
-            raise ValueError(f"the step has {inside[0]!r}, and a tensor in the place of its parent")
+            raise ValueError(f"the step has {inside[0]!r}, but its parent is a tensor")
         given = staged.copy()
         flags: list[NestedKey] = [IS_INIT, DONE]
         if {TERMINATED, TRUNCATED} & staged.keys():
@@ -209,8 +209,8 @@ class StepWriter:
         if len(slots) != rows:
             self._positions = StepPositions(self.num_envs)
             raise ValueError(
-                f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
-                "then. Leave that transform out, or write with extend"
+                f"the inv of a transform of the buffer turned {rows} rows into {len(slots)}, so steps cannot "
+                "be told apart. Leave that transform out, or write with extend"
             )
         self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
 
@@ -239,6 +239,11 @@ class StepWriter:
         """Number of rows that can be read by position, stored or waiting."""
         with self._lock:
             return (self.steps - self._oldest()) * self.num_envs
+
+    @property
+    def waiting(self) -> int:
+        """Number of rows that wait to be stored."""
+        return self._filled * self.num_envs
 
     @property
     def oldest(self) -> int:

@@ -537,7 +537,7 @@ class ColumnStorage(Storage):
         if any(key not in columns or next_key(key) in columns for key in pool) or (
             ring.pool_size and not pool
         ):
-            raise damaged(f"it keeps next observations of {list(pool)} apart, which are not kept once")
+            raise damaged(f"it has a pool of next observations of {list(pool)}, which are not stored once")
         expected = [(key, column, state["columns"][key], ring.used) for key, column in columns.items()]
         expected += [
             (next_key(key), columns[key].pool(), saved, ring.pool_size) for key, saved in pool.items()

@@ -52,8 +52,9 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     pairs += [key for key in from_final if key not in pairs]
     if not pairs:
         raise ValueError(
-            'compact_obs=True needs ("next", <observation>), and neither the batch nor its final has one: '
-            "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta instead"
+            'compact_obs=True needs ("next", <observation>), but neither the batch nor its final has one: '
+            "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta "
+            "instead"
         )
     if len(pairs) == len(from_final):
         return pairs
@@ -192,8 +193,9 @@ class LinkCheck:
             if trusted and named:
                 row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])
                 raise ValueError(
-                    f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is not "
-                    f"what the last stored row of that id has as {next_key(key)!r}: two collectors need writer=1"
+                    f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is "
+                    f"not the {next_key(key)!r} of the last stored row with that id. If two collectors write, "
+                    "give one of them writer=1"
                 )
             self.before[wrong] = self.slots[wrong] = -1
 

@@ -108,8 +108,8 @@ class LazyMemmapStorage(ColumnStorage):
             )
         if codec:
             raise ValueError(
-                f"codec={dict(codec)!r} is not for files: use LazyTensorStorage(codec=...), whose rows take less "
-                "memory, or leave it out"
+                f"codec={dict(codec)!r} is not supported for files: use LazyTensorStorage(codec=...), whose "
+                "rows take less memory, or leave it out"
             )
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
@@ -460,8 +460,8 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} is gone: the process that created the buffer has deleted it or ended. Keep it there, or give "
-            "LazyMemmapStorage a scratch_dir, whose files stay"
+            f"{path} is gone: the process that created the buffer has deleted it or ended. Keep the buffer "
+            "there, or give LazyMemmapStorage a scratch_dir, whose files stay"
         ) from None
 
 

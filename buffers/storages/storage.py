@@ -243,7 +243,9 @@ class Storage(Facts, ABC):
     def _set_alone(self, index: object, data: object) -> None:
         """Write rows of a storage without a buffer."""
         if self.ndim > 1 or self.compact_obs:
-            raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
+            raise RuntimeError(
+                "a storage with ndim > 1 or compact_obs=True can be written only by a ReplayBuffer"
+            )
         ring = self._alone or Ring(self.max_size)
         slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
         if slots.dtype is torch.bool:

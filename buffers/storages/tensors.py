@@ -62,7 +62,9 @@ class Encodings:
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
         self.sparse = set(map(plain_key, key_names("sparse", sparse)))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
-            raise ValueError(f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep")
+            raise ValueError(
+                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec name as well"
+            )
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
         """Estimate the bytes of one row from dtypes and shapes ``like``; compressed entries count as 0.

@@ -51,11 +51,11 @@ class RenameTransform(Transform):
                     f"in_keys{suffix}={olds} and out_keys{suffix}={news} must be of equal length"
                 )
             if len(set(olds)) != len(olds) or len(set(news)) != len(news):
-                raise ValueError(f"a key comes twice in in_keys{suffix}={olds} or out_keys{suffix}={news}")
+                raise ValueError(f"a key occurs twice in in_keys{suffix}={olds} or out_keys{suffix}={news}")
             if not suffix and set(olds) & set(news):
                 raise ValueError(
-                    f"{sorted(map(repr, set(olds) & set(news)))} is an old and a new name, and the order is unclear: "
-                    "use two transforms one after the other"
+                    f"{sorted(map(repr, set(olds) & set(news)))} is both an old and a new name, so the order "
+                    "is ambiguous: use two transforms one after the other"
                 )
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:

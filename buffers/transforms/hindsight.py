@@ -182,8 +182,8 @@ class HindsightTransform(Transform):
             each, rest = divmod(len(positions), count)
             if rest:
                 raise ValueError(
-                    f"a transform asks for {len(positions)} rows beside the {count} of a sample with hindsight goals: "
-                    "it has to ask for as many of each row, side by side"
+                    f"a transform reads {len(positions)} rows for a sample of {count} rows with hindsight "
+                    "goals: it must read equally many for each row, next to each other"
                 )
             present = {TRUNCATED, *self.info_keys} & columns.keys()
             others = get(positions, list({*keys, *changed, achieved, *present}))

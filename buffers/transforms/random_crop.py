@@ -120,6 +120,6 @@ class RandomCropTensorDict(Transform):
         if bool((lengths < self.sub_seq_len).any()):
             raise ValueError(
                 f"sub_seq_len={self.sub_seq_len} is longer than the shortest trajectory, which has "
-                f"{int(lengths.min())} real steps: leave it out before it is stored, or crop less"
+                f"{int(lengths.min())} real steps: leave such trajectories out when you store, or crop less"
             )
         return lengths - (self.sub_seq_len - 1)

@@ -324,8 +324,8 @@ def check_row_count(transforms: Iterable[object], data: object, rows: int) -> No
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
         names = ", ".join(map(name_of, transforms))
         raise ValueError(
-            f"transforms ({names}) made rows {list(data.batch_size)} of {rows}, which cannot be put back into the "
-            "shape of the index: index with a slice, or sample"
+            f"transforms ({names}) turned {rows} rows into {list(data.batch_size)}, which cannot be put back "
+            "into the shape of the index: index with a slice, or sample"
         )
 
 

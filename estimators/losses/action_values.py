@@ -103,8 +103,8 @@ class OffPolicyLoss(LossModule):
         "priority_weight": "priority_weight",
     }
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (*LossModule.optional_keys, STEPS, DISCOUNT)
-    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B,
-    #: 1]``, the value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
+    #: The entry that a critic writes, also its name in :meth:`set_keys`: ``"state_action_value"`` ``[*B, 1]``,
+    #: the value of the action in its input, or ``"action_value"`` ``[*B, A]``, one value per action.
     value_name: ClassVar[str] = "state_action_value"
 
     def __init__(
@@ -155,8 +155,8 @@ class OffPolicyLoss(LossModule):
         kind = name_of(value_type)
         if kind == ValueEstimators.VTrace:
             raise ValueError(
-                "'vtrace' corrects values of states by how probable the actor finds the actions of a run, and "
-                f"{type(self).__name__} learns values of actions: take 'td0', 'td1' or 'td_lambda'"
+                "'vtrace' corrects state values by the actor's probabilities of the actions, but "
+                f"{type(self).__name__} learns action values: use 'td0', 'td1' or 'td_lambda'"
             )
         traced = kind in (ValueEstimators.TDLambda, ValueEstimators.GAE)
         defaults = {"gamma": 0.99} | ({"lmbda": 0.95} if traced else {})
@@ -453,8 +453,8 @@ def action_space_of(space: object) -> ActionSpace | None:
     name = str(_SPACES.get(type(space).__name__, space)).replace("_", "-")
     if name not in ("categorical", "one-hot"):
         raise ValueError(
-            f"action_space must be 'categorical' or 'one-hot', got {space!r}: pass a name, or a space or spec of such "
-            "actions; values of several choices at once are not made here"
+            f"action_space must be 'categorical' or 'one-hot', got {space!r}: pass a name, or a space or spec "
+            "of such actions; values of several choices at once are not supported"
         )
     return cast(ActionSpace, name)
 
@@ -488,7 +488,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
         if not on_host(index) or bool(((index >= 0) & (index < value.shape[-1])).all()):
             raise
         raise ValueError(
-            f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
+            f"an action must be one of the {value.shape[-1]} that value_network evaluates, got actions from "
             f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
         ) from error
 

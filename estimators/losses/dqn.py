@@ -105,7 +105,9 @@ class DQNLoss(OffPolicyLoss):
         )
         flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
-            raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
+            raise ValueError(
+                "double_dqn=True needs delay_value=True: the delayed copy evaluates the chosen action"
+            )
         if not isinstance(value_network, nn.Module):
             raise TypeError(
                 "value_network must be a tensordict module or a torch.nn.Module, "

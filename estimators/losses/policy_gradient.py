@@ -149,7 +149,7 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
         ValueError: it is True, or not above 0.
     """
     if clip_value is True:
-        raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: pass a number here")
+        raise ValueError("clip_value=True uses the clip_epsilon of ClipPPOLoss: pass a number here")
     if clip_value is None or clip_value is False:
         return None
     is_number = isinstance(clip_value, (int, float)) or (
@@ -174,7 +174,7 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
     numbers: dict[str, Coefficient] = {"clip_epsilon": cast(Coefficient, clip_epsilon)}
     if isinstance(clip_epsilon, Sequence):
         if len(clip_epsilon) != 2:
-            raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
+            raise ValueError(f"clip_epsilon must be a number or a pair of numbers, got {clip_epsilon}")
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
     for number in numbers.values():
         checks.number("clip_epsilon", number)
@@ -669,7 +669,7 @@ class ClipPPOLoss(PPOLoss):
         if name.startswith("clip_epsilon") and isinstance(value, (int, float)):
             names = [x for x in self._buffers if x.startswith("clip_epsilon")]
             if name not in names:
-                raise AttributeError(f"this {type(self).__name__} has {' and '.join(names)}, no {name}")
+                raise AttributeError(f"this {type(self).__name__} has {' and '.join(names)}, but no {name}")
             if not (value > 0.0 and (value < 1.0 or name.endswith("_high"))):
                 raise ValueError(f"{name} must be above 0, and below 1 on the lower side, got {value}")
         super().__setattr__(name, value)

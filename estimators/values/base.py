@@ -132,7 +132,7 @@ def chunks_from(options: EstimatorOptions) -> Chunks:
     """
     number, num_chunk = options.get("num_chunks"), options.get("num_chunk")
     if num_chunk is not None and number not in (None, num_chunk):
-        raise ValueError(f"num_chunk is another name of num_chunks, got {num_chunk} and {number}")
+        raise ValueError(f"num_chunk is another name for num_chunks, got {num_chunk} and {number}")
     number = number if num_chunk is None else num_chunk
     return Chunks(options.get("value_chunk_size"), number, options.get("value_chunk_dim", 0))
 
@@ -147,7 +147,8 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
     shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
     if budget is not None and whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
-            f"shifted_budget={budget} says how long the one call of shifted=True is: pass that, too"
+            f"shifted_budget={budget} sets the length of the single call with shifted=True: pass shifted=True "
+            "as well"
         )
     return shifted, budget
 
@@ -253,8 +254,9 @@ class ValueEstimator(TensorDictModuleBase):
         self.reward_scale = options.get("reward_scale")
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
-                f"group_key={self.group_key!r} names the groups in which advantages or rewards are standardised: "
-                "request that, too (average_gae=True, average_adv=True or average_rewards=True)"
+                f"group_key={self.group_key!r} names the groups in which advantages or rewards are "
+                "standardised: request that as well (average_gae=True, average_adv=True or "
+                "average_rewards=True)"
             )
         self.number("gamma", gamma, options.get("device"))
         self._warn_once, self._warn_of_order = WarnOnce(), WarnOnce()

@@ -313,7 +313,7 @@ class VTrace(ValueEstimator):
         require_actor(actor_network)
         self.actor_network = actor_network
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
-            if not isinstance(threshold, Tensor):
+            if not isinstance(threshold, Tensor) or threshold.is_meta:
                 number(name, threshold, least=0)
             elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
@@ -423,7 +423,9 @@ def make_estimator(
     """
     if isinstance(kind, ValueEstimator):
         if arguments:
-            raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
+            raise ValueError(
+                f"this {type(kind).__name__} already has its arguments: leave out {', '.join(arguments)}"
+            )
         return cast(ValueEstimator, kind)
     is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
     chosen: Any = kind if is_own else _CLASSES[name_of(cast(str, kind))]

@@ -281,7 +281,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
-    if value is None:  # the stream twice, with old and with new parameters
+    if value is None:  # the stream twice, once with each set of parameters
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
     return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
 
@@ -488,10 +488,10 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
         key = observations.nowhere[0]
         lost = "no final= came with it" if inputs.final is None else "final= holds none"
         inputs.warn(
-            f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run "
-            f"that is not terminated the value of the row's own {key!r} is used for the next one's. Pass "
-            "collector.final as final=, keep next observations, or, if a module wrote it, let the value network "
-            "begin with that module, to be exact"
+            f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run that is not "
+            f"terminated the value of the row's own {key!r} is used as the next value. Pass collector.final as "
+            "final=, keep next observations, or, if a module wrote it, let the value network begin with that "
+            "module, to be exact"
         )
 
 
@@ -538,9 +538,9 @@ def _warn_of_nan(
     rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):
         warn(
-            f"batch[{next_key(key)!r}] is NaN in {int(rows.sum())} rows that are not terminated: the "
-            f"number of the row's own {key!r} is used instead. A storage with compact_obs=True keeps the "
-            "true ones, and so does final= with a compact batch"
+            f"batch[{next_key(key)!r}] is NaN in {int(rows.sum())} rows that are not terminated: the row's own "
+            f"{key!r} is used instead. A storage with compact_obs=True keeps the true ones, and so does final= "
+            "with a compact batch"
         )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 BENCH_PREFIX = "bench_"
-CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install
+CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install; else see `find_checkout`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,13 +259,23 @@ def run_compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def find_checkout() -> Path:
+    """Return the folder of the repository: of an editable install, or the current folder."""
+    for folder in (CHECKOUT, Path.cwd()):
+        if (folder / "src/flatroll").is_dir() and (folder / "benchmarks").is_dir():
+            return folder
+    raise CommandError(
+        "benchmarks are not part of the installed package: clone the repository, and run "
+        "`python -m flatroll bench` in its folder"
+    )
+
+
 def benchmarks_by_name() -> dict[str, str]:
     """Map each benchmark's name, without the prefix, to its module in the checkout."""
-    files = sorted((CHECKOUT / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
-    if not files:
-        raise CommandError("benchmarks are not part of the installed package: clone the repository")
+    checkout = find_checkout()
+    files = sorted((checkout / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
     return {
-        file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(CHECKOUT).with_suffix("").parts)
+        file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(checkout).with_suffix("").parts)
         for file in files
     }
 
@@ -275,7 +285,7 @@ def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
     lines: list[str] = []
-    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=find_checkout(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

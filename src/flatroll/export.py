@@ -134,7 +134,8 @@ def _format_of(path: Path, format: str | None) -> str:
     known = _SUFFIXES.get(path.suffix.lower())
     if known is not None and format is not None and format not in known:
         raise ValueError(
-            f"path {path.name!r} has the suffix of {known[0]!r}, format is {format!r}: leave one of them out"
+            f"path {path.name!r} has the suffix of {known[0]!r}, but format={format!r} was passed: leave one "
+            "of them out"
         )
     if known is None and format is None and path.suffix:
         raise ValueError(

@@ -388,7 +388,7 @@ def test_arguments_that_do_not_fit() -> None:
     storages = StorageEnsemble(LazyTensorStorage(3))
     with pytest.raises(ValueError, match="samplers has 2 members, storages has 1"):
         ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(RandomSampler(), RandomSampler()))
-    with pytest.raises(TypeError, match="are given to SamplerEnsemble here"):
+    with pytest.raises(TypeError, match="must be passed to SamplerEnsemble here"):
         ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(RandomSampler()), p=[1.0])
     with pytest.raises(ValueError, match="transforms must have one entry per storage, got 0"):
         StorageEnsemble(LazyTensorStorage(3), transforms=[])

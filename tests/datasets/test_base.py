@@ -406,7 +406,7 @@ def test_a_batch_or_a_buffer_is_no_list_of_batches(tmp_path: Path) -> None:
     for wrong in (episode(0), buffer):
         with pytest.raises(TypeError, match=r"pass \[batch\], or \[buffer.oldest_first\(\)\]"):
             convert(wrong, tmp_path / "set")
-    with pytest.raises(TypeError, match="must be a list of them, got one TensorDict"):
+    with pytest.raises(TypeError, match="must be a list of trajectories, got one TensorDict"):
         TrajectoryReplayBuffer().add_trajectories(episode(0))
     assert not (tmp_path / "set").exists()
 
@@ -415,5 +415,5 @@ def test_the_folder_of_a_saved_buffer_is_no_set(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     buffer.extend(episode(0))
     buffer.dumps(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"load a save with buffer\.loads or Checkpoint"):
+    with pytest.raises(ValueError, match=r"loaded by buffer\.loads or Checkpoint"):
         BaseDatasetExperienceReplay(tmp_path / "saved")

@@ -133,7 +133,7 @@ def test_damaged_hdf5_files_are_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "0.h5", "w") as file:
         file["x"] = np.ones(4)
         file.create_group(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is no name"):
+    with pytest.raises(ValueError, match="is not a valid name"):
         list(read_roboset(tmp_path / "0.h5"))
 
 
@@ -168,7 +168,7 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 FEATURES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no features": (lambda info: info.pop("features") and info, "which columns there are"),
+    "no features": (lambda info: info.pop("features") and info, "does not list its columns"),
     "no dict": (lambda info: ["v3.0"], "is LeRobot None, not v3"),
     "no shape": (lambda info: info["features"]["action"].pop("shape") and info, "needs a dtype and a shape"),
     "negative shape": (lambda info: info["features"]["action"].update(shape=[-1]), "needs a dtype and a"),
@@ -299,5 +299,7 @@ RECORDS: dict[str, Callable[[Any], Any]] = {
 def test_notes_that_export_did_not_write(lerobot: Path, tmp_path: Path, what: str) -> None:
     shutil.copytree(lerobot, tmp_path / "set")
     edit(tmp_path / "set/meta/flatroll.json", RECORDS[what])
-    with pytest.raises(ValueError, match=r"not written by export|have no column|must have \[7\]|no last z"):
+    with pytest.raises(
+        ValueError, match=r"not written by export|have no column|must have \[7\]|lacks the last z"
+    ):
         import_lerobot(tmp_path / "set")

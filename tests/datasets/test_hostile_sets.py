@@ -45,7 +45,7 @@ def test_code_in_an_archive_is_not_run(tmp_path: Path) -> None:
     for value in (Run(planted), {"observations": Run(planted)}, {"dones": np.array([Run(planted)], object)}):
         file = write_archive(tmp_path / "set.tar.xz", {"0.npy": saved(value)})
         with pytest.raises(
-            pickle.UnpicklingError, match=r"mkdir is not part of NumPy arrays: it was not run"
+            pickle.UnpicklingError, match=r"mkdir does not belong to NumPy arrays: it was not executed"
         ):
             list(read_gen_dgrl(file))
         assert not planted.exists()
@@ -204,7 +204,7 @@ def test_links_out_of_a_folder(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "short.h5", "w") as file:
         trial = file.create_group("Trial0")
         trial["observations"], trial["actions"], trial["rewards"] = np.ones(2), np.ones(3), np.ones(3)
-    with pytest.raises(ValueError, match="3 actions, and of others"):
+    with pytest.raises(ValueError, match="3 actions, but other columns"):
         list(read_roboset(tmp_path / "short.h5"))
 
 

@@ -125,14 +125,14 @@ def test_an_observation_named_as_one_of_our_columns(name: str, tmp_path: Path) -
         truncations=[False] * 3,
     )
     storage.update_episodes([episode])
-    hint = rf"entry '{name}' cannot be the column '{name}'.*rename={{'{name}': 'observed_{name}'}}"
+    hint = rf"entry '{name}' cannot become the column '{name}'.*rename={{'{name}': 'observed_{name}'}}"
     with pytest.raises(ValueError, match=hint):
         import_minari(tmp_path)
     with pytest.raises(ValueError, match=hint):
         MinariExperienceReplay("clash", root=tmp_path / "sets", fetch=lambda *_: tmp_path)
     for rename, text in [
-        ({name: "pose"}, "cannot be the column 'pose'"),
-        ({"pose": "next.pose"}, "entry 'pose' cannot be the column 'next.pose'"),
+        ({name: "pose"}, "cannot become the column 'pose'"),
+        ({"pose": "next.pose"}, "entry 'pose' cannot become the column 'next.pose'"),
         ({"poses": "pose"}, rf"rename names 'poses', which is not one of the observations \[.*'{name}'"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -143,7 +143,7 @@ def test_an_observation_named_as_one_of_our_columns(name: str, tmp_path: Path) -
     assert rows["action"].tolist() == [2, 0, 1] and rows["next", "reward"].dtype is torch.float64
     data = MinariExperienceReplay("clash", root=tmp_path / "sets", rename=rename, fetch=lambda *_: tmp_path)
     assert data[:]["seen"].tolist() == seen[:3].tolist()
-    with pytest.raises(ValueError, match=r"was made with options \{'rename': \{.*pass download='force'"):
+    with pytest.raises(ValueError, match=r"was converted with options \{'rename': \{.*pass download='force'"):
         MinariExperienceReplay("clash", root=tmp_path / "sets")
 
 

@@ -114,8 +114,8 @@ def test_sources_may_change_their_arrays_behind_a_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({"x": np.zeros(2)}, r"batch 1: 'x' is float64 \[\] a row, before it was int64 \[\]"),
-        ({"x": np.zeros((2, 3), int)}, r"\[3\] a row"),
+        ({"x": np.zeros(2)}, r"batch 1: 'x' is float64 \[\] per row, before it was int64 \[\]"),
+        ({"x": np.zeros((2, 3), int)}, r"\[3\] per row"),
         ({"y": np.zeros(2, int)}, "batch 1 must have the same entries"),
         ({"x": torch.zeros(2, dtype=torch.int64)}, "batch 1: 'x' is torch.int64"),
         (TensorDict({"x": torch.zeros(2, 2)}, [2, 2]), "batch 1 must be flat"),

@@ -55,11 +55,11 @@ def test_a_set_that_was_made_with_other_options_is_not_taken(tmp_path: Path) -> 
     pytest.importorskip("h5py")
     D4RLExperienceReplay("maze", root=tmp_path, fetch=d4rl)
     for options in ({"terminate_on_end": True}, {"use_truncated_as_done": False}):
-        with pytest.raises(ValueError, match=r"was made with options .*download='force'"):
+        with pytest.raises(ValueError, match=r"was converted with options .*download='force'"):
             D4RLExperienceReplay("maze", root=tmp_path, **options)  # type: ignore[arg-type]
     assert len(D4RLExperienceReplay("maze", root=tmp_path, terminate_on_end=False)) == 7
     D4RLExperienceReplay("maze", root=tmp_path, fetch=d4rl, terminate_on_end=True, download="force")
-    with pytest.raises(ValueError, match="was made with options"):
+    with pytest.raises(ValueError, match="was converted with options"):
         D4RLExperienceReplay("maze", root=tmp_path)
     games = AtariDQNExperienceReplay("Pong/1", root=tmp_path, fetch=lambda _, place: write_atari(place))
     assert len(games) == 24
@@ -71,7 +71,7 @@ def test_a_set_of_another_kind_is_not_taken(tmp_path: Path) -> None:
     pytest.importorskip("h5py")
     D4RLExperienceReplay("maze", root=tmp_path, fetch=d4rl)
     with pytest.raises(
-        ValueError, match="was made with kind data set d4rl, this call asks for data set roboset"
+        ValueError, match="was converted with kind data set d4rl, but this call asks for data set roboset"
     ):
         RobosetExperienceReplay("maze", root=tmp_path)
     made = RobosetExperienceReplay("open", root=tmp_path, fetch=lambda _, place: write_trials(place / "0.h5"))
@@ -258,7 +258,7 @@ def test_not_a_number_keeps_its_bits(format: str, tmp_path: Path) -> None:
 def test_names_and_numbers_that_a_file_does_not_have(tmp_path: Path) -> None:
     for library in ("pyarrow", "pandas", "h5py"):
         pytest.importorskip(library)
-    with pytest.raises(ValueError, match="'_first_rows' has the name that the file gives"):
+    with pytest.raises(ValueError, match="'_first_rows' has the name that the file uses"):
         module.export(steps().set("_first_rows", torch.arange(ROWS)), tmp_path / "rows", "h5")
     with pytest.raises(TypeError, match="'wave' is complex"):
         module.export(
@@ -302,7 +302,10 @@ def test_notes_of_shapes_that_are_none(tmp_path: Path, note: str) -> None:
     field = pyarrow.field("x", pyarrow.int64(), metadata={"flatroll": note})
     schema = pyarrow.schema([field], metadata={"PANDAS_ATTRS": note})
     parquet.write_table(pyarrow.table([pyarrow.array([1, 2])], schema=schema), tmp_path / "rows")
-    for read, text in ((module.import_parquet, "notes no shape"), (module.import_pandas, "notes no dtypes")):
+    for read, text in (
+        (module.import_parquet, "does not record the shape"),
+        (module.import_pandas, "does not record the dtypes"),
+    ):
         with pytest.raises(ValueError, match=text) as caught:
             read(tmp_path / "rows")
         assert str(tmp_path / "rows") in caught.value.__notes__[0]

@@ -85,7 +85,7 @@ def test_d4rl(tmp_path: Path) -> None:
     assert terminals[:]["next", "truncated"].view(-1).nonzero().tolist() == [[4]]
     with pytest.raises(ValueError, match="leave out direct_download"):
         D4RLExperienceReplay("maze-v1", from_env=True, direct_download=True)
-    with pytest.raises(ValueError, match="direct_download=False would take"):
+    with pytest.raises(ValueError, match="direct_download=False would use"):
         D4RLExperienceReplay("maze-v1", direct_download=False)
 
 
@@ -346,13 +346,13 @@ def test_episodes_of_steps_that_are_none() -> None:
     for wrong, text in [
         ([{"observation": 1}], "a row needs two"),
         ([{"observation": 1, "is_last": True}, {"observation": 2}], "continues after step 0"),
-        ([{"observation": np.ones(2)}, {"observation": np.ones(3)}], "not of one shape"),
+        ([{"observation": np.ones(2)}, {"observation": np.ones(3)}], "the same shape and dtype in all steps"),
     ]:
         with pytest.raises(ValueError, match=text):
             list(read_rlds([wrong]))
     with pytest.raises(KeyError, match="without 'observation'"):
         list(read_rlds([[{"observation": 1}, {"action": 1}]]))
-    with pytest.raises(ValueError, match="episode 0 has 1 rewards of 2 actions"):
+    with pytest.raises(ValueError, match="episode 0 has 1 rewards for 2 actions"):
         list(read_rlds([[{"observation": 1, "reward": 1.0}, {"observation": 2}, {"observation": 3}]]))
 
 

@@ -85,7 +85,9 @@ def test_a_batch_size_alone_and_a_slice_length_alone() -> None:
 
 
 def test_episodes_that_are_too_short() -> None:
-    with pytest.raises(ValueError, match=r"episode 1 has 2 rows, slices have 3: .*strict_length=False.*pad="):
+    with pytest.raises(
+        ValueError, match=r"episode 1 has 2 rows, but slices have 3: .*strict_length=False.*pad="
+    ):
         list(open_set(slice_len=3, shuffle=False))
     short = list(open_set(slice_len=3, shuffle=False, strict_length=False))
     assert [len(batch) for batch in short] == [3, 2, 3, 3]

@@ -177,37 +177,37 @@ def test_a_tree_that_contains_itself() -> None:
 
 CRAFTED: list[tuple[Any, str]] = [
     (["nothing", 1], "unknown kind"),
-    ([], "where a value should stand"),
-    ({"a": 1}, "where a value should stand"),
-    (["tensor", "9.raw", "uint8", [4]], "is not there"),
-    (["tensor", "../0.raw", "uint8", [4]], "is not there"),
+    ([], "where a value is expected"),
+    ({"a": 1}, "where a value is expected"),
+    (["tensor", "9.raw", "uint8", [4]], "is missing"),
+    (["tensor", "../0.raw", "uint8", [4]], "is missing"),
     (["tensor", "0.raw", "uint8", [5]], "has 4 bytes, expected 5"),
     (["tensor", "0.raw", "uint8", [2**47, 2**47]], "more values than memory"),
     (["tensor", "0.raw", "uint8", [-1]], "has the shape"),
     (["tensor", "0.raw", "uint8", "4"], "has the shape"),
     (["tensor", "0.raw", "qint8", [4]], "unknown dtype"),
     (["tensor", "0.raw", "load", [4]], "unknown dtype"),
-    (["tensor", "0.raw"], "is none"),
+    (["tensor", "0.raw"], "an invalid"),
     (["tensor", "1.zstd", "uint8", [4]], "cannot be read"),
     (["tensor", "2.zlib", "uint8", [4]], "cannot be read"),
-    (["tensor", "3.bz2", "uint8", [4]], "is compressed by"),
+    (["tensor", "3.bz2", "uint8", [4]], "with the unknown codec"),
     (["tensor", "1.zstd", "uint8", [2**45]], "larger than max_bytes"),
     (["array", "0.raw", "|O", [1]], "array of"),
-    (["array", "0.raw", [["a"]], [1]], "is none|array of"),
+    (["array", "0.raw", [["a"]], [1]], "an invalid|array of"),
     (["array", "0.raw", "i4", [2]], "expected 8"),
     (["array", "0.raw", "V0", [4]], "array of"),
     (["number", "i4", "00"], "a number of 1 bytes"),
-    (["float", 1], "a float that is none"),
+    (["float", 1], "an invalid float"),
     (["size", [-1]], "has the shape"),
-    (["device", "nowhere"], "is none"),
-    (["bytes", "é"], "a bytes that is none"),
+    (["device", "nowhere"], "an invalid"),
+    (["bytes", "é"], "an invalid bytes"),
     (["dict", [[["list", []], 1]]], "with the key"),
     (["dict", [["a", 1], ["a", 2]]], "with this key twice"),
-    (["dict", [["a"]]], "a dict that is none"),
+    (["dict", [["a"]]], "an invalid dict"),
     (["tensordict", [2], [["a", 1]]], "whose 'a' is a int"),
-    (["tensordict", [3], [["a", ["tensor", "0.raw", "uint8", [4]]]]], "is none"),
+    (["tensordict", [3], [["a", ["tensor", "0.raw", "uint8", [4]]]]], "an invalid"),
     (["lazy_stack", 0, [1]], "an empty stack of tensordicts"),
-    (0.5, "where a value should stand"),
+    (0.5, "where a value is expected"),
 ]
 
 
@@ -227,9 +227,9 @@ def test_compressed_bombs_take_no_more_than_they_should() -> None:
     zeros = bytes(2**24)
     for name, packed in (("0.zstd", zstandard.compress(zeros)), ("0.zlib", zlib.compress(zeros))):
         tensors = {name: torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
-        with pytest.raises(ValueError, match="does not have the 4 bytes"):
+        with pytest.raises(ValueError, match="does not have the expected 4 bytes"):
             unpack(["tensor", name, "uint8", [4]], tensors)
-        with pytest.raises(ValueError, match=f"does not have the {2**30} bytes"):
+        with pytest.raises(ValueError, match=f"does not have the expected {2**30} bytes"):
             unpack(["tensor", name, "uint8", [2**30]], tensors)
 
 

@@ -84,7 +84,9 @@ def test_rows_that_count_nowhere_are_told_of_once() -> None:
 
 def test_a_network_with_too_few_outputs_is_named() -> None:
     batch = quiet_rows(observation=torch.randn(6, 3)).set("action", torch.full((6,), 2))
-    with pytest.raises(ValueError, match=r"one of the 2 that value_network judges, got actions from 2 to 2"):
+    with pytest.raises(
+        ValueError, match=r"one of the 2 that value_network evaluates, got actions from 2 to 2"
+    ):
         DQNLoss(nn.Linear(3, 2))(batch)
 
 

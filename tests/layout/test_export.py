@@ -129,7 +129,7 @@ def test_complex_numbers_and_entries_without_numbers(batch: TensorDict) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(TypeError, match=r"'wave' is complex64.*view_as_real"):
         to_arrow(batch)
-    with pytest.raises(TypeError, match="'nothing' has no numbers"):
+    with pytest.raises(TypeError, match="'nothing' has rows without numbers"):
         to_arrow(batch.exclude("wave"))
 
 
@@ -198,9 +198,9 @@ def test_what_cannot_be_exported_is_refused_by_name(change: Callable[..., Any], 
         ({"a": np.zeros(3), "b": np.zeros(2)}, ValueError, "one row for each row"),
         ({"a": np.zeros(())}, ValueError, "one row for each row"),
         ({"a": np.array(["x", "y"])}, TypeError, "'a' must hold numbers or bools, got <U1"),
-        ({"a": np.zeros(2), "a.b": np.zeros(2)}, ValueError, "parts of the names of others"),
-        ({"a.b": np.zeros(2), "a": np.zeros(2)}, ValueError, "parts of the names of others"),
-        ({"a.b.c": np.zeros(2), "a.b": np.zeros(2)}, ValueError, "parts of the names of others"),
+        ({"a": np.zeros(2), "a.b": np.zeros(2)}, ValueError, "prefixes of other entries' names"),
+        ({"a.b": np.zeros(2), "a": np.zeros(2)}, ValueError, "prefixes of other entries' names"),
+        ({"a.b.c": np.zeros(2), "a.b": np.zeros(2)}, ValueError, "prefixes of other entries' names"),
     ],
 )
 def test_arrays_that_are_no_batch(columns: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -393,7 +393,7 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         (
             lambda: q_network(make(action=ACTIONS["bounded"]), recurrent="gru"),
             ValueError,
-            "for values of each action",
+            "needs a Discrete action space, with one value per action",
         ),
     ],
 )

@@ -46,7 +46,7 @@ BUILDS = {
     "too few in_keys": (
         {"in_keys": ["a"], "out_key": "b"},
         ValueError,
-        r"in_keys must be \[input, recurrent_state\] or that and is_init, got \['a'\]",
+        r"in_keys must be \[input, recurrent_state\] or these and is_init, got \['a'\]",
     ),
     "too many out_keys": (
         {"in_key": "a", "out_keys": ["b", "c", "d"]},
@@ -82,7 +82,7 @@ BUILDS = {
     "sizes and a network": (
         {**KEYS, "gru": nn.GRU(3, 5, batch_first=True)},
         ValueError,
-        r"gru comes with its sizes, leave out input_size and hidden_size: got input_size=3, hidden_size=5",
+        r"gru already has its sizes, leave out input_size and hidden_size: got input_size=3, hidden_size=5",
     ),
 }
 
@@ -227,7 +227,7 @@ def test_primed_rows_own_their_memory():
 
 def test_primer_needs_states_that_can_be_carried():
     module = GRUModule(3, 5, in_keys=["observation", "h"], out_keys=["features", ("next", "state")])
-    text = r"in_key 'h' wants out_key \('next', 'h'\), got \('next', 'state'\)"
+    text = r"in_key 'h' needs out_key \('next', 'h'\), got \('next', 'state'\)"
     with pytest.raises(RuntimeError, match=text):
         module.make_tensordict_primer()
 

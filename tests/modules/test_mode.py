@@ -77,7 +77,7 @@ def test_blocks_held_over_an_await_are_errors():
     async def both():
         return await asyncio.gather(hold(True), hold(False), return_exceptions=True)
 
-    text = r"a block of set_recurrent_mode\(True\) ended in mode False: it was held over an await"
+    text = r"a block of set_recurrent_mode\(True\) ended in mode False: it was held across an await"
     first, _ = asyncio.run(both())
     with pytest.raises(RuntimeError, match=text):
         raise first

@@ -372,7 +372,7 @@ def test_numbers_that_are_not_finite_are_refused_and_leave_the_statistics(bad: f
 
 def test_other_input_that_is_refused() -> None:
     norm, batch = RunningNorm("observation", shape=(4,)), next(windows("SameStep"))[0]
-    shapes = r"batch\['observation'\] must have shape .*4\), as RunningNorm\(shape=\(4,\)\) was made for, got \(10, 3\)"
+    shapes = r"batch\['observation'\] must have shape .*4\), the shape of RunningNorm\(shape=\(4,\)\), got \(10, 3\)"
     with pytest.raises(ValueError, match=shapes):
         norm.update(batch)
     with pytest.raises(ValueError, match=shapes):

@@ -151,6 +151,6 @@ def test_bad_input() -> None:
     batch.update(both_ways.make_tensordict_primer().expand(4))
     with (
         set_recurrent_mode(True, burn_in=2),
-        pytest.raises(ValueError, match="needs a network of one direction"),
+        pytest.raises(ValueError, match="needs a unidirectional network"),
     ):
         both_ways(batch)

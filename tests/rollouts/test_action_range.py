@@ -100,7 +100,7 @@ def test_numbers_outside_a_box_are_a_warning_once(value: float) -> None:
         "actions['arm'] must lie in [-1.0, 1.0] in place 1 for Box" in text
         and f"got {value} to {value}" in text
     )
-    assert "the env was given them as they are" in text and "ClipAction or RescaleAction" in text
+    assert "the env received them unchanged" in text and "ClipAction or RescaleAction" in text
     assert torch.equal(batch["action", "arm"], torch.tensor([[0.5, value]] * 4)) or value != value
     assert env.given[0]["arm"][1] == value or value != value
     next(collector)  # nothing more
@@ -129,7 +129,7 @@ def test_a_device_is_not_waited_for() -> None:
         looks.look(batch(0))
         looks.look(batch(value))
         if isinstance(space, spaces.Box):
-            with pytest.warns(UserWarning, match="got 0.0 to 7.0: the env was given"):
+            with pytest.warns(UserWarning, match="got 0.0 to 7.0: the env received"):
                 looks.look(batch(0))
         else:
             with pytest.raises(ValueError, match=r"in \[0, 2\] in place 1 .*, got 0 to 4"):

@@ -95,6 +95,18 @@ ARGUMENTS = {
         ValueError,
         "env_device='xpu' cannot be used here: ",
     ),
+    "device of both": ({"device": "xpu"}, ValueError, "device='xpu' cannot be used here: "),
+    "policy's device": (
+        {"policy_device": torch.device("xpu:0")},
+        ValueError,
+        "policy_device='xpu:0' cannot be used here: ",
+    ),
+    "storing device": ({"storing_device": "xpu"}, ValueError, "storing_device='xpu' cannot be used here: "),
+    "no values": (
+        {"storing_device": "meta"},
+        ValueError,
+        "storing_device='meta' cannot be used here: tensors on it have no values",
+    ),
 }
 
 
@@ -112,7 +124,7 @@ def test_counts_are_looked_at_before_an_env_is_made():
 def test_two_step_counters():
     with raises(
         ValueError,
-        "max_frames_per_traj=5 and a StepCounter in the env's stack: give the StepCounter max_steps",
+        "max_frames_per_traj=5 cannot be combined with a StepCounter in the env's stack: give the StepCounter",
     ):
         Collector(StepCounter(make()), frames_per_batch=10, max_frames_per_traj=5)
 
@@ -335,7 +347,7 @@ def test_info_entries_that_never_come():
         "info_keys=['b'] were in no step's info; the last one had ['a', 'final_obs', 'is_init', 'traj_ids']"
         in text
     )
-    assert "must come in the first batch: take more frames_per_batch" in text
+    assert "must occur in the first batch: use a larger frames_per_batch" in text
 
 
 # --- keys ---------------------------------------------------------------------------------------------------

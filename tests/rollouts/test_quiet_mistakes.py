@@ -49,7 +49,8 @@ def test_the_number_is_in_the_state():
 
 def test_a_number_that_would_not_come_into_the_ids_is_refused():
     with pytest.raises(
-        ValueError, match="writer=1 and a TrajId with writer=0 in the env's stack: give the TrajId writer=1"
+        ValueError,
+        match="writer=1 conflicts with the TrajId in the env's stack, which has writer=0: give that TrajId writer=1",
     ):
         Collector(TrajId(scripted()), frames_per_batch=4, writer=1)
     with pytest.raises(ValueError, match="writer=1 needs track_traj_ids=True"):

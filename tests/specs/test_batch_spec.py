@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.layout import TRAJ_IDS
 from flatroll.rollouts import Collector, batch_spec, check_env_specs, rollout
-from flatroll.specs import OutsideSpec
+from flatroll.specs import OutsideSpecError
 from flatroll.wrappers import CompactObs, InitTracker, NextObservationDelta, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.testing import ContractError, Script, ScriptedTorchEnv, ScriptedVectorEnv
 
@@ -121,5 +121,5 @@ def test_a_collector_and_a_buffer_say_what_they_hold(wrap: Any) -> None:
     assert buffer.spec[TRAJ_IDS].dtype == torch.int64 and buffer.spec.shape == (-1,)
     batch = buffer[:]
     batch["observation"][17] = 99
-    with pytest.raises(OutsideSpec, match=r"'observation': at index \(17, 0\)"):
+    with pytest.raises(OutsideSpecError, match=r"'observation': at index \(17, 0\)"):
         collector.spec.assert_is_in(batch)

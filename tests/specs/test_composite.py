@@ -76,7 +76,7 @@ def test_names_and_data_classes() -> None:
 
 
 def test_old_names_warn() -> None:
-    assert len(OLD_NAMES) == 12
+    assert len(OLD_NAMES) == 13
     for old, new in OLD_NAMES.items():
         with pytest.warns(DeprecationWarning, match=f"{old} is now called {new.__name__}"):
             assert getattr(flatroll.specs, old) is new

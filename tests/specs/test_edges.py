@@ -19,7 +19,7 @@ from flatroll.specs import (
     MultiOneHot,
     NonTensor,
     OneHot,
-    OutsideSpec,
+    OutsideSpecError,
     Stacked,
     StackedComposite,
     Unbounded,
@@ -117,7 +117,7 @@ def test_a_wrong_width_is_not_broadcast() -> None:
     assert (
         Unbounded((1, 3)).encode([1.0, 2.0, 3.0]).shape == (1, 3) and Categorical(3).encode([2]).shape == ()
     )
-    with pytest.raises(OutsideSpec, match="without changing it"):
+    with pytest.raises(OutsideSpecError, match="without changing it"):
         Unbounded((1,)).encode(1e39)
     assert Unbounded((1,)).encode(float("inf")).item() == torch.inf
 
@@ -185,7 +185,7 @@ def test_an_index_makes_no_array_of_the_shape() -> None:
     picked = spec[torch.arange(500)]
     assert picked.shape == (500, 84, 84, 4) and picked._frame.untyped_storage().nbytes() == 4
     assert Unbounded((5, -1, -1, -1))[[0, 1]].shape == (2, -1, -1, -1)
-    with pytest.raises(ValueError, match="stands for -1"):
+    with pytest.raises(ValueError, match="represents -1"):
         Unbounded((16_381,))
     flags = OneHot(3, (5, 4, 3))
     assert flags[..., :2].shape == (5, 2, 3) and flags[:, None, ..., None].shape == (5, 1, 4, 1, 3)

@@ -15,7 +15,7 @@ from flatroll.specs import (
     MultiOneHot,
     NonTensor,
     OneHot,
-    OutsideSpec,
+    OutsideSpecError,
     TensorSpec,
     Unbounded,
     as_space,
@@ -109,7 +109,7 @@ def test_encode_refuses_what_it_would_have_to_change() -> None:
         (MultiOneHot([2, 2]), [0, 2]),
         (Binary(2), [0, 2]),
     ]:
-        with pytest.raises(OutsideSpec):
+        with pytest.raises(OutsideSpecError):
             spec.encode(value)
     with pytest.raises(ValueError, match=r"shape \(2, 3\) was expected, got \(3, 2\)"):
         Unbounded((2, 3)).encode(np.zeros((3, 2)))
@@ -120,7 +120,7 @@ def test_encode_refuses_what_it_would_have_to_change() -> None:
         both.encode({"a": 1.0})
     with pytest.raises(KeyError, match="c"):
         both.encode({"a": 1.0, "b": 1, "c": 1})
-    with pytest.raises(OutsideSpec, match="'b'"):
+    with pytest.raises(OutsideSpecError, match="'b'"):
         both.encode({"a": 1.0, "b": 2})
     assert both.encode({"a": 1.0, "b": np.int64(1)})["b"].item() == 1
 
@@ -161,7 +161,7 @@ def test_cardinality_and_lists_of_values() -> None:
     codes = [register.encode(name).tolist() for name in ("left", "right", "left")]
     assert codes == [[True, False], [False, True], [True, False]]
     assert register.to_numpy(register.encode("right")) == "right"
-    with pytest.raises(OutsideSpec, match="up"):
+    with pytest.raises(OutsideSpecError, match="up"):
         register.encode("up")
     both = Composite(a=Categorical(2), b=Binary(2))
     listed = both.enumerate()
@@ -224,5 +224,7 @@ def test_an_error_names_the_key_and_the_row() -> None:
     spec = Composite(next=Composite(obs=Bounded(0, 1, (4, 2)), shape=(4,)), shape=(4,))
     value = spec.zero()
     value["next", "obs"][2, 1] = 7
-    with pytest.raises(OutsideSpec, match=r"\('next', 'obs'\): at index \(2, 1\) .* \[0.0, 1.0\] .* got 7.0"):
+    with pytest.raises(
+        OutsideSpecError, match=r"\('next', 'obs'\): at index \(2, 1\) .* \[0.0, 1.0\] .* got 7.0"
+    ):
         spec.assert_is_in(value)

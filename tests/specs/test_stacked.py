@@ -12,7 +12,7 @@ from flatroll.specs import (
     Categorical,
     Composite,
     OneHot,
-    OutsideSpec,
+    OutsideSpecError,
     Stacked,
     StackedComposite,
     TensorSpec,
@@ -53,7 +53,7 @@ def test_a_stack_is_its_specs_along_a_dim(pair: tuple[Any, Any], dim: int) -> No
         assert spec.project(value) is not None
     flipped = torch.stack(pair[::-1], dim).rand()
     assert not spec.is_in(flipped) and "part 0" in str(spec.problem(flipped))
-    with pytest.raises(OutsideSpec):
+    with pytest.raises(OutsideSpecError):
         spec.assert_is_in(flipped)
     if not isinstance(spec, StackedComposite):  # there a key is missing
         assert spec.is_in(spec.project(flipped))

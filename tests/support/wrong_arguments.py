@@ -514,7 +514,7 @@ def _estimators() -> Iterator[Case]:
             lambda arguments=arguments: {key: one[:, 0] for key, one in columns(*arguments).items()},
             names={"ends": "terminated", "terminated": "ends"},
         )
-    yield Case("zeroed", kernels.zeroed, lambda: {"column": column["a"], "flag": column["ends"][:, 0]})
+    yield Case("zeroed", kernels.zero_where, lambda: {"column": column["a"], "flag": column["ends"][:, 0]})
     yield Case("critic_ensemble", estimators.critic_ensemble, lambda: {"networks": value()}, long=("number",))
     yield Case("target_copy", estimators.target_copy, lambda: {"network": value()})
 

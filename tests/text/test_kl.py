@@ -57,7 +57,7 @@ def test_a_coefficient_is_a_float_and_its_model_has_it() -> None:
         ((), {}, "pass either"),
         (([-1.0],), {"kl": 1.0}, "pass either"),
         (([],), {}, "kl_values is empty"),
-        (([-1.0],), {"n_steps": 2}, "length of its own"),
+        (([-1.0],), {"n_steps": 2}, "only for kl="),
         (([math.nan],), {}, "must be finite"),
         ((), {"kl": math.inf}, "must be finite"),
         ((), {"kl": 1.0, "n_steps": 0}, "n_steps must be above 0"),

@@ -180,7 +180,7 @@ def test_another_distribution_is_an_error_unless_asked(
     config = GenerationConfig(**changes)
     with pytest.raises(ValueError, match=f"generation_config has .*{next(iter(changes))}.*allow_off_policy"):
         make_rollout(generation_config=config)
-    with pytest.raises(ValueError, match="another distribution"):
+    with pytest.raises(ValueError, match="the model's own distribution"):
         make_rollout().generate(prompts, config)
     if "top_k" in changes:
         batch = make_rollout(generation_config=config, allow_off_policy=True, flat=True).rollout_from_data(

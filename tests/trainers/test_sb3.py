@@ -195,7 +195,9 @@ def test_attributes_of_envs_in_processes() -> None:
         env.set_attr("levity", 2, indices=1)
         assert env.get_attr("levity") == [1, 2]
         assert env.env_method("has_wrapper_attr", "levity") == [True, True]
-        with pytest.raises(ValueError, match=r"env_method\('close'\) with indices=\[1\] needs envs that"):
+        with pytest.raises(
+            ValueError, match=r"env_method\('close'\) with indices=\[1\] needs access to single envs"
+        ):
             env.env_method("close", indices=1)
         env.reset()
     finally:
@@ -208,7 +210,7 @@ def test_attributes_of_an_env_that_steps_all_rows() -> None:
     assert env.get_attr("colour", indices=0) == ["red"]
     assert not env.has_attr("shape")
     assert env.render_mode is None
-    with pytest.raises(ValueError, match=r"set_attr\('colour'\) with indices=\[0\] needs envs"):
+    with pytest.raises(ValueError, match=r"set_attr\('colour'\) with indices=\[0\] needs access"):
         env.set_attr("colour", "blue", indices=0)
 
 

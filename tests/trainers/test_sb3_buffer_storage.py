@@ -240,7 +240,9 @@ def test_prioritized_draws(options: dict[str, Any]) -> None:
 
 def test_what_is_refused() -> None:
     make = partial(FlatReplayBuffer, 100, BOX, TWO, "cpu")
-    with pytest.raises(ValueError, match="optimize_memory_usage=True is not needed: FlatReplayBuffer keeps"):
+    with pytest.raises(
+        ValueError, match="optimize_memory_usage=True is not needed: FlatReplayBuffer already stores"
+    ):
         make(optimize_memory_usage=True)
     with pytest.raises(
         ValueError, match="buffer_size=100 holds 25 steps of 4 envs, less than a window of 30"
@@ -262,9 +264,13 @@ def test_what_is_refused() -> None:
 
 def test_what_a_look_into_it_shows() -> None:
     buffer = FlatReplayBuffer(100, BOX, TWO, "cpu", n_envs=4)
-    assert str(buffer).startswith("FlatReplayBuffer(0 of 25 steps of 4 envs, flat=ReplayBuffer(0 of")
+    assert str(buffer).startswith("FlatReplayBuffer(0 of 100 rows, 0 waiting, flat=ReplayBuffer(0 of")
     with pytest.raises(RuntimeError, match=r"steps that wait in a step writer: writer.flush\(\) stores them"):
         buffer.flat[:]
+    step = np.zeros((4, *BOX.shape), BOX.dtype)
+    for _ in range(3):
+        buffer.add(step, step, np.zeros((4, 1), np.int64), np.zeros(4), np.zeros(4), [{}] * 4)
+    assert str(buffer).startswith("FlatReplayBuffer(12 of 100 rows, 12 waiting, flat=ReplayBuffer(0 of")
 
 
 def test_steps_that_do_not_fit() -> None:
@@ -275,7 +281,7 @@ def test_steps_that_do_not_fit() -> None:
         action = np.zeros(2, np.int64) if action is None else action
         buffer.add(obs, obs, action, np.zeros(2), np.zeros(2, bool), [{}] * count)
 
-    with pytest.raises(ValueError, match="the step is one of 3 envs, this buffer was made for n_envs=2"):
+    with pytest.raises(ValueError, match="the step has 3 envs, but this buffer was made for n_envs=2"):
         add(count=3)
     with pytest.raises(ValueError, match=r"obs must be \[2, 3\], envs first, .* got \[2, 4\]"):
         add(np.zeros((2, 4), np.float32))
@@ -295,7 +301,7 @@ def test_a_loaded_buffer_of_other_envs(tmp_path: Path) -> None:
     envs = gym.make_vec("CartPole-v1", 2, "sync")
     model = DQN("MlpPolicy", FlatVecEnv(envs), **options)
     model.load_replay_buffer(tmp_path / "buffer")
-    with pytest.raises(ValueError, match="the step is one of 2 envs, this buffer was made for n_envs=1"):
+    with pytest.raises(ValueError, match="the step has 2 envs, but this buffer was made for n_envs=1"):
         model.learn(10)
 
 

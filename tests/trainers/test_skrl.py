@@ -136,7 +136,7 @@ def test_ppo_learns() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="env must return NumPy arrays, and ScriptedTorchEnv returns torch"):
+    with pytest.raises(ValueError, match="env must return NumPy arrays, but ScriptedTorchEnv returns torch"):
         wrap_env(ScriptedTorchEnv(SCRIPT))
     agent = ExactRecords(wrap_env(make_scripted(SCRIPT)))
     flags = {

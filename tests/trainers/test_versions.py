@@ -42,7 +42,7 @@ def test_an_unsupported_version_is_named_with_the_range(
 ) -> None:
     extra, distribution, _ = ADAPTERS[name]
     monkeypatch.setattr(versions, "version", lambda asked: {distribution: "0.9.1"}[asked])
-    supported = rf"{distribution}>=[\d.]+,<[\d.]+ is supported, and version 0\.9\.1 is installed"
+    supported = rf"{distribution}>=[\d.]+,<[\d.]+ is supported, but version 0\.9\.1 is installed"
     with pytest.raises(ImportError, match=rf"{supported}\): pip install 'flatroll\[{extra}\]'"):
         anew(name)
 

@@ -248,7 +248,7 @@ def test_calls_at_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.get_text() for text in boxes.texts] == ["1 x"] and boxes.patches
     plt.close(boxes.figure)
     for options in ({"backend": "plotly"}, {"figure": "sunburst"}, {"info": ["hash"]}):
-        with pytest.raises(ValueError, match="backend='matplotlib', as figure='tree' or 'box'"):
+        with pytest.raises(ValueError, match="backend='matplotlib' and figure='tree' or 'box'"):
             tree.plot(**options)
     monkeypatch.setitem(sys.modules, "flatroll.trees.picture", None)  # as where matplotlib is missing
     with pytest.raises(ImportError, match=r'pip install "flatroll\[plot\]"'):

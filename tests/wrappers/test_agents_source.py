@@ -141,7 +141,7 @@ def test_a_game_begins_with_somebody() -> None:
 def test_state_needs_its_space() -> None:
     game = ScriptedGame()
     del game.state_space
-    with pytest.raises(ValueError, match=r"state=True adds the entry 'state'.* needs env.state_space"):
+    with pytest.raises(ValueError, match=r"state=True adds the entry 'state'.* lacks state_space"):
         PettingZooSource(game, state=True)
     wrong = ScriptedGame()
     wrong.state_space = spaces.Box(0, 1, (7,))

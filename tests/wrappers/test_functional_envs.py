@@ -126,7 +126,9 @@ def test_spaces() -> None:
 
 def test_errors_that_need_no_jax() -> None:
     env = FunctionalEnv(lambda key: (key, key), lambda *given: given, spaces.Discrete(2), name="Own")
-    with pytest.raises(TypeError, match=r"num_envs is needed: Own is one env.*as_vector_env\(env, num_envs="):
+    with pytest.raises(
+        TypeError, match=r"num_envs is needed: Own is a single env.*as_vector_env\(env, num_envs="
+    ):
         Collector(env, frames_per_batch=4)
     with pytest.raises(ValueError, match="functional JAX envs are always 'SameStep'"):
         as_vector_env(env, num_envs=2, autoreset_mode="NextStep")

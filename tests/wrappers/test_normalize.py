@@ -172,7 +172,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="the observation must be finite, got nan in row 0 of 1"):
         env.step([0])
     assert all(before[name].equal(value) for name, value in env.state_dict().items())
-    with pytest.raises(ValueError, match="NextObservationDelta is inside of NormalizeObservation"):
+    with pytest.raises(ValueError, match="NextObservationDelta is inside NormalizeObservation"):
         NormalizeObservation(NextObservationDelta(make_scripted(SCRIPT)))
     with pytest.raises(ValueError, match="is already in this stack"):
         NormalizeObservation(NormalizeObservation(make_scripted(SCRIPT)))

@@ -76,7 +76,7 @@ def test_every_row_of_a_simulator(name: str) -> None:
 def test_the_contract_kit_on_a_simulator(name: str) -> None:
     make, _, arguments, _ = SIMULATORS[name]
     if name == "rsl_rl":
-        with pytest.warns(UserWarning, match="RslVecEnv has no reset: its episodes go on where they stand"):
+        with pytest.warns(UserWarning, match="RslVecEnv has no reset: its running episodes continue"):
             assert vector_env_problems(as_vector_env(make(), **arguments), steps=40) == []
     else:
         check_vector_env(as_vector_env(make(), **arguments), steps=40)
@@ -134,7 +134,7 @@ def test_an_env_without_a_device_is_where_its_tensors_are() -> None:
 def test_tensors_on_another_device_than_expected() -> None:
     env = as_vector_env(RslVecEnv("meta"), autoreset_mode="SameStep", device="cpu")
     with pytest.raises(
-        ValueError, match=r"device='cpu' was expected, and RslVecEnv returns tensors on 'meta'.*device='meta'"
+        ValueError, match=r"device='cpu' was expected, but RslVecEnv returns tensors on 'meta'.*device='meta'"
     ):
         env.reset()
 
@@ -160,7 +160,7 @@ def test_privileged_observations_of_legged_gym() -> None:
 
 
 def test_isaac_s_direct_env_cannot_leave_resets_to_others() -> None:
-    with pytest.raises(ValueError, match=r"must be able to reset chosen envs.*IsaacDirectEnv is not"):
+    with pytest.raises(ValueError, match=r"must be able to reset chosen envs.*IsaacDirectEnv cannot"):
         as_vector_env(IsaacDirectEnv(DISABLED))
 
 
@@ -226,7 +226,7 @@ def test_a_simulator_that_steps_other_rows_than_it_says() -> None:
     env.reset = lambda: (env.get_observations(), None)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"one row for each of num_envs=4 envs, got 3 from GenesisEnv"):
         as_vector_env(env, autoreset_mode="SameStep").reset()
-    with pytest.raises(ValueError, match="num_envs=4 was expected, and the env has 3"):
+    with pytest.raises(ValueError, match="num_envs=4 was expected, but the env has 3"):
         as_vector_env(MjlabEnv(), autoreset_mode="SameStep", num_envs=4)
 
 
@@ -255,7 +255,7 @@ def test_results_of_other_shapes_than_the_reset_s() -> None:
     for change, text in (
         (
             part,
-            r"step's observations must have .* of reset's, \{'actor': \(3, 3\).*got \{'actor': \(1, 3\).* Changes",
+            r"step's observations must have .* from reset, \{'actor': \(3, 3\).*got \{'actor': \(1, 3\).* Changes",
         ),
         (narrow, r"step's observations must have .* got \{'actor': \(3, 1\)"),
         (lacks, r"step's observations must have .* got \{'actor': \(3, 3\)\} from"),

@@ -165,4 +165,4 @@ def _check(plan: Plan) -> None:
             there.update(range(join, join + steps))
             free = join + steps + 1
     if there != set(range(len(there))):
-        raise ValueError(f"somebody must be there at each step of the game until its end, got {plan}")
+        raise ValueError(f"at least one agent must act at each step of the game until its end, got {plan}")

@@ -97,7 +97,7 @@ class FrameForm(Form):
         if column.values.shape[1:] != self.shape[1:]:
             raise damaged(f"a file has other frames than {list(self.shape[1:])}")
         if len(column.lengths) and int(column.lengths[0]) < self.shape[0]:
-            raise damaged("the first row of a file has no whole stack of frames")
+            raise damaged("the first row of a file has no complete stack of frames")
 
 
 class ZstdForm(Form):
@@ -169,7 +169,7 @@ class ZstdForm(Form):
     def _check_size(self, compressed: bytes, rows: int) -> None:
         """Raise ValueError unless a block's header has the size of this many rows."""
         if frame_size(self._zstandard, compressed) != rows * self.row_bytes:
-            raise damaged(f"a compressed block is not one of {rows} rows")
+            raise damaged(f"a compressed block does not have {rows} rows")
 
     def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:
         """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""

@@ -44,7 +44,8 @@ class Layout(NamedTuple):
         """Read what a folder notes; ValueError if it is not a folder of a `DiskStorage`."""
         if not isinstance(noted, dict):
             raise ValueError(
-                "the folder is not that of a DiskStorage or a data set; load a save with buffer.loads or Checkpoint"
+                "the folder is not that of a DiskStorage or a data set; a saved buffer is loaded by "
+                "buffer.loads or Checkpoint"
             )
         try:
             if noted["kind"] != _KIND:

@@ -331,8 +331,8 @@ class RowLog:
         with self._disk:
             if self.folder.end > first:
                 raise RuntimeError(
-                    f"an extend was interrupted when its rows were in a file already: open {self.folder.path} anew, "
-                    "which has them"
+                    "an extend was interrupted after its rows had been written to a file: open "
+                    f"{self.folder.path} again, which has them"
                 )
             with self._turn:
                 self._blocks = tuple(block for block in self._blocks if block.first <= first)

@@ -144,8 +144,9 @@ class DiskStorage(ColumnStorage):
             # A storage of this size would use less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
-                    f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
-                    "the first write removes the others from the folder. Pass a larger max_size to keep them",
+                    f"{path} holds {len(rows)} rows, more than max_size={max_size}: this storage reads the "
+                    "newest ones, and the first write removes the others from the folder. Pass a larger "
+                    "max_size to keep them",
                     stacklevel=2,
                 )
             layout = self._read_layout(folder)
@@ -263,7 +264,7 @@ class DiskStorage(ColumnStorage):
                 if folder.versions():
                     folder.load()  # no version is whole: raises an error that says why
                 raise ValueError(
-                    f"{folder.path} is not that of a DiskStorage: it has rows, and does not say of what kind"
+                    f"{folder.path} is not the folder of a DiskStorage: it has rows, but no description of them"
                 )
             return None
         noted = folder.load().json
@@ -302,7 +303,8 @@ class DiskStorage(ColumnStorage):
         ):
             if given and {key: asked[key] for key in asked if key in layout.forms} != there:
                 raise ValueError(
-                    f"{name} must be that of the rows in the folder, {there or None}, or be left out; got {dict(given)}"
+                    f"{name} must match the rows in the folder, {there or None}, or be left out; got "
+                    f"{dict(given)}"
                 )
         if compact_obs and not layout.pairs:
             raise ValueError("compact_obs must be False: the rows in the folder are not compact")
@@ -565,7 +567,7 @@ class DiskStorage(ColumnStorage):
         if noted_forms != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
             raise damaged("its rows have other entries than its description lists")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
-            raise damaged(f"its entry {wrong[0]!r} has another form than it tells of")
+            raise damaged(f"its entry {wrong[0]!r} has another form than its description says")
         head, end = offset + ring.head, offset + ring.written
         check_rows((head, end), (version.head, version.end))
         if text := columns_differ(version.columns, layout):
@@ -608,8 +610,9 @@ class DiskStorage(ColumnStorage):
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
         raise RuntimeError(
-            "the rows of a DiskStorage stay in its folder: buffer.dumps(path) and Checkpoint save them, "
-            f"and write none again; DiskStorage(max_size, {self.path!r}) has them, and storage.save(path) copies them"
+            "the rows of a DiskStorage stay in its folder: save the buffer with buffer.dumps(path) or "
+            f"Checkpoint, which write no row twice; DiskStorage(max_size, {self.path!r}) opens the rows, "
+            "storage.save(path) copies them"
         )
 
     # -- processes -------------------------------------------------------------------------------------------------

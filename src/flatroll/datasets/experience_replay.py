@@ -118,9 +118,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         # Before hours of converting, not after.
         if unknown := sorted(options.keys() - DatasetOptions.__annotations__):
             raise TypeError(
-                f"{type(self).__name__} takes no argument {', '.join(unknown)}; of all sets are "
-                f"{', '.join(sorted(DatasetOptions.__annotations__))}. One process converts a set; "
-                "preprocess(fn, num_workers=) uses more"
+                f"{type(self).__name__} takes no argument {', '.join(unknown)}; arguments of all data sets: "
+                f"{', '.join(sorted(DatasetOptions.__annotations__))}. A single process converts a set; "
+                "preprocess(fn, num_workers=) uses several"
             )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
@@ -191,8 +191,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         raise FileNotFoundError(
             f"{self.data_path} does not exist, and flatroll knows no address to download it from: "
             f"{type(self).__name__}({self.dataset_id!r}, download_url='https://HOST/{{dataset_id}}.SUFFIX') "
-            "downloads from a mirror; or pass fetch=, a function (dataset_id, folder) that puts them there or "
-            "returns their path"
+            "downloads from a mirror; or pass fetch=, a function (dataset_id, folder) that puts the files "
+            "there or returns their path"
         )
 
     def _download(self, urls: Sequence[str], dataset_id: str, folder: Path) -> None:
@@ -223,8 +223,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         for name in ("kind", "options"):
             if name in made and made[name] != asked.get(name):
                 raise ValueError(
-                    f"{self.data_path} was made with {name} {made[name]}, this call asks for {asked.get(name)}: pass "
-                    "download='force' to make it again, or another root"
+                    f"{self.data_path} was converted with {name} {made[name]}, but this call asks for "
+                    f"{asked.get(name)}: pass download='force' to convert it again, or another root"
                 )
 
     def _make(self, fetch: Fetch | None, *, overwrite: bool, **encoded: Any) -> None:
@@ -252,7 +252,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         known = [column for column in ids if isinstance(column, Tensor)]
         if not known:
             raise ValueError(
-                "split_trajs needs ('collector', 'traj_ids'), which the set does not have: leave it out"
+                "split_trajs needs ('collector', 'traj_ids'), which the data set lacks: leave it out"
             )
         runs = torch.cat(known).numpy()
         bounds = [0, *(np.flatnonzero(np.diff(runs)) + 1).tolist(), len(runs)]

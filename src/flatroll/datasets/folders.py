@@ -30,7 +30,7 @@ from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, p
 
 #: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by dotted name.
 Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
-# Number of rows compared to find the next observations that equal those of the row after.
+# Number of rows compared to see whether next observations are those of the next row.
 _ROWS_LOOKED_AT = 1024
 SEGMENT_BYTES = 32 << 20
 
@@ -141,7 +141,7 @@ class _PieceMemory:
             dtype, shape = self.kinds[key]
             if value.dtype != dtype or value.shape[1:] != shape:
                 raise ValueError(
-                    f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} a row, before it was "
+                    f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} per row, before it was "
                     f"{dtype} {list(shape)}"
                 )
         if self.shifted and not self._views(columns):

@@ -125,7 +125,7 @@ class Checkpoint:
         for name, part in self._parts.items():
             if isinstance(part, Saves):
                 raise TypeError(
-                    f"{name} is a buffer: pass it as buffer=, several as one ReplayBufferEnsemble"
+                    f"{name} is a buffer: pass it as buffer=, and several as one ReplayBufferEnsemble"
                 )
             if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
@@ -194,13 +194,13 @@ class Checkpoint:
         try:
             if not isinstance(extra, dict) or not isinstance(states, dict):
                 raise damaged(
-                    f"what was saved along is a {type(extra).__name__} and a {type(states).__name__}"
+                    f"its extra values are a {type(extra).__name__} and its parts a {type(states).__name__}"
                 )
             if states.keys() != self._parts.keys():
                 named = str(sorted(map(str, states)))[:400]
                 raise ValueError(
-                    f"the version has the parts {named}, this Checkpoint {sorted(self._parts)}: make it with the same "
-                    "ones"
+                    f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
+                    "with the same parts"
                 )
             if generators is not None:
                 _check_generators(generators)
@@ -241,7 +241,7 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
         or tree.keys() != {"buffer", "others"}
         or not isinstance(tree["others"], dict)
     ):
-        raise damaged("it is the version of no run or buffer")
+        raise damaged("it is not a version of a run or a buffer")
     return tree
 
 
@@ -262,7 +262,7 @@ def _check_generators(states: Any) -> None:
         np.random.RandomState().set_state(states["numpy"])
         random.Random().setstate(states["python"])
         if not all(isinstance(state, Tensor) for state in states["cuda"]):
-            raise TypeError("a CUDA generator's is not a tensor")
+            raise TypeError("the state of a CUDA generator is not a tensor")
     except DamagedState:
         raise
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:

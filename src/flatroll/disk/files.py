@@ -152,7 +152,7 @@ def open_to_read(path: Path) -> tuple[int, int]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OSError(errno.ENXIO, "no plain file", str(path))
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
     return descriptor, status.st_size
 
 

@@ -798,7 +798,7 @@ class Folder:
             total += segment.size
             if self._max_bytes is not None and total > self._max_bytes:
                 raise ValueError(
-                    f"what is to be loaded from {self.path} has {total:,} bytes, max_bytes is {self._max_bytes:,}"
+                    f"loading from {self.path} would read {total:,} bytes, max_bytes is {self._max_bytes:,}"
                 )
             schema, end = segment.schema, segment.end
         behind = min((name.first for name in candidates if name.first > end), default=None)

@@ -112,7 +112,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
     """
     with opened(folder, manifest_name(number)) as (descriptor, size):
         if size > MOST_BYTES:
-            raise DamagedFileError(f"{size:,} bytes, where {MOST_BYTES:,} are the most")
+            raise DamagedFileError(f"{size:,} bytes, more than the {MOST_BYTES:,} allowed")
         memory = bytearray(size)
         files.read_into(descriptor, 0, memory)
         text, at = bytes(memory), len(_BEFORE_CHECKSUM)
@@ -131,7 +131,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
             if fields["format"] != FORMAT or not needs <= KNOWN_NEEDS:
                 wrong = f"needs {', '.join(sorted(needs - KNOWN_NEEDS))[:200]}, unknown here"
                 if fields["format"] != FORMAT:
-                    wrong = f"has format {str(fields['format'])[:40]}, known here is {FORMAT}"
+                    wrong = f"has format {str(fields['format'])[:40]}, this version reads {FORMAT}"
                 later = f"install flatroll {str(fields['written_by'])[:40]} or later"
                 raise LaterFormatError(f"{folder} {wrong}: {later} (this is {installed('flatroll')})")
             manifest = _from_fields(fields)
@@ -159,19 +159,19 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     ]
     state = None if fields["state"] is None else records.pop()
     if state is not None and state.name != state_name(number, line):
-        raise ValueError(f"no file of tensors of version {number} of line {line}: {state.name!r}")
+        raise ValueError(f"{state.name!r} is not the file of tensors of version {number} and line {line}")
     first = position = None
     for record in records:
         name = RowsName.parse(record.name)
         if name is None or position not in (None, name.first):
-            raise ValueError(f"no file of rows after row {position}: {record.name!r}")
+            raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
         first, position = name.first if first is None else first, name.end
     if end != (head if position is None else position) or not (0 if first is None else first) <= head <= end:
-        raise ValueError(f"rows {head} to {end}, but files to {position}")
+        raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
     columns: Schema = {}
     for column, (dtype, shape, ragged) in fields["columns"].items():
         if dtype not in DTYPES or len(shape) >= MOST_DIMENSIONS or not isinstance(ragged, bool):
-            raise ValueError(f"column {column!r}: {dtype}, {shape}, {ragged}")
+            raise ValueError(f"column {column!r} is described as {dtype}, {shape}, {ragged}")
         columns[column] = ColumnSchema(dtype, tuple(_count(n) for n in shape), ragged)
     return Manifest(
         version=Version(number, line),

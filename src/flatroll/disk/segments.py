@@ -160,7 +160,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
     size = 0
     for name, column in columns.items():
         if not isinstance(name, str):
-            raise TypeError(f"names of columns must be strings, got {name!r}: column_name makes one of a key")
+            raise TypeError(f"names of columns must be strings, got {name!r}: column_name converts a key")
         if name.endswith(LENGTHS) or name in ("", "__metadata__"):
             raise ValueError(
                 f"a column cannot be called {name!r}: column_name makes a valid name for any key"
@@ -227,7 +227,7 @@ class Segment:
         self.schema: Schema = {}
         try:
             if header.metadata["format"] != str(FORMAT):
-                raise DamagedFileError(f"format {header.metadata['format']}, known here is {FORMAT}")
+                raise DamagedFileError(f"format {header.metadata['format']}, this version reads {FORMAT}")
             ragged = set(json.loads(header.metadata["ragged"]))
         except (KeyError, ValueError, TypeError) as error:
             raise DamagedFileError(f"not a file of rows: {error}") from None
@@ -240,7 +240,7 @@ class Segment:
                 self.schema[column] = kind
         lengths = {column + LENGTHS for column in ragged}
         if {*self.schema, *lengths} != set(entries) or not ragged <= set(self.schema):
-            raise DamagedFileError("ragged columns and their lengths do not fit")
+            raise DamagedFileError("ragged columns do not match their lengths")
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
             raise DamagedFileError("lengths of ragged columns are not int64 per row")
         self.needs = header.needs | ({"ragged"} if ragged else set())
@@ -257,7 +257,7 @@ class Segment:
         with opened(folder, str(name)) as (descriptor, size):
             header = tensor_file.read_header(descriptor, size)
             if record is not None and (header.size, header.checksum) != (record.size, record.checksum):
-                raise DamagedFileError("it is another file than the one that its version names")
+                raise DamagedFileError("it is not the file that its version refers to")
             segment = cls(folder, name, header)
             if mapped:
                 segment._maps = tensor_file.map_tensors(descriptor, header)

@@ -121,7 +121,7 @@ def from_text(text: str | bytes) -> Any:
     """Parse an untrusted JSON text; ValueError if it is invalid, nested too deep, or contains floats."""
 
     def refuse(number: str) -> Any:
-        raise ValueError(f"a number {number[:20]!r} that is not an integer")
+        raise ValueError(f"the number {number[:20]!r} is not an integer")
 
     try:
         return json.loads(text, parse_constant=refuse, parse_float=refuse)
@@ -234,7 +234,9 @@ class Packer:
             offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
             return ["jagged", self._tensor(nested_values(value), path), self._tensor(offsets, path)]
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-            raise TypeError(f"{path} is a {value.layout} tensor on {value.device}: a state holds dense ones")
+            raise TypeError(
+                f"{path} is a {value.layout} tensor on {value.device}: a state can hold only dense tensors"
+            )
         plain = value.detach()
         given = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
         form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
@@ -281,13 +283,13 @@ class _Unpacker:
         if depth > _DEEPEST + 1:
             raise damaged(f"its tree nests more than {_DEEPEST} levels deep")
         if not isinstance(value, list) or not value or not isinstance(value[0], str):
-            raise damaged(f"its tree has {str(value)[:40]!r} where a value should stand")
+            raise damaged(f"its tree has {str(value)[:40]!r} where a value is expected")
         try:
             return self._make(value, depth + 1)
         except DamagedState:
             raise
         except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
-            raise damaged(f"its tree has a {value[0][:40]} that is none ({error})") from None
+            raise damaged(f"its tree has an invalid {value[0][:40]} ({error})") from None
 
     def _make(self, value: list[Any], depth: int) -> Any:
         """The value of ``[kind, ...]``; parts of it are ``depth`` deep."""
@@ -341,7 +343,9 @@ class _Unpacker:
                     or bounds[-1] != len(rows)
                     or bool((bounds.diff() < 0).any())
                 ):
-                    raise damaged(f"its tree has a nested tensor of {len(rows)} rows with bounds of others")
+                    raise damaged(
+                        f"its tree has a nested tensor of {len(rows)} rows whose bounds do not match"
+                    )
                 return torch.nested.nested_tensor_from_jagged(rows, bounds)
             case ["size", shape]:
                 return _shape(shape)
@@ -380,7 +384,7 @@ class _Unpacker:
         """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
         stored = self._tensors.get(name) if isinstance(name, str) else None
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
-            raise damaged(f"its tree names the tensor {str(name)[:40]!r}, which is not there")
+            raise damaged(f"its tree refers to the tensor {str(name)[:40]!r}, which is missing")
         memory: Array = stored.view(torch.uint8).numpy() if stored.numel() else np.zeros(0, np.uint8)
         codec = name.rpartition(".")[2]
         if codec == "raw":
@@ -429,7 +433,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
         if isinstance(part, str) and depth <= _DEEPEST:
             return part
         if not isinstance(part, list) or depth > _DEEPEST:
-            raise damaged(f"its tree has an array of {str(descr)[:40]}")
+            raise damaged(f"its tree has an array of the invalid dtype {str(descr)[:40]}")
         made = []
         for name, kind, *shape in part:
             made.append((name, fields(kind, depth + 1), *(tuple(_shape(sizes)) for sizes in shape)))
@@ -440,7 +444,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
     except (ValueError, TypeError, SyntaxError) as error:
         raise damaged(f"its tree has an array of an unknown dtype ({error})") from None
     if dtype.hasobject or not 0 < dtype.itemsize <= 2**20:
-        raise damaged(f"its tree has an array of {dtype}")
+        raise damaged(f"its tree has an array of {dtype}, which is not supported")
     return dtype
 
 
@@ -464,7 +468,7 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
         data = b"".join(pieces)
     else:
-        raise damaged(f"a tensor is compressed by {codec[:20]!r}")
+        raise damaged(f"a tensor is compressed with the unknown codec {codec[:20]!r}")
     if len(data) != size:
-        raise damaged(f"a compressed tensor does not have the {size} bytes that it should")
+        raise damaged(f"a compressed tensor does not have the expected {size} bytes")
     return np.frombuffer(bytearray(data), np.uint8)

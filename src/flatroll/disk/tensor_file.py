@@ -243,7 +243,7 @@ def read_header(descriptor: int, size: int) -> Header:
         files.read_into(descriptor, 0, length)
         count = int.from_bytes(length, "little")
         if count > min(size - _LENGTH, MOST_HEADER):
-            raise DamagedFileError(f"a header of {count} bytes in a file of {size}")
+            raise DamagedFileError(f"it claims a header of {count} bytes, but has only {size} bytes")
         text = bytearray(count)
         files.read_into(descriptor, _LENGTH, text)
         return parse_header(bytes(text), size)
@@ -282,7 +282,7 @@ def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Ten
     with opened(folder, name) as (descriptor, actual):
         header = read_header(descriptor, actual)
         if (header.size, header.checksum) != (size, checksum):
-            raise DamagedFileError("it is another file than the one that its version names")
+            raise DamagedFileError("it is not the file that its version refers to")
         return {name: read_tensor(descriptor, name, entry) for name, entry in header.entries.items()}
 
 
@@ -361,14 +361,14 @@ def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, 
     begin, end = values["data_offsets"]
     shape, stored = values["shape"], BY_STORED[values["dtype"]]
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError(f"shape {shape}, bytes {begin} to {end}")
+        raise ValueError(f"invalid shape {shape} or bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
     dtype = stored if declared is None else DTYPES[declared]
     if declared is not None and DECLARED.get(dtype, dtype) != stored:
-        raise ValueError(f"{declared} in {stored}")
+        raise ValueError(f"{declared} is not stored as {stored}")
     if dtype.is_complex:
         if not shape or shape[-1] != 2:
-            raise ValueError(f"shape {shape} of pairs")
+            raise ValueError(f"shape {shape}, but complex numbers need pairs")
         shape = shape[:-1]
     return Entry(dtype, tuple(shape), first + begin, end - begin, checksum)

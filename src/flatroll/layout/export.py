@@ -123,7 +123,9 @@ def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDic
     keys = {name: tuple(name.split(separator)) for name in entries}
     folders = {key[:depth] for key in keys.values() for depth in range(1, len(key))}
     if both := sorted(name for name, key in keys.items() if key in folders):
-        raise ValueError(f"columns {both} are entries and parts of the names of others: rename them first")
+        raise ValueError(
+            f"columns {both} are entries, and also prefixes of other entries' names: rename them first"
+        )
     batch = TensorDict({}, [next(iter(lengths.values()), 0)])
     for name, array in entries.items():
         if array.dtype.kind not in "biufc":
@@ -278,7 +280,9 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
             )
         size = prod(array.shape[1:])
         if not size:
-            raise TypeError(f"entry {name!r} has no numbers, which Arrow's lists cannot be: leave it out")
+            raise TypeError(
+                f"entry {name!r} has rows without numbers, which Arrow's lists cannot hold: leave it out"
+            )
         values = pyarrow.array(array.reshape(-1))
         arrays.append(values if size == 1 else pyarrow.FixedSizeListArray.from_arrays(values, size))
         shape = json.dumps(list(array.shape[1:]))
@@ -336,7 +340,7 @@ def _noted_shape(name: str, record: bytes) -> list[int]:
     except (ValueError, RecursionError):
         shape = None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"column {name!r} notes no shape of its rows: {record[:80]!r}")
+        raise ValueError(f"column {name!r} does not record the shape of its rows: {record[:80]!r}")
     return shape
 
 

@@ -35,10 +35,10 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
     def walk(group: Any, prefix: str, depth: int) -> None:
         nonlocal stored
         if depth > _DEEPEST:
-            raise ValueError(f"{prefix} lies in more than {_DEEPEST} groups")
+            raise ValueError(f"{prefix} is nested in more than {_DEEPEST} groups")
         for name in group:
             if not isinstance(name, str):
-                raise ValueError(f"{prefix}{name!r} is no name")
+                raise ValueError(f"{prefix}{name!r} is not a valid name")
             place = prefix + name
             if place in leave_out:
                 continue
@@ -69,7 +69,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
 def _check_dataset(place: str, dataset: Any, single: bool) -> int:
     """Check a dataset by its header; return its size in the file in bytes."""
     if dataset.external is not None or dataset.is_virtual:
-        raise ValueError(f"{place} lies in other files: copy the data into this one")
+        raise ValueError(f"{place} is stored in other files: copy the data into this one")
     if dataset.shape is None or not (dataset.shape or single):
         raise ValueError(f"{place} must have one row for each row of the batch, got a single value")
     if dataset.dtype.kind not in "biufc":

@@ -160,8 +160,8 @@ def _not_finite(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> Value
             row = int(bad.nonzero()[0])
             numbers = rows[row].reshape(-1)
             return ValueError(
-                f"{name} must be finite, got {numbers[~numbers.isfinite()][0].item()} in row {row} of {len(rows)}: the "
-                "running statistics stay as they were. Mend the env, or leave such rows out"
+                f"{name} must be finite, got {numbers[~numbers.isfinite()][0].item()} in row {row} of "
+                f"{len(rows)}: the running statistics are unchanged. Fix the env, or leave such rows out"
             )
     return ValueError(
         f"{columns[0][0]} must have squares that float64 holds, got up to "

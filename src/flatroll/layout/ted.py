@@ -239,7 +239,9 @@ class TED2Flat(Conversion):
             raise ValueError("data must have batch size [N] or [T, *B], got []")
         own = {LENGTHS, COLUMNS, SHAPE, ROOT, self.shift_key, self.is_full_key}
         if clash := sorted(own & set(data.keys())):
-            raise ValueError(f"data has entries {clash}, names of the flat form's own: rename them first")
+            raise ValueError(
+                f"data has entries {clash}, whose names the flat form uses itself: rename them first"
+            )
         for key in data.keys(True, True, is_leaf=is_entry):
             column = data.get(key)
             if not isinstance(column, Tensor) or column.is_nested:
@@ -329,7 +331,7 @@ class Flat2TED(Conversion):
                 target.set(key, in_slots)
                 return
             if target.get(key, None) is None:
-                raise KeyError(f"out has no entry {plain_key(key)!r}, which the flat form holds")
+                raise KeyError(f"out has no entry {plain_key(key)!r}, which the flat form has")
             if target.get(key).shape != in_slots.shape or target.get(key).dtype != in_slots.dtype:
                 raise ValueError(
                     f"out[{plain_key(key)!r}] is {target.get(key).dtype} {list(target.get(key).shape)}, the flat form "

@@ -221,7 +221,7 @@ def critic(
         ends = [i for i, part in enumerate(taken) if FEATURES in part.out_keys]
         if not ends:
             raise ValueError(
-                f"actor must be one of flatroll.modules.actor: no part of it writes {FEATURES!r}"
+                f"actor must be made by flatroll.modules.actor: no part of it writes {FEATURES!r}"
             )
         heads = [part for part in taken[ends[0] + 1 :] if FEATURES in part.in_keys]
         width = next(layer.in_features for layer in heads[0].modules() if isinstance(layer, nn.Linear))
@@ -272,7 +272,7 @@ def q_network(
     box = isinstance(action, spaces.Box)
     if box and recurrent is not None:
         raise ValueError(
-            f"recurrent={recurrent!r} is for values of each action, of a Discrete space, got {action}"
+            f"recurrent={recurrent!r} needs a Discrete action space, with one value per action, got {action}"
         )
     if not box and not (isinstance(action, spaces.Discrete) and action.start == 0):
         raise ValueError(

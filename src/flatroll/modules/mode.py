@@ -113,8 +113,9 @@ class set_recurrent_mode:
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
         if current is not self._mode and kind is None:
             raise RuntimeError(
-                f"a block of set_recurrent_mode({self._mode!r}) ended in mode {current!r}: it was held over an await "
-                "or a yield, where another one began or ended. Set the mode between them, around the calls that need it"
+                f"a block of set_recurrent_mode({self._mode!r}) ended in mode {current!r}: it was held across "
+                "an await or a yield, during which another block began or ended. Set the mode only around the "
+                "calls that need it, without await or yield inside"
             )
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:

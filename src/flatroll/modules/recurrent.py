@@ -64,7 +64,7 @@ def _wrapped_network(
     if not isinstance(network, (stock, of_operators)):
         raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(network).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:
-        raise ValueError(f"{name} comes with its sizes, leave out input_size and hidden_size: {shown}")
+        raise ValueError(f"{name} already has its sizes, leave out input_size and hidden_size: {shown}")
     if network.proj_size:
         raise ValueError(f"{name} must not project its output, got proj_size={network.proj_size}")
     if python_based and not isinstance(network, of_operators):
@@ -143,8 +143,8 @@ class RecurrentModule(StatefulModule):
         net = self.net
         if net.bidirectional:
             raise RuntimeError(
-                "a bidirectional network cannot make single steps, it reads rows that come later: "
-                "use it under set_recurrent_mode('recurrent')"
+                "a bidirectional network cannot make single steps, because it reads later rows: use it under "
+                "set_recurrent_mode('recurrent')"
             )
         after: list[States] = []
         for layer, weights in enumerate(net.all_weights):

@@ -188,8 +188,9 @@ class RunningNorm(TensorDictModuleBase):
         if not moments.unlearned:
             acts = "passes numbers on" if self.clip is None else f"only clips to {self.clip:g}"
             warnings.warn(
-                f"RunningNorm({self.in_key!r}) was used in many losses and has counted nothing, so it {acts}: call its "
-                "update(batch) for each collected batch, or leave it out (norm=False). TorchRL's losses copy it",
+                f"RunningNorm({self.in_key!r}) was used in many losses and has counted nothing, so it {acts}: "
+                "call its update(batch) for each collected batch, or leave it out (norm=False). TorchRL's "
+                "losses keep a copy, which is not updated",
                 UserWarning,
                 stacklevel=2,
             )
@@ -222,6 +223,7 @@ class RunningNorm(TensorDictModuleBase):
         lead = max(column.ndim - len(self.shape), 0)
         if column.shape[lead:] != self.shape or rows not in (None, column.shape[:lead]):
             raise ValueError(
-                f"batch[{key!r}] must have shape {(*(rows or '*'), *self.shape)}, as RunningNorm(shape="
-                f"{tuple(self.shape)}) was made for, got {tuple(column.shape)}: another shape needs another RunningNorm"
+                f"batch[{key!r}] must have shape {(*(rows or '*'), *self.shape)}, the shape of "
+                f"RunningNorm(shape={tuple(self.shape)}), got {tuple(column.shape)}: another shape needs "
+                "another RunningNorm"
             )

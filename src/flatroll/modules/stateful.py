@@ -100,7 +100,7 @@ class StatefulModule(TensorDictModuleBase):
         if len(read) == 1 + len(states):
             read.append(IS_INIT)
         if len(read) != 2 + len(states):
-            raise ValueError(f"in_keys must be [input, {', '.join(states)}] or that and is_init, got {read}")
+            raise ValueError(f"in_keys must be [input, {', '.join(states)}] or these and is_init, got {read}")
         if len(written) != 1 + len(states):
             raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {written}")
         # tensordict annotates its keys as tuples of length one
@@ -174,8 +174,8 @@ class StatefulModule(TensorDictModuleBase):
         for key, out in zip(self._state_in, self._state_out, strict=True):
             if as_tuple(out) != next_key(key):
                 raise RuntimeError(
-                    f"a state must be written under ('next', <its in_key>) to be carried to the next step: "
-                    f"in_key {key!r} wants out_key {next_key(key)!r}, got {out!r}"
+                    "a state must be written under ('next', <its in_key>) to be carried to the next step: "
+                    f"in_key {key!r} needs out_key {next_key(key)!r}, got {out!r}"
                 )
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
@@ -238,8 +238,8 @@ class StatefulModule(TensorDictModuleBase):
         burn_in = burn_in_rows()
         if burn_in and self.bidirectional:
             raise ValueError(
-                f"a bidirectional network reads rows that come later, so no row only warms it up: burn_in={burn_in} "
-                "needs a network of one direction"
+                "a bidirectional network reads later rows, so no row can serve only as burn-in: "
+                f"burn_in={burn_in} needs a unidirectional network"
             )
         over_runs = partial(self.in_weight_precision, self.over_runs)
         return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)

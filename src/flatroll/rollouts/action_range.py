@@ -57,8 +57,8 @@ class ActionRange:
                 raise ValueError(problem)
             self._limits.remove((key, limits))
             warnings.warn(
-                f"{problem}: the env was given them as they are. Put gymnasium.wrappers.ClipAction or RescaleAction "
-                "around the env, or bound what the policy gives",
+                f"{problem}: the env received them unchanged. Put gymnasium.wrappers.ClipAction or "
+                "RescaleAction around the env, or bound the policy's output",
                 stacklevel=2,
             )
 

@@ -84,17 +84,12 @@ def make_devices(
     """Choose a collector's devices; ``env`` is the device of the env's arrays, the rest as in `Collector`.
 
     Raises:
-        ValueError: ``env_device`` is of another type than ``env``.
+        ValueError: ``env_device`` is of another type than ``env``, or torch cannot use one of the others here.
     """
-    given = {
-        "device": device,
-        "env_device": env_device,
-        "policy_device": policy_device,
-        "storing_device": storing_device,
-    }
-    where = {name: None if one is None else torch_device(name, one) for name, one in given.items()}
+    given = {"device": device, "policy_device": policy_device, "storing_device": storing_device}
+    where = {name: None if one is None else usable_device(name, one) for name, one in given.items()}
     flags(no_cuda_sync=no_cuda_sync)
-    if where["env_device"] is not None and where["env_device"].type != env.type:
+    if env_device is not None and torch_device("env_device", env_device).type != env.type:
         raise ValueError(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
@@ -153,8 +148,8 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
         return
     if marker is not None and marker.writer != writer:
         raise ValueError(
-            f"writer={writer} and a TrajId with writer={marker.writer} in the env's stack: give the TrajId "
-            f"writer={writer} instead"
+            f"writer={writer} conflicts with the TrajId in the env's stack, which has writer={marker.writer}: "
+            f"give that TrajId writer={writer} instead"
         )
     if marker is None and not ids:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
@@ -195,23 +190,26 @@ def make_env(
         env = adapt_env(env)
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
-            stream.move(_check_device(device))
+            stream.move(usable_device("env_device", device))
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:
         raise ValueError(
-            f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
-            "max_steps instead"
+            f"max_frames_per_traj={max_steps} cannot be combined with a StepCounter in the env's stack: give "
+            "the StepCounter max_steps instead"
         )
     return StepCounter(env, max_steps=index(max_steps)), made
 
 
-def _check_device(device: torch.device | str) -> torch.device:
-    """Return the device as a `torch.device`; ValueError if torch cannot use it here."""
+def usable_device(name: str, device: torch.device | str) -> torch.device:
+    """Return the argument as a `torch.device`; ValueError if torch cannot use it here."""
+    wanted = torch_device(name, device)
+    if wanted.type == "meta":
+        raise ValueError(f"{name}='meta' cannot be used here: tensors on it have no values")
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, device=wanted).device
     except (AssertionError, RuntimeError) as error:  # torch was not compiled for it; no such device
-        raise ValueError(f"env_device={str(device)!r} cannot be used here: {error}") from error
+        raise ValueError(f"{name}={str(wanted)!r} cannot be used here: {error}") from error
 
 
 def make_envs(
@@ -243,8 +241,9 @@ def make_envs(
         whole, made = make_env(create_env_fn, None, None, None, undo)
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
-                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: pass "
-                f"a list of {splits} envs, the parts of a pool, or of functions that make them"
+                f"splits={splits} can divide only a gymnasium.vector.AsyncVectorEnv, got "
+                f"{type(whole).__name__}: pass a list of {splits} envs, the parts of a pool, or of functions "
+                "that make them"
             )
         if splits > whole.num_envs:
             raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")

@@ -281,8 +281,8 @@ class _Play:
             like = next((info[name] for info in self._infos if name in info), None)
             if like is None:
                 raise KeyError(
-                    f"info_keys has {name!r}, which was in no step's info: leave it out, or name an entry that the "
-                    "env gives"
+                    f"info_keys has {name!r}, which was in the info of no step: leave it out, or name an entry "
+                    "that the env reports"
                 )
             infos[name] = torch.stack([self._infos[i].get(name, torch.zeros_like(like)) for i in order])
         film = torch.from_numpy(np.stack(self._film)) if self._film else None

@@ -263,8 +263,8 @@ def refuse_memory(policy: object, where: str, way_out: str) -> None:
     """Raise ValueError for a callable with per-env state if it is called for only some envs at a time."""
     if not hasattr(policy, "in_keys") and has_parameter(policy, IS_INIT):
         raise ValueError(
-            f"the policy takes is_init, so it has a state of its own for each env, and {where} it is called for some "
-            f"envs at a time: write it as a recurrent module (make_tensordict_primer), or {way_out}"
+            f"the policy takes is_init, so it keeps a state for each env, but {where} it is called for only "
+            f"some of the envs: write it as a recurrent module (make_tensordict_primer), or {way_out}"
         )
 
 

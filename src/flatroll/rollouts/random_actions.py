@@ -50,7 +50,9 @@ class RandomPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write one action for each element of a tensordict ``[*B]``, and return the tensordict."""
         if self.action_spec is None:
-            raise ValueError("RandomPolicy() knows no actions outside of a collector: pass the action space")
+            raise ValueError(
+                "RandomPolicy() does not know the actions outside of a collector: pass the action space"
+            )
         rows = tensordict.batch_size.numel()
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)

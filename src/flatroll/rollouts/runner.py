@@ -352,8 +352,9 @@ class Runner:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
             raise RuntimeError(
-                f"{type(stream.source.stepped).__name__} was stepped or reset while the policy chose its action, so "
-                "the step would not follow what the policy saw: let it plan in an env of its own"
+                f"{type(stream.source.stepped).__name__} was stepped or reset while the policy chose its "
+                "action, so the action would not belong to what the policy saw: let the policy plan in a "
+                "separate env"
             )
         if not self.sends:
             self.finish(action)
@@ -555,6 +556,7 @@ class InfoColumns:
         if missing:
             names = sorted(key for key in info if not key.startswith("_"))
             raise KeyError(
-                f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must come in the "
-                "first batch: take more frames_per_batch, or for the return of episodes flatroll.wrappers.RewardSum"
+                f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must "
+                "occur in the first batch: use a larger frames_per_batch, or, for episode returns, "
+                "flatroll.wrappers.RewardSum"
             )

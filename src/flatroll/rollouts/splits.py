@@ -137,7 +137,7 @@ class JointWindow(Window):
     def __init__(self, parts: Sequence[Runner]) -> None:
         self._parts = parts
         self.num_envs = sum(part.num_envs for part in parts)
-        self.same_step = False  # only matters within a single window
+        self.same_step = False  # matters only to a single window
         self.steps = self.before = 0
 
     def count(self) -> int:

@@ -247,7 +247,7 @@ class Block:
     def _places(self, slot: int, table: int) -> list[tuple[Key, BlockColumn, int]]:
         """Key, column and first byte of each column of a table."""
         if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot} of {self.slots}")
+            raise IndexError(f"slot {slot} is out of range: there are {self.slots} slots")
         start = slot * self._slot_bytes
         columns, offsets = self.tables[table].columns, self._offsets[table]
         return [(key, column, start + offsets[key]) for key, column in columns.items()]

@@ -24,6 +24,7 @@ from flatroll.sharing.block import Memory
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; on other systems set after receiving
 _HEADER = struct.Struct("=QI")  # size of the message in bytes, number of descriptors sent with it
 _CHUNK = 1 << 18
+_FEW = 1 << 12  # bytes of some tens of small messages; no memory is mapped for them
 _MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
 
 
@@ -75,15 +76,21 @@ class Channel:
             Closed: the other end has closed.
             TypeError, pickle.PicklingError, …: the content cannot be pickled; nothing is sent.
         """
+        if type(content) is tuple and all(type(part) is int for part in content):
+            data = pickle.dumps((kind, content))  # a fifth of the cost of cloudpickle
+            self._write(memoryview(_HEADER.pack(len(data), 0) + data), [])
+            return
         file = io.BytesIO(bytes(_HEADER.size))
         file.seek(_HEADER.size)
         pickler = MessagePickler(file)
         pickler.dump((kind, content))
-        data, descriptors = file.getbuffer(), [passed.fileno() for passed in pickler.passed]
+        message, descriptors = file.getbuffer(), [passed.fileno() for passed in pickler.passed]
         if len(descriptors) > _MOST_DESCRIPTORS:
-            raise ValueError(f"a message takes {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}")
-        _HEADER.pack_into(data, 0, len(data) - _HEADER.size, len(descriptors))
-        self._write(data, descriptors)
+            raise ValueError(
+                f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
+            )
+        _HEADER.pack_into(message, 0, len(message) - _HEADER.size, len(descriptors))
+        self._write(message, descriptors)
 
     def _write(self, data: memoryview, descriptors: list[int]) -> None:
         """Write the bytes; the descriptors travel with the first of them."""
@@ -141,12 +148,12 @@ class Channel:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
 
-    def feed(self) -> None:
-        """Read available data without waiting."""
+    def feed(self, once: bool = False) -> None:
+        """Read available data without waiting; with ``once`` by one system call, which may leave some for later."""
         while not self._ended:
             try:
                 data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
+                    self._socket, _FEW if once else _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
@@ -162,6 +169,8 @@ class Channel:
                 return
             self._bytes += data
             self._take_messages()
+            if once:
+                return
 
     def _take_messages(self) -> None:
         """Unpickle complete messages."""
@@ -170,10 +179,12 @@ class Channel:
             end = _HEADER.size + size
             if len(self._bytes) < end:
                 return
-            data = io.BytesIO(self._bytes[_HEADER.size : end])
+            data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
             descriptors = [self._descriptors.popleft() for _ in range(count)]
-            self._messages.append(_Unpickler(data, descriptors).load())
+            self._messages.append(
+                _Unpickler(io.BytesIO(data), descriptors).load() if count else pickle.loads(data)
+            )
 
     @property
     def ended(self) -> bool:
@@ -268,7 +279,7 @@ class Door:
             try:
                 socket.send_fds(self._socket, [b"."], [theirs.fileno()])
             except OSError as error:  # refused, reset, broken pipe, closed here
-                raise ConnectionError(f"the maker of the door is gone ({error})") from None
+                raise ConnectionError(f"the process that opened the door is gone ({error})") from None
             return mine.detach()
 
     def admit(self) -> int | None:
@@ -305,7 +316,7 @@ class Door:
         # Otherwise DupFd would open a named listening socket until the descriptor is fetched.
         if get_spawning_popen() is None:
             raise TypeError(
-                "a handle has no name that a pickle could hold: pass it to a process as an argument of "
+                "a handle cannot be pickled to a file or string: pass it to a process as an argument of "
                 "multiprocessing.Process(args=...), or send it through a Channel"
             )
         return _rebuild_door, (DupFd(self.fileno()),)

@@ -170,6 +170,9 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._number, self._tensors = -1, list[list[dict[Key, "torch.Tensor"]]]()
+        self._room: list[int] = []  # rows of each table
+        # For each slot and table, the number of rows of its last window, and views of them.
+        self._views: list[list[tuple[int, dict[Key, torch.Tensor]]]] = []
 
     def take(self, timeout: float | None = None) -> Window:
         """Wait for the next window, ``timeout`` seconds at most. See `Channel.receive` for the errors."""
@@ -190,6 +193,8 @@ class Inbox:
                 [block.tensors(slot, place) for place in range(len(block.tables))]
                 for slot in range(block.slots)
             ]
+            self._room = [table.rows for table in block.tables]
+            self._views = [list(zip(self._room, tables, strict=True)) for tables in self._tensors]
             return None
         number, slot, rows, note = content
         if number != self._number or not 0 <= slot < len(self._tensors):
@@ -197,12 +202,14 @@ class Inbox:
                 f"slot {slot} of block {number} was announced, but the memory is block {self._number} with "
                 f"{len(self._tensors)} slots"
             )
-        tables = []
-        for count, table in zip(rows, self._tensors[slot], strict=True):
-            if any(not 0 <= count <= len(values) for values in table.values()):
+        views = self._views[slot]
+        for place, (count, room) in enumerate(zip(rows, self._room, strict=True)):
+            if not 0 <= count <= room:
                 raise ValueError(f"{count} rows were announced, more than the slot has room for")
-            tables.append({key: values[:count] for key, values in table.items()})
-        return Window(self, tables, note, (number, slot))
+            if count != views[place][0]:
+                table = self._tensors[slot][place]
+                views[place] = count, {key: values[:count] for key, values in table.items()}
+        return Window(self, [dict(table) for _, table in views], note, (number, slot))
 
     def give_back(self, place: tuple[int, int]) -> None:
         """Tell the writer that a slot is free."""

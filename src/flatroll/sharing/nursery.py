@@ -277,10 +277,14 @@ class Worker:
                 self._helper.kill_what_is_left(self._number)
         return self.report.ended
 
+    def has_unread(self) -> bool:
+        """Whether a message, or its exit, was read and not yet received: `sources` may then stay silent."""
+        return self.channel.has_messages() or self.report.ended
+
     def has_news(self) -> bool:
         """Whether it has sent something not yet received, or has exited."""
         if not self.channel.has_messages():
-            self.channel.feed()
+            self.channel.feed(once=True)
         if self.channel.has_messages() or not self.has_ended():  # each check is a system call
             return self.channel.has_messages()
         self.channel.feed()  # what it sent before it ended has arrived by now

@@ -1,8 +1,8 @@
 """Specs: the tensors in an env, a batch or a buffer, as Gymnasium spaces for tensors."""
 
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from flatroll.layout.old_names import old_names
 from flatroll.specs.bounded import (
     Bounded,
     BoundedContinuous,
@@ -23,7 +23,7 @@ from flatroll.specs.stacked import (
     contains_lazy_spec,
     stack,
 )
-from flatroll.specs.tensor_spec import OutsideSpec, TensorSpec
+from flatroll.specs.tensor_spec import OutsideSpecError, TensorSpec
 
 __all__ = [
     "Binary",
@@ -36,7 +36,7 @@ __all__ = [
     "MultiOneHot",
     "NonTensor",
     "OneHot",
-    "OutsideSpec",
+    "OutsideSpecError",
     "Stacked",
     "StackedComposite",
     "TensorSpec",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-#: Aliases for older scripts.
+#: Names of older scripts.
 OLD_NAMES: dict[str, Any] = {
     "BinaryDiscreteTensorSpec": Binary,
     "BoundedTensorSpec": Bounded,
@@ -65,14 +65,11 @@ OLD_NAMES: dict[str, Any] = {
     "MultiOneHotDiscreteTensorSpec": MultiOneHot,
     "NonTensorSpec": NonTensor,
     "OneHotDiscreteTensorSpec": OneHot,
+    "OutsideSpec": OutsideSpecError,
     "UnboundedContinuousTensorSpec": UnboundedContinuous,
     "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in OLD_NAMES:
-        raise AttributeError(f"module 'flatroll.specs' has no attribute {name!r}")
-    new = OLD_NAMES[name]
-    warnings.warn(f"{name} is now called {new.__name__}", DeprecationWarning, stacklevel=2)
-    return new
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, OLD_NAMES)

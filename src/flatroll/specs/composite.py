@@ -11,7 +11,7 @@ from typing_extensions import override
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.shapes import Operation, Shape, grid
-from flatroll.specs.tensor_spec import Device, OutsideSpec, TensorSpec
+from flatroll.specs.tensor_spec import Device, OutsideSpecError, TensorSpec
 
 #: What an entry can be set to: a spec, a dict of them, or None.
 SpecLike: TypeAlias = "TensorSpec | Mapping[Any, Any] | None"
@@ -397,7 +397,7 @@ class Composite(TensorSpec):
 
         Raises:
             KeyError: an entry is missing, or none of the spec's.
-            OutsideSpec, ValueError: see `TensorSpec.encode`; the message names the key.
+            OutsideSpecError, ValueError: see `TensorSpec.encode`; the message names the key.
         """
         present, given = self.present(), set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
@@ -407,8 +407,8 @@ class Composite(TensorSpec):
         for name, spec in present.items():
             try:
                 encoded[name] = spec.encode(value[name], ignore_device=ignore_device)
-            except OutsideSpec as error:
-                raise OutsideSpec(f"{name!r}: {error}") from error
+            except OutsideSpecError as error:
+                raise OutsideSpecError(f"{name!r}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
         return self._fill((), encoded)

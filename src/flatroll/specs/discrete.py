@@ -15,7 +15,7 @@ from typing_extensions import override
 from flatroll.layout.checks import as_numbers, flags, shown, torch_device, whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
 from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
-from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
+from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpecError, Ranged, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Encoded(TensorSpec):
         """Flags of categories, which are numbers or an array of them.
 
         Raises:
-            OutsideSpec: the category does not exist.
+            OutsideSpecError: the category does not exist.
         """
         return self._flags(self.categories.encode(value, ignore_device=ignore_device))
 
@@ -400,7 +400,9 @@ class OneHot(Encoded):
         key = value.item() if isinstance(value, Tensor | np.generic) else value
         if key not in self._register:
             if len(self._register) == self.n:
-                raise OutsideSpec(f"{key!r} would be category {self.n}, and there are {self.n}")
+                raise OutsideSpecError(
+                    f"{key!r} would be category {self.n}, but there are only {self.n} categories"
+                )
             self._register[key] = len(self._register)
         return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
 
@@ -635,7 +637,7 @@ class MultiOneHot(Encoded):
     ) -> None:
         flags(use_register=use_register)
         if use_register:
-            raise ValueError("use_register=True is for one category: take OneHot")
+            raise ValueError("use_register=True supports only one category per value: use OneHot")
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()

@@ -49,7 +49,7 @@ class NonTensor(TensorSpec):
         super().__init__(shape, space, device, dtype, "")
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
-            raise ValueError("batched and feature_dims say the same thing: pass one of them")
+            raise ValueError("batched and feature_dims mean the same: pass one of them")
         if batched is not None:
             flags(batched=batched)
         if feature_dims is not None:
@@ -126,7 +126,7 @@ class NonTensor(TensorSpec):
         """Return any valid value: there is no closest one.
 
         Raises:
-            OutsideSpec: it is not.
+            OutsideSpecError: it is not.
         """
         self.assert_is_in(value)
         return value

@@ -12,8 +12,7 @@ from torch import Tensor
 from flatroll.layout.checks import shown
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
-#: Stands for a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four such
-#: dims and a batch have fewer than 2**63 elements.
+#: An operation on the first k dims of a tensor.
 Operation: TypeAlias = Callable[[Any], Any]
 
 #: Size that represents a dim of any length (-1) in the frame of a spec: an unlikely prime, small enough that four
@@ -55,8 +54,8 @@ def frame_of(shape: torch.Size) -> Tensor:
     """Return an expanded scalar with these dims, ANY_LENGTH for -1; operations on it give the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
         raise ValueError(
-            f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which stands for -1 "
-            f"inside, got {tuple(shape)}"
+            f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which "
+            f"represents -1 internally, got {tuple(shape)}"
         )
     return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
 

@@ -36,7 +36,7 @@ _FIXED = {"shape", "dtype", "device"}  # set only once; shape operations and `to
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-class OutsideSpec(AssertionError, ValueError):
+class OutsideSpecError(AssertionError, ValueError):
     """A value is not in the domain of a spec."""
 
 
@@ -420,11 +420,11 @@ class TensorSpec(ABC):
         """Raise an error that names the first row that does not fit, what was expected and what came.
 
         Raises:
-            OutsideSpec: an AssertionError and a ValueError.
+            OutsideSpecError: an AssertionError and a ValueError.
         """
         problem = self.problem(value)
         if problem is not None:
-            raise OutsideSpec(f"value is not in the spec: {problem}")
+            raise OutsideSpecError(f"value is not in the spec: {problem}")
 
     def problem(self, value: object) -> str | None:
         """Say what is wrong with a value, or return None if it is in the domain."""
@@ -474,7 +474,7 @@ class TensorSpec(ABC):
             ignore_device: leave it where it is.
 
         Raises:
-            OutsideSpec: the value is outside, or would change in this dtype.
+            OutsideSpecError: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
         flags(ignore_device=ignore_device)
@@ -502,7 +502,7 @@ class TensorSpec(ABC):
         if changed is None:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
-            raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
+            raise OutsideSpecError(f"{_short(given)} cannot be written as {self.dtype} without changing it")
         return tensor
 
     def _fit_shape(self, tensor: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class AdaptiveKLController(KLControllerBase):
             if not rewards:
                 raise ValueError("kl_values is empty: do a rollout before the update")
             if n_steps is not None:
-                raise ValueError("n_steps belongs to kl=; kl_values has a length of its own")
+                raise ValueError("n_steps is only for kl=; with kl_values the number of values is used")
             n_steps, kl = len(rewards), -math.fsum(rewards) / len(rewards) / self.coef
         assert kl is not None
         kl = kl if isinstance(kl, float) else float(number("kl", kl))

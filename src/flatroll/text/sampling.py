@@ -158,8 +158,8 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
     refused = {name: value for name, value in unlike.items() if name in _REFUSED}
     if refused:
         raise ValueError(
-            f"generation_config has {_as_text(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
-            "max_new_tokens; repeat prompts to get several"
+            f"generation_config has {_as_text(refused)}: a rollout draws one text for each prompt, which ends "
+            "at EOS or after max_new_tokens; repeat prompts to draw several"
         )
     if config.max_new_tokens not in (None, max_new_tokens):
         raise ValueError(
@@ -168,8 +168,9 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
         )
     if unlike and not allow_off_policy:
         raise ValueError(
-            f"generation_config has {_as_text(unlike)}: tokens would come from another distribution than the model's, "
-            "whose log-probabilities a rollout has. Leave it out (top_k=0, top_p=1.0), or pass allow_off_policy=True"
+            f"generation_config has {_as_text(unlike)}: tokens would not be drawn from the model's own "
+            "distribution, whose log-probabilities a rollout records. Leave it out (top_k=0, top_p=1.0), or "
+            "pass allow_off_policy=True"
         )
 
 

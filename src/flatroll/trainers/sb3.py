@@ -87,7 +87,8 @@ class FlatVecEnv(VecEnv):
         options = self._options[0]
         if any(other != options for other in self._options):
             raise ValueError(
-                f"options must be the same for all envs, got {self._options}: a vector env has one"
+                f"options must be the same for all envs, got {self._options}: a vector env takes one dict of "
+                "options"
             )
         first = self._seeds[0]
         counted = first is not None and self._seeds == list(range(first, first + self.num_envs))
@@ -222,8 +223,8 @@ class FlatVecEnv(VecEnv):
     def _need_all(self, rows: list[int], what: str) -> None:
         if rows != list(range(self.num_envs)):
             raise ValueError(
-                f"{what} with indices={rows} needs envs that can be reached one by one, and "
-                f"{type(self._stream.source.env).__name__} is not such: leave indices out, or make it with "
+                f"{what} with indices={rows} needs access to single envs, which "
+                f"{type(self._stream.source.env).__name__} does not give: leave indices out, or make it with "
                 "vectorization_mode='sync'"
             )
 

@@ -166,8 +166,8 @@ class FlatReplayBuffer(ReplayBuffer):
     ) -> None:
         if optimize_memory_usage:
             raise ValueError(
-                "optimize_memory_usage=True is not needed: FlatReplayBuffer keeps each observation once already, and "
-                "the last ones of episodes, too, which SB3's option loses. Leave it out"
+                "optimize_memory_usage=True is not needed: FlatReplayBuffer already stores each observation "
+                "once, including the last ones of episodes, which SB3's option loses. Leave it out"
             )
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
@@ -252,8 +252,8 @@ class FlatReplayBuffer(ReplayBuffer):
         """
         if len(infos) != self.n_envs:
             raise ValueError(
-                f"the step is one of {len(infos)} envs, this buffer was made for n_envs={self.n_envs}: use it with a "
-                "model of as many"
+                f"the step has {len(infos)} envs, but this buffer was made for n_envs={self.n_envs}: use it "
+                "with a model that has as many"
             )
         step: dict[NestedKey, Any] = {}
         for key, entry in self._observations.items():
@@ -292,7 +292,8 @@ class FlatReplayBuffer(ReplayBuffer):
         return left
 
     def __repr__(self) -> str:
-        return f"FlatReplayBuffer({self.size()} of {self.buffer_size} steps of {self.n_envs} envs, flat={self.flat})"
+        rows, room = self.size() * self.n_envs, self.buffer_size * self.n_envs
+        return f"FlatReplayBuffer({rows} of {room} rows, {self.writer.waiting} waiting, flat={self.flat})"
 
     @override
     def reset(self) -> None:

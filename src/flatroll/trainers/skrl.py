@@ -37,7 +37,7 @@ def wrap_env(env: Any, **options: Any) -> Any:
     adapted = as_vector_env(env, autoreset="same_step", **options)
     stream = find_stream(adapted)
     if stream is not None and stream.capabilities.framework != "numpy":
-        raise ValueError(f"env must return NumPy arrays, and {type(env).__name__} returns torch tensors")
+        raise ValueError(f"env must return NumPy arrays, but {type(env).__name__} returns torch tensors")
     return wrap_adapted(adapted, wrapper="gymnasium", verbose=False)
 
 

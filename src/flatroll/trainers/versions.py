@@ -42,7 +42,7 @@ def require_version(distribution: str, at_least: str, below: str) -> None:
     >>> require_version("torch", "98", "99")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ImportError: torch>=98,<99 is supported, and version ... is installed
+    ImportError: torch>=98,<99 is supported, but version ... is installed
     """
     try:
         installed = version(distribution)
@@ -50,7 +50,7 @@ def require_version(distribution: str, at_least: str, below: str) -> None:
         return
     if not _release(at_least) <= _release(installed) < _release(below):
         raise ImportError(
-            f"{distribution}>={at_least},<{below} is supported, and version {installed} is installed"
+            f"{distribution}>={at_least},<{below} is supported, but version {installed} is installed"
         )
 
 

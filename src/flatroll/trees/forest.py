@@ -469,7 +469,7 @@ class NodeMap:
         if bool((states < 0).any()):
             raise KeyError(
                 f"{int((states < 0).sum())} of {states.numel()} observations are not states of the forest: "
-                "ask contains()"
+                "check with contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
         return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))

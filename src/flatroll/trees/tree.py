@@ -452,8 +452,8 @@ class Tree:
         """
         if backend != "matplotlib" or figure not in ("tree", "box") or info is not None:
             raise ValueError(
-                "plot draws with backend='matplotlib', as figure='tree' or 'box', and make_labels= says what labels "
-                f"tell (info=); got backend={backend!r}, figure={figure!r}, info={info!r}"
+                "plot supports backend='matplotlib' and figure='tree' or 'box', and takes make_labels= in "
+                f"place of info=; got backend={backend!r}, figure={figure!r}, info={info!r}"
             )
         try:
             from flatroll.trees.picture import draw

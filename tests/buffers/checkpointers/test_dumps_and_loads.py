@@ -512,7 +512,9 @@ def test_conversions_to_the_flat_form_are_hooks(form: str, compact: bool, tmp_pa
     buffer.dumps(tmp_path)
     other.loads(tmp_path)
     assert same(other[:], buffer[:])
-    with pytest.raises(ValueError, match=r"in another form: buffer.register_load_hook .* Flat2TED\(\)"):
+    with pytest.raises(
+        ValueError, match=r"changed the form of the rows: .* buffer.register_load_hook, .* Flat2TED\(\)"
+    ):
         made(LazyTensorStorage(CAPACITY, compact_obs=compact)).loads(tmp_path)
 
 

@@ -83,7 +83,7 @@ def later(file: Any, folder: Path) -> None:
         (external, "is a link"),
         (external_state, "is a link"),
         (circle, "another name"),
-        (raw_file, "lies in other files"),
+        (raw_file, "is stored in other files"),
         (huge, "claims 400000000000 bytes"),
         (deep, "more than 64 groups"),
         (text, "must hold numbers"),

@@ -788,7 +788,7 @@ def test_versions_with_fewer_rows_and_files_of_another_form_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "publish", later)
         buffer.dumps(tmp_path / "fewer", sync=False)
-    with pytest.raises(ValueError, match=r"it counts the rows 0 \.\.\. 19, and has 1 \.\.\. 19"):
+    with pytest.raises(ValueError, match=r"it counts the rows 0 \.\.\. 19, but has 1 \.\.\. 19"):
         buffer.loads(tmp_path / "fewer")
     with monkeypatch.context() as patch:
         patch.setattr(FrameForm, "encode", lambda form, x: Ragged(x[:, -1], torch.ones(len(x)).long()))
@@ -796,7 +796,7 @@ def test_versions_with_fewer_rows_and_files_of_another_form_are_refused(
         other = opened(tmp_path / "other", frame_stack={"observation": 4})
         other.extend(batch(0, 20))
         other.dumps(tmp_path / "form", sync=False)
-    with pytest.raises(ValueError, match="the first row of a file has no whole stack"):
+    with pytest.raises(ValueError, match="the first row of a file has no complete stack"):
         buffer.loads(tmp_path / "form")
     buffer.extend(batch(20, 4))
     assert rows_in(buffer) == list(range(24))

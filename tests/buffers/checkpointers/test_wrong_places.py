@@ -243,7 +243,7 @@ def test_folders_of_something_else_say_what_they_are(tmp_path: Path) -> None:
         written = made(kind)
         written.extend(batch(0, 9))
         written.dumps(tmp_path / kind.__name__)
-        with pytest.raises(ValueError, match=r"written by a \w+Checkpointer: make that the storage's"):
+        with pytest.raises(ValueError, match=r"written by a \w+Checkpointer: set it as the storage's"):
             made().loads(tmp_path / kind.__name__)
         written.storage.checkpointer = TensorStorageCheckpointer()
         written.extend(batch(9, 1))

@@ -24,7 +24,7 @@ from flatroll.buffers import (
     BufferHandle,
     LazyMemmapStorage,
     LazyTensorStorage,
-    OwnerGone,
+    OwnerGoneError,
     ReplayBuffer,
     SliceSampler,
 )
@@ -280,7 +280,7 @@ def test_a_window_of_more_rows_than_its_slot_is_refused(served: tuple[ReplayBuff
 
 def test_only_what_handles_have_can_be_asked_for(served: tuple[ReplayBuffer, BufferHandle]) -> None:
     _, handle = served
-    with pytest.raises(ValueError, match=r"a handle can ask for .*, not for '__class__'"):
+    with pytest.raises(ValueError, match=r"a handle can call .*, not '__class__'"):
         handle._call("__class__")
 
 
@@ -371,7 +371,7 @@ def test_the_end_of_the_owner_is_told_at_once() -> None:
             assert len(ends) == 1
             for _ in range(2):
                 with pytest.raises(
-                    OwnerGone, match=r"its process has ended, or the buffer was deleted there"
+                    OwnerGoneError, match=r"its process has ended, or the buffer was deleted there"
                 ):
                     handle.extend(rows(1.0))
         finally:
@@ -389,7 +389,7 @@ def test_the_owner_ends_with_its_buffer() -> None:
     del buffer
     assert not owner.thread.is_alive()
     for handle in (here, used, unused):
-        with pytest.raises(OwnerGone, match="Keep the buffer, on which handle"):
+        with pytest.raises(OwnerGoneError, match="Keep the buffer, on which handle"):
             len(handle)
 
 
@@ -455,7 +455,7 @@ if not child:
             handle.extend(torch.zeros(8, 10_000))
             time.sleep(0.005)
         except RuntimeError as error:
-            os._exit(5 if type(error).__name__ == "OwnerGone" else 6)
+            os._exit(5 if type(error).__name__ == "OwnerGoneError" else 6)
 while not len(buffer):
     time.sleep(0.01)
 print(child)

@@ -1,5 +1,6 @@
 """Arguments and methods that scripts written for TorchRL's samplers use."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,19 @@ def test_schedulers_change_a_number_of_a_sampler() -> None:
     both = SchedulerList(LambdaScheduler(sampler, "beta", lambda n: n + 1.0))
     both.append(LinearScheduler(sampler, "alpha", 0.1, num_steps=1))
     assert betas(both, sampler, 2) == [0.2, 0.3] and sampler.alpha == 0.1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_value": math.inf}, "min_value must be below inf"),
+        ({"max_value": -math.inf}, "max_value must be above -inf"),
+        ({"min_value": 3, "max_value": 2}, "min_value must be at most max_value, got 3 and 2"),
+    ],
+)
+def test_bounds_that_leave_no_value_are_refused(bounds: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepScheduler(PrioritizedSampler(10, alpha=0.7, beta=0.6), "beta", **bounds)
 
 
 def test_a_scheduler_goes_on_from_its_state_and_keeps_tensors() -> None:

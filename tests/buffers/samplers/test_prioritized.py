@@ -579,7 +579,7 @@ def test_bad_updates_change_nothing(index: Any, priority: Any, error: type[Excep
 
 def test_bad_generations() -> None:
     buffer = buffer_of(PrioritizedSampler(10, 1.0, 1.0))
-    with pytest.raises(ValueError, match="generation must have 2 entries, as index, got 1"):
+    with pytest.raises(ValueError, match="generation must have 2 entries, like index, got 1"):
         buffer.update_priority(torch.arange(2), 1.0, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"generation must be integers, got torch.float32"):
         buffer.update_priority(torch.arange(2), 1.0, torch.zeros(2))

@@ -111,7 +111,7 @@ def test_what_a_compact_storage_reads_twice_cannot_be_set() -> None:
     assert torch.equal(buffer.storage[:]["next", "observation"], at[1:])
     with pytest.raises(ValueError, match="cannot be changed in place"):
         buffer.storage[1] = TensorDict({"observation": torch.tensor([9.0])})
-    with pytest.raises(RuntimeError, match="written by a ReplayBuffer"):
+    with pytest.raises(RuntimeError, match="written only by a ReplayBuffer"):
         LazyTensorStorage(5, compact_obs=True).set(range(3), batch)
 
 

@@ -438,7 +438,7 @@ def test_bad_arguments_are_refused() -> None:
     ):
         LazyMemmapStorage(10, device="cuda:0")
     with pytest.raises(
-        ValueError, match=r"codec=\{'observation': 'zstd'\} is not for files: use LazyTensorStorage"
+        ValueError, match=r"codec=\{'observation': 'zstd'\} is not supported for files: use LazyTensorStorage"
     ):
         LazyMemmapStorage(10, codec={"observation": "zstd"})
     with pytest.raises(ValueError, match="max_size must be an integer of at least 1, got 0"):

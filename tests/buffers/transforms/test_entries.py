@@ -72,9 +72,12 @@ def test_inv_renames_what_is_stored_and_leaves_the_batch_alone() -> None:
     [
         ((["a"], ["b", "c"]), r"in_keys=\['a'\] and out_keys=\['b', 'c'\] must be of equal length"),
         ((["a"], ["b"], ["c"], []), r"in_keys_inv=.* and out_keys_inv=.* must be of equal length"),
-        ((["a", "b"], ["c", "c"]), "a key comes twice"),
-        ((["a", "a"], ["c", "d"]), "a key comes twice"),
-        ((["a", "b"], ["b", "a"]), "is an old and a new name, and the order is unclear: use two transforms"),
+        ((["a", "b"], ["c", "c"]), "a key occurs twice"),
+        ((["a", "a"], ["c", "d"]), "a key occurs twice"),
+        (
+            (["a", "b"], ["b", "a"]),
+            "is both an old and a new name, so the order is ambiguous: use two transforms",
+        ),
         ((("a", "b"), ["c"]), r"in_keys=\('a', 'b'\) may mean one nested key or 2 keys"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_buffer_that_nobody_has_leaves_no_folder() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        (fields(0), TypeError, r"must be a list of them, got one dict"),
+        (fields(0), TypeError, r"must be a list of trajectories, got one dict"),
         ([{"x": torch.zeros(2, 3).to_sparse()}], TypeError, "dense tensor"),
         ([{0: torch.zeros(2, 3)}], TypeError, "names of fields must be strings, got 0"),
         (
@@ -199,7 +199,7 @@ def test_lanes_of_a_trajectory_follow_each_other() -> None:
     assert rows is not None
     check_marks(rows, records, 0)
     rows[LANE][4:] += 1
-    with pytest.raises(ValueError, match="not those of the trajectories"):
+    with pytest.raises(ValueError, match="do not match the recorded trajectories"):
         check_marks(rows, records, 0)
 
 
@@ -215,7 +215,7 @@ def test_a_load_keeps_what_has_room(saved: Path, tmp_path: Path) -> None:
     assert buffer.trajectory_ids == [4, 5]
     buffer.close()
     small = made(0, tmp_path / "small", max_size=5)
-    with pytest.raises(ValueError, match="has 12 rows, max_size is 5"):
+    with pytest.raises(ValueError, match="has 12 rows, more than max_size=5"):
         small.load_checkpoint(saved)
     assert not (tmp_path / "small" / "loading").exists()  # the next run would go on with it
     small.close()
@@ -422,7 +422,7 @@ def test_ranks_of_another_run_and_made_up_ones(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         loaded(path)
     shutil.copytree(tmp_path / "other" / "rank-1-of-2", path / "rank-1-of-2")
-    with pytest.raises(ValueError, match="is of another run"):
+    with pytest.raises(ValueError, match="belongs to another run"):
         loaded(path)
     shutil.rmtree(path / "rank-1-of-2")
     (path / "rank-1-of-2").symlink_to(tmp_path / "kept")

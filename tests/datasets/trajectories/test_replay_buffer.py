@@ -173,7 +173,7 @@ def test_the_buffer_of_the_rows_refuses_changes(make: Any, tmp_path: Path) -> No
         (lambda: inner.load_state_dict({}), "load_checkpoint"),
     ]
     for change, way_out in changes:
-        with pytest.raises(RuntimeError, match=f"trajectories without .*: call its {way_out}"):
+        with pytest.raises(RuntimeError, match=f"without updating the trajectories .*: call its {way_out}"):
             change()
     check(buffer.sample(50))
     assert buffer.total_samples == len(inner) == 2 * T * B

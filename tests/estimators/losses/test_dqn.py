@@ -481,7 +481,7 @@ def test_estimators_by_name_and_class(kinds: list[Any], gamma: float, lmbda: flo
     [
         ({"value_type": "sarsa"}, ValueError, "value_type must be 'td0', .*, got 'sarsa'"),
         ({"value_type": DQNLoss}, ValueError, "a name in ValueEstimators or one of its classes, got <class"),
-        ({"value_type": "VTrace"}, ValueError, "DQNLoss learns values of actions: take 'td0', 'td1' or"),
+        ({"value_type": "VTrace"}, ValueError, "DQNLoss learns action values: use 'td0', 'td1' or"),
         ({"gamma": 1.5}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
         ({"value_type": "td_lambda", "lmbda": -1}, ValueError, r"lmbda must lie in \[0, 1\], got -1"),
         ({"lmbda": 0.5}, TypeError, "td0 takes gamma, got lmbda"),

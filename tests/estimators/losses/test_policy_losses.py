@@ -246,7 +246,7 @@ def test_an_estimator_needs_a_critic_and_known_arguments() -> None:
         A2CLoss(actor).make_value_estimator()
     with pytest.raises(ValueError, match=r"value_type must be .*'gae'.*, got 'sarsa'"):
         A2CLoss(actor, critic).make_value_estimator("sarsa")
-    with pytest.raises(ValueError, match="this GAE has its arguments, got gamma, too"):
+    with pytest.raises(ValueError, match="this GAE already has its arguments: leave out gamma"):
         A2CLoss(actor).make_value_estimator(GAE(gamma=0.9, lmbda=0.9, value_network=critic), gamma=0.9)
     with pytest.raises(ValueError, match=re.escape("gamma must lie in [0, 1], got 2")):
         A2CLoss(actor, critic).make_value_estimator(gamma=2.0)
@@ -337,7 +337,7 @@ class TestPenalty:
     [
         ({"burn_in": -1}, ValueError, "burn_in must be an integer of at least 0, got -1"),
         ({"burn_in": 1.5}, ValueError, "burn_in must be an integer of at least 0, got 1.5"),
-        ({"clip_value": True}, ValueError, "clip_value=True takes the clip_epsilon of ClipPPOLoss"),
+        ({"clip_value": True}, ValueError, "clip_value=True uses the clip_epsilon of ClipPPOLoss"),
         ({"entropy_coef": 0.1}, TypeError, "unexpected keyword argument 'entropy_coef'"),
     ],
 )

@@ -381,12 +381,12 @@ class TestCoefficients:
         expected = ClipPPOLoss(*networks(), clip_epsilon=(0.1, 2.0))
         torch.testing.assert_close(loss(batch), expected(batch))
         with pytest.raises(
-            AttributeError, match="has clip_epsilon_low and clip_epsilon_high, no clip_epsilon"
+            AttributeError, match="has clip_epsilon_low and clip_epsilon_high, but no clip_epsilon"
         ):
             loss.clip_epsilon = 0.1
         with pytest.raises(ValueError, match="clip_epsilon_low must be above 0, and below 1"):
             loss.clip_epsilon_low = 1.0
-        with pytest.raises(ValueError, match="of length 2"):
+        with pytest.raises(ValueError, match="a pair of numbers"):
             ClipPPOLoss(*networks(), clip_epsilon=(0.1, 0.2, 0.3))
 
     @pytest.mark.parametrize("kind", [PPOLoss, A2CLoss, ReinforceLoss])

@@ -725,7 +725,7 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
         (
             lambda: KINDS["gae"](norm_critic(), shifted_budget=2),
             ValueError,
-            "shifted_budget=2 says how long the",
+            "shifted_budget=2 sets the length of the",
         ),
         (lambda: KINDS["gae"](norm_critic(), budget=2), TypeError, "unexpected keyword argument 'budget'"),
         (lambda: KINDS["gae"](norm_critic(), gamma="0.9"), TypeError, "gamma must be a number"),

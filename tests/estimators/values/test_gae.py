@@ -264,7 +264,7 @@ def test_bad_batch(name: str, mixed: TensorDict, critic: TensorDictModule) -> No
         (
             {"num_chunks": 2, "num_chunk": 3},
             ValueError,
-            "num_chunk is another name of num_chunks, got 3 and 2",
+            "num_chunk is another name for num_chunks, got 3 and 2",
         ),
         ({"bootstrap_missing": "zero"}, ValueError, "bootstrap_missing must be 'error', 'current' or 'mask'"),
         ({"value_network": nn.Linear(3, 1)}, TypeError, "value_network must be a tensordict module, e.g."),

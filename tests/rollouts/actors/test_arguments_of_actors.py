@@ -47,7 +47,7 @@ WRONG = [
     (
         {"on_failure": "drop", "workers_per_actor": 2},
         ValueError,
-        "needs workers_per_actor=1, got 2: the workers of",
+        "needs workers_per_actor=1, got 2: an actor cannot take over",
     ),
     ({"interruptor": threading.Event()}, TypeError, "interruptor works only in the process that collects"),
     ({"remote_configs": [{}, {}]}, ValueError, "remote_configs has 2 entries for 1 collectors"),
@@ -83,7 +83,7 @@ def test_a_window_that_is_larger_than_its_spec_says_is_measured_when_it_comes():
     store = 2 * 6 * 200
     actors = RayCollector(make_env, always_four, frames_per_batch=6, postproc=widened, calls=FakeRay(store))
     with pytest.raises(
-        MemoryError, match=r"object store, which has 2,400: take a smaller frames_per_batch, .*store"
+        MemoryError, match=r"object store, which has 2,400: use a smaller frames_per_batch, .*store"
     ):
         next(actors)
 

@@ -105,6 +105,18 @@ def test_saved_and_loaded() -> None:
     assert resumed.frames == 50 and not seen & set(batch["collector", "traj_ids"].tolist())
 
 
+def test_a_pool_warns_of_one_seed_and_not_after_a_load() -> None:
+    pool, text = ScriptedPool(5, 2), "envpool takes its seed when it is created"
+    made = collector(pool, seed=0)
+    with pytest.warns(UserWarning, match=text + r".*reset\(seed=0\)"):
+        next(made)
+    again = collector(pool, seed=1)  # the same pool
+    next(again)
+    resumed = collector(ScriptedPool(5, 2), seed=0)
+    resumed.load_state_dict(made.state_dict())
+    next(resumed)
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_buffer_takes_whole_trajectories(compact: bool) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=16)
@@ -155,7 +167,7 @@ def test_after_an_interrupt_in_the_pool_nobody_knows_which_envs_are_under_way(ca
         next(made)
     delattr(pool, call)
     for again in (made, collector(pool)):
-        with pytest.raises(RuntimeError, match="not known which envs are under way: make a new pool"):
+        with pytest.raises(RuntimeError, match="unknown which envs are stepping: create a new pool"):
             next(again)
 
 
@@ -163,17 +175,17 @@ def test_recv_with_nothing_under_way_and_a_second_reset() -> None:
     pool = ScriptedPool(4, 3)
     source = as_vector_env(pool).source  # type: ignore[attr-defined]
     assert isinstance(source, AsyncPoolSource)
-    with pytest.raises(RuntimeError, match="gives 3 rows, and 0 are under way"):
+    with pytest.raises(RuntimeError, match="returns 3 rows, but the number of stepping envs is 0"):
         source.receive()
     source.led = True
     source.reset(None, None)
     assert len(source.ids) == 3
-    with pytest.raises(RuntimeError, match="gives 3 rows, and 1 are under way"):
+    with pytest.raises(RuntimeError, match="returns 3 rows, but the number of stepping envs is 1"):
         source.receive()
     for _ in range(3):
         source.reset(None, None)  # the pool refuses one of envs at work
         source.send(np.zeros(3, np.int64))
-        with pytest.raises(RuntimeError, match="under way already"):
+        with pytest.raises(RuntimeError, match="stepping already"):
             source.send(np.zeros(3, np.int64))
     with pytest.raises(ValueError, match="takes no reset options"):
         source.reset(None, {"a": 1})
@@ -295,7 +307,7 @@ def four() -> Any:
         (
             lambda: collector(four(), remember),
             ValueError,
-            "with an envpool in async mode it is called for some",
+            "with an envpool in async mode it is called for only some",
         ),
         (lambda: next(collector(four(), lambda obs: zeros(obs)[:1])), ValueError, r"must have shape \(2,\)"),
     ],

@@ -53,7 +53,7 @@ class Flipped(gym.vector.VectorActionWrapper):
 @pytest.mark.parametrize(
     ("env", "policy", "kind", "text"),
     [
-        (lambda: Part(), by_place, ValueError, "divides a gymnasium.vector.AsyncVectorEnv, and Part is none"),
+        (lambda: Part(), by_place, ValueError, "can divide only a gymnasium.vector.AsyncVectorEnv, got Part"),
         (
             lambda: parts(0, 2, 3),
             by_place,
@@ -120,7 +120,7 @@ def test_a_list_without_splits_says_how() -> None:
 def test_ids_given_before_are_not_repeated() -> None:
     pool = [TrajId(env) for env in parts(0, 2)]
     pool[1].reset()
-    with pytest.raises(ValueError, match="has given ids already"):
+    with pytest.raises(ValueError, match="has already assigned ids"):
         collector(pool)
 
 

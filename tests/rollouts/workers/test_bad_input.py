@@ -25,13 +25,14 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("env", "options", "error", "message"),
     [
-        (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than a row"),
+        (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than one row"),
+        (Seeded, {"storing_device": "xpu"}, ValueError, "storing_device='xpu' cannot be used here: "),
         (Seeded, {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, got 0"),
         (Seeded, {"num_workers": 2.0}, ValueError, "num_workers must be an integer of at least 1, got 2.0"),
         ([Seeded], {"num_workers": 2}, ValueError, "num_workers must be the number of functions, 1, got 2"),
         ([], {}, ValueError, "a function or a list of functions, got an empty list"),
         (Seeded(), {}, TypeError, "create_env_fn must be a function that makes an env, since each"),
-        (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's, workers take"),
+        (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's arguments, workers accept"),
         (Seeded, {"interruptor": LOCK}, TypeError, "use preemptive_threshold, pause"),
         (Seeded, {"policy": partial(print, file=LOCK)}, TypeError, "^policy cannot be sent to a process"),
         (Seeded, {"postproc": partial(print, file=LOCK)}, TypeError, "^postproc cannot be sent to a process"),
@@ -45,7 +46,7 @@ LOCK = threading.Lock()
         (Seeded, {"seed": "a"}, ValueError, "seed must be an integer of at least 0, or None, got 'a'"),
         (Seeded, {"writer": 2**23 - 1, "num_workers": 2}, ValueError, "writer"),
         (Seeded, {"writer": 1, "track_traj_ids": False}, ValueError, "writer=1 needs track_traj_ids=True"),
-        (Seeded, {"trajs_per_batch": 1, "num_workers": 2}, ValueError, "trajs_per_batch=1 is less than a traj"),
+        (Seeded, {"trajs_per_batch": 1, "num_workers": 2}, ValueError, "trajs_per_batch=1 is less than one traj"),
         (Seeded, {"trajs_per_batch": 1, "track_traj_ids": False}, ValueError, "trajs_per_batch needs"),
         (Seeded, {"preemptive_threshold": 2}, ValueError, r"a share of the workers in \(0, 1\], got 2"),
         (Seeded, {"preemptive_threshold": "half"}, ValueError, r"a share of the workers in \(0, 1\], got 'half'"),
@@ -66,7 +67,7 @@ LOCK = threading.Lock()
         (Seeded, {"postproc": lambda batch: batch.sum()}, TypeError, "a tensordict with a first dimension"),
         (Seeded, {"postproc": lambda batch: batch.set("text", ["a"] * 10)}, TypeError, "column 'text' is not a tensor"),
         ([Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)], {}, ValueError,
-         r"the same columns: of 'observation', worker 0 gives torch.float32 \[3\] and worker 1 torch.float64 \[3\]"),
+         r"the same columns: 'observation' of worker 0 is torch.float32 \[3\], of worker 1 torch.float64 \[3\]"),
     ],
 )  # fmt: skip
 def test_refusals(env: Any, options: dict[str, Any], error: Any, message: str, nursery: Nursery) -> None:
@@ -83,7 +84,7 @@ def test_batches_of_one_worker_each_have_the_same_columns_too(nursery: Nursery) 
     envs = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), np.float64)]
     collector = MultiAsyncCollector(envs, frames_per_batch=10, nursery=nursery)
     with (
-        pytest.raises(ValueError, match=r"same columns: of 'observation', worker \d gives torch.float"),
+        pytest.raises(ValueError, match=r"same columns: 'observation' of worker \d is torch.float"),
         collector,
     ):
         while True:

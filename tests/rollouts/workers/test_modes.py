@@ -1,6 +1,7 @@
 """How batches are made of windows: whole trajectories, stacks, pads, early ends, buffers, weights, lag."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncColl
 from flatroll.rollouts.workers.actors import Actor
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Filled
-from flatroll.rollouts.workers.processes import Process
+from flatroll.rollouts.workers.processes import Process, Processes
 from flatroll.rollouts.workers.transport import Note
 from flatroll.rollouts.workers.worker import Signals, Watch
 from flatroll.sharing import Nursery, SharedWeights
@@ -429,3 +430,35 @@ def test_a_bar_over_all_workers(nursery: Nursery, capsys: pytest.CaptureFixture[
             list(collector)
         text = capsys.readouterr().err
         assert "40.0/40.0" in text and "return=" in text and "steps/s" in text
+
+
+@PROCESSES
+def test_an_owner_reads_and_waits_once_for_all_windows_that_have_come(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One system call reads a worker's announcements; nothing is read, and nobody waited for, while some are left."""
+    calls: dict[str, int] = {"read": 0, "wait": 0}
+    receive, wait = socket.recv_fds, Processes.wait
+
+    def count(name: str, call: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments)
+
+        return counted
+
+    with MultiAsyncCollector(Seeded, num_workers=4, frames_per_batch=5, nursery=nursery) as collector:
+        gatherer: Any = collector._supply.gatherer
+        next(collector)
+        while len(gatherer.queue) < 4 * 2:  # all slots are full
+            for event in gatherer.team.events(gatherer.team.members):
+                gatherer.take(event)
+        monkeypatch.setattr(socket, "recv_fds", count("read", receive))
+        monkeypatch.setattr(Processes, "wait", count("wait", wait))
+        for _ in range(8):
+            next(collector)
+        assert calls == {"read": 0, "wait": 0}
+        for _ in range(60):
+            next(collector)
+        # An announcement may come in a read of its own, never in more; a few reads find the end of what was known.
+        assert 0 < calls["wait"] <= 62 and 0 < calls["read"] <= 68

@@ -159,6 +159,8 @@ class Told:
     def has_news(self) -> bool:
         return bool(self.messages)
 
+    has_unread = has_news
+
     def receive(self) -> tuple[str, Any]:
         return self.messages.pop(0)
 

@@ -179,7 +179,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         game, _, run = self.dataset_id.partition("/")
         if not game.isalnum() or run not in ("1", "2", "3", "4", "5"):
             raise ValueError(
-                f"dataset_id must be a game and a run from 1 to 5, 'Pong/5', got {self.dataset_id!r}"
+                f"dataset_id must be a game and a run from 1 to 5, such as 'Pong/5', got {self.dataset_id!r}"
             )
 
     @override

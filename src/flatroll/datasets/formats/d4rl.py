@@ -125,8 +125,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         if direct_download is False and not from_env:
             raise ValueError(
-                "direct_download=False would take d4rl.qlearning_dataset, whose rows do not say where episodes were "
-                "cut: pass from_env=True, or leave it out"
+                "direct_download=False would use d4rl.qlearning_dataset, whose rows do not say where episodes "
+                "were cut: pass from_env=True, or leave it out"
             )
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
@@ -171,7 +171,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         env = source if hasattr(source, "get_dataset") else getattr(source, "unwrapped", source)
         if not hasattr(env, "get_dataset"):
             raise TypeError(
-                "from_env=True takes an env of D4RL, with get_dataset(), or the arrays that it returns, got "
+                "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "
                 f"{type(source).__name__}"
             )
         return [env.get_dataset()]

@@ -94,7 +94,7 @@ class _Member(tarfile.TarInfo):
         named = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
         if self.type in (*named, tarfile.SOLARIS_XHDTYPE) and self.size > _LONGEST_NAME:
             raise ValueError(
-                f"{archive.name}: a name of {self.size} bytes is claimed, it has {_LONGEST_NAME} at most"
+                f"{archive.name}: claims a name of {self.size} bytes, at most {_LONGEST_NAME} are allowed"
             )
         return super()._proc_member(archive)  # type: ignore[misc]
 
@@ -178,7 +178,8 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
         far = isinstance(argument, int) and "PUT" in step.name and argument > _MOST_STEPS
         if number == _MOST_STEPS or far or _STEPS.fullmatch(step.name) is None:
             raise pickle.UnpicklingError(
-                f"{name}: {step.name} at step {number} is not part of a dict of arrays: nothing was run"
+                f"{name}: opcode {step.name} at step {number} does not belong to a dict of arrays: nothing was "
+                "executed"
             )
     stream.seek(begin)
 
@@ -208,7 +209,7 @@ class _Kind:
 
     def __init__(self, kind: Any, *_: Any) -> None:
         if not isinstance(kind, str) or re.fullmatch("[biufc][0-9]{1,2}|O8?", kind) is None:
-            raise pickle.UnpicklingError(f"arrays of {kind!r} are in the pickle, expected numbers")
+            raise pickle.UnpicklingError(f"the pickle has arrays of {kind!r}, expected numbers")
         self.dtype = np.dtype(kind)
 
     def __setstate__(self, state: Any) -> None:
@@ -239,7 +240,7 @@ class _ArraysOnly(pickle.Unpickler):
             return _Function(_Kind)
         if (module, name) == ("_codecs", "encode"):  # bytes objects in pickles of protocols 0 to 2
             return _Function(_encode)
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of NumPy arrays: it was not run")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong to NumPy arrays: it was not executed")
 
 
 class _Function:
@@ -257,7 +258,9 @@ class _Function:
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if encoding != "latin1" or not isinstance(text, str):
-        raise pickle.UnpicklingError(f"no bytes of an array: {encoding!r}")
+        raise pickle.UnpicklingError(
+            f"the pickle encodes text as {encoding!r}, expected the bytes of an array in 'latin1'"
+        )
     return text.encode("latin1")
 
 

@@ -31,7 +31,7 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
     h5py = optional_package("h5py", "h5", "export")
     if source.read(torch.arange(1)).get(FIRST_ROWS, None) is not None:
         raise ValueError(
-            f"entry {FIRST_ROWS!r} has the name that the file gives to first rows: rename it first"
+            f"entry {FIRST_ROWS!r} has the name that the file uses for first rows: rename the entry first"
         )
     starts = first_rows(source)
     with SteadyFile(path) as raw, h5py.File(raw, "w") as file:

@@ -207,8 +207,8 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
     missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
     if missing:
         raise ValueError(
-            f"next observations of {missing} are not in the batch: put a compact batch into a buffer with "
-            "compact_obs=True, with its final=, and export that"
+            f"next observations of {missing} are not in the batch: extend a buffer that has compact_obs=True "
+            "with the compact batch and its final=, and export the buffer"
         )
     return fields
 
@@ -358,10 +358,10 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     info = _read_json(root / "meta/info.json")
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if not str(version).startswith("v3"):
-        raise ValueError(f"{root} is LeRobot {version}, not v3: convert it by LeRobot first")
+        raise ValueError(f"{root} is LeRobot {version}, not v3: convert it with LeRobot first")
     features = _check_features(info.get("features"), root / "meta/info.json")
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
-        raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
+        raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
     ours = (root / RECORD).is_file()
     fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
     last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
@@ -386,14 +386,14 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
 def _read_json(path: Path) -> Any:
     with damage_in(path):
         if (size := path.stat().st_size) > _MOST_JSON:
-            raise ValueError(f"{size} bytes, more than {_MOST_JSON}: it describes no columns")
+            raise ValueError(f"{size} bytes, more than {_MOST_JSON}: this is not a description of columns")
         return json.loads(path.read_text())
 
 
 def _check_features(features: object, path: Path) -> dict[str, Any]:
     """Return the columns' description in ``meta/info.json`` after checking its form."""
     if not isinstance(features, dict):
-        raise ValueError(f"{path} does not say which columns there are ('features')")
+        raise ValueError(f"{path} does not list its columns ('features')")
     for name, about in features.items():
         shape = about.get("shape") if isinstance(about, dict) else None
         if (
@@ -512,7 +512,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
 
 def _column(table: Any, field: dict[str, Any]) -> Any:
     if field["column"] not in table.column_names:
-        raise ValueError(f"the frames have no column {field['column']!r}, but {table.column_names}")
+        raise ValueError(f"the frames have no column {field['column']!r}; they have {table.column_names}")
     return table[field["column"]]
 
 
@@ -525,7 +525,9 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
         if field["next"]:
             now, final = columns[_root_of(field)], finals.get(_root_of(field))
             if final is None or final.shape != (1, *now.shape[1:]):
-                raise ValueError(f"{LAST} does not fit: it has no last {_root_of(field)} of episode {number}")
+                raise ValueError(
+                    f"{LAST} does not match: it lacks the last {_root_of(field)} of episode {number}"
+                )
             columns[field["key"]] = np.concatenate([now[1:], final])
             continue
         shape = field["shape"]

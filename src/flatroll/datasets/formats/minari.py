@@ -65,7 +65,7 @@ def write_minari(
     observations, actions = _observations(first), _actions(first)
     if grouped := [name for name in to_numpy(first) if "/" in name]:
         raise ValueError(
-            f"entry {grouped[0]!r} has '/' in its name: rename it, it would be a group of Minari's files"
+            f"entry {grouped[0]!r} has '/' in its name, which separates groups in Minari's files: rename it"
         )
     if observation_space is None:
         root = () if isinstance(observations, dict) else (OBSERVATION,)
@@ -100,7 +100,7 @@ def write_minari(
             single: dict[str, Array] = {}
             for name, place in _SINGLE.items():
                 if name not in columns:
-                    raise ValueError(f"a Minari episode needs {name}: it is not in the batch")
+                    raise ValueError(f"a Minari episode needs {name}, which the batch lacks")
                 if columns[name].size != len(columns[name]):
                     raise ValueError(
                         f"{name} must be one number per row, got {list(columns[name].shape[1:])}"
@@ -125,8 +125,8 @@ def _observations(rows: TensorDictBase) -> Any:
         following = columns.get(f"{NEXT}.{name}")
         if following is None:
             raise ValueError(
-                f"next.{name} is not in the batch: put a compact batch into a buffer with compact_obs=True, with its "
-                "final=, and export that"
+                f"next.{name} is not in the batch: extend a buffer that has compact_obs=True with the compact "
+                "batch and its final=, and export the buffer"
             )
         check_follows(name, columns[name], following)
         whole[name] = np.concatenate([columns[name], following[-1:]])
@@ -213,7 +213,8 @@ def read_minari_columns(
     if record is not None:
         if rename:
             raise ValueError(
-                "rename is only for sets from other sources: export wrote this one, under the names of its columns"
+                "rename is only for data sets from other sources: this one was written by export, which keeps "
+                "the names of columns"
             )
         yield from (_restore_episode(episode, record) for episode in data.iterate_episodes())
         return
@@ -264,8 +265,8 @@ def _columns_of(episode: "EpisodeData", infos: bool, rename: Mapping[str, str]) 
     for root, name in zip(roots, new, strict=True):
         if name.partition(".")[0] in taken or new.count(name) > 1:
             raise ValueError(
-                f"the observation's entry {root!r} cannot be the column {name!r}, which is another's name: pass "
-                f"rename={{{root!r}: 'observed_{root}'}}"
+                f"the observation's entry {root!r} cannot become the column {name!r}, because that name is "
+                f"taken: pass rename={{{root!r}: 'observed_{root}'}}"
             )
     leaves = {}
     for name, array in seen.items():
@@ -339,8 +340,9 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         minari = optional_package("minari", "minari", type(self).__name__)
         if self._local and self.dataset_id not in minari.list_local_datasets():
             raise FileNotFoundError(
-                f"Minari has no set {self.dataset_id!r} here, but {sorted(minari.list_local_datasets()) or 'none'}: "
-                "MINARI_DATASETS_PATH names its folder, and without load_from_local_minari=True it is downloaded"
+                f"Minari has no set {self.dataset_id!r} here, but "
+                f"{sorted(minari.list_local_datasets()) or 'none'}: set MINARI_DATASETS_PATH to its folder, or "
+                "leave out load_from_local_minari=True to download it"
             )
         try:
             return minari.load_dataset(self.dataset_id, download=not self._local)

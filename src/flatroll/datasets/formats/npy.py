@@ -41,7 +41,9 @@ class ArrayStream:
         if self.dtype.kind not in "biufc":
             raise TypeError(f"{name} must hold numbers or bools, got {self.dtype}")
         if not shape or (fortran and len(shape) > 1):
-            raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
+            raise ValueError(
+                f"{name} must store rows one after another (C order), got shape {shape}, fortran={fortran!r}"
+            )
         self.shape, self.rows = shape, next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         # Empty rows take no bytes in the file, but one value per row is allocated later.

@@ -84,13 +84,13 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     """The rewards of all steps but the last; None if these have none."""
     found = [step["reward"] for step in steps[:-1] if "reward" in step]
     if len(found) not in (0, len(steps) - 1):
-        raise ValueError(f"episode {number} has {len(found)} rewards of {len(steps) - 1} actions")
+        raise ValueError(f"episode {number} has {len(found)} rewards for {len(steps) - 1} actions")
     # Python numbers do not tell the file's dtype.
     rewards = np.asarray(found, None if found and hasattr(found[0], "dtype") else np.float32)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
-            "an episode has a reward at its last step alone, which RLDS gives to no action, so that it is left out: "
-            "shift the rewards one step earlier",
+            "an episode has a reward only at its last step, where RLDS has no action, so that reward is "
+            "dropped: shift the rewards one step earlier",
             UserWarning,
             stacklevel=3,
         )
@@ -109,7 +109,7 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
             continue
         arrays = [np.asarray(value) for value in values]
         if len(arrays) != len(steps) or len({(array.shape, array.dtype) for array in arrays}) > 1:
-            raise ValueError(f"episode {number}: {place!r} is not of one shape and dtype in all its steps")
+            raise ValueError(f"episode {number}: {place!r} must have the same shape and dtype in all steps")
         if arrays[0].dtype.kind in "biufc":
             columns[place] = np.stack(arrays)
     return columns
@@ -432,8 +432,8 @@ class EpisodeStream:
         rows = len(episode)
         if rows < length and self.strict_length and self.pad is None:
             raise ValueError(
-                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, slices have {length}: pass a shorter one, "
-                "strict_length=False, which gives what is there, or pad=, which fills it up"
+                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, but slices have {length}: pass a "
+                "smaller slice_len, strict_length=False to get shorter slices, or pad= to pad them"
             )
         first = self._draw(rows - length + 1) if rows > length else 0
         part = cast(TensorDictBase, episode[first : first + length]).clone()

@@ -58,7 +58,7 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
             raise KeyError(f"{place} has no {name!r}; it has {sorted(columns)}")
     length = columns["actions"].shape[0]
     if wrong := {name: column.shape[0] for name, column in columns.items() if column.shape[0] != length}:
-        raise ValueError(f"{place} has {length} actions, and of others {wrong}")
+        raise ValueError(f"{place} has {length} actions, but other columns have other lengths: {wrong}")
     # Checked before reading, since sizes in a file may be false.
     for name in ("rewards", "done", "terminated", "truncated"):
         if name in columns and columns[name].size != length:

@@ -171,5 +171,5 @@ def _checked_attrs(text: bytes) -> dict[str, Any]:
             if not all(type(size) is int and size >= 0 for size in shape):
                 raise ValueError(shape)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the file notes no dtypes and shapes of its columns: {error}") from None
+        raise ValueError(f"the file does not record the dtypes and shapes of its columns: {error}") from None
     return dict(attrs)

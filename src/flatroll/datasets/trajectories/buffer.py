@@ -112,7 +112,8 @@ class RowBuffer(ReplayBuffer):
 
 def _refusal(what: str, instead: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} would change rows of trajectories without the TrajectoryReplayBuffer's knowledge: call its {instead}"
+        f"{what} would change rows without updating the trajectories of the TrajectoryReplayBuffer: call its "
+        f"{instead}"
     )
 
 
@@ -180,7 +181,7 @@ class TrajectoryReplayBuffer:
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
         if auto_save and not str(auto_save_path):
-            raise ValueError("auto_save_path must name a folder where auto_save=True")
+            raise ValueError("auto_save_path must name a folder if auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
@@ -201,7 +202,7 @@ class TrajectoryReplayBuffer:
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
-        #: By folder, the versions of several ranks that this buffer last saved or loaded.
+        #: The versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
         try:
             self.buffer = RowBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
@@ -526,7 +527,8 @@ class TrajectoryReplayBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(
-                "the buffer is closed: create another one, which loads a checkpoint or auto_save_path"
+                "the buffer is closed: create another one, and load a checkpoint or pass the same "
+                "auto_save_path"
             )
 
     def _check_not_empty(self) -> None:

@@ -125,7 +125,7 @@ def _check_archive(file: Path) -> None:
         size = sum(entry.file_size for entry in entries)
         if size > file.stat().st_size or any(entry.compress_type for entry in entries):
             raise ValueError("it is compressed, or its parts overlap: torch.save writes no such files")
-        if wrong := archive.testzip():  # torch does not verify them
+        if wrong := archive.testzip():  # torch does not verify checksums
             raise ValueError(f"the checksum of its part {wrong!r} is wrong")
 
 

@@ -82,7 +82,8 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     """
     if isinstance(trajectories, Mapping | TensorDictBase) or hasattr(trajectories, "__dataclass_fields__"):
         raise TypeError(
-            f"trajectories must be a list of them, got one {type(trajectories).__name__}: add_trajectories([it])"
+            f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
+            "add_trajectories([trajectory])"
         )
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
@@ -191,7 +192,7 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
     steps = torch.diff(lane)[place[1:] > 0]
     same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
     if not same or not bool(((steps == 0) | (steps == 1)).all()):
-        raise ValueError("the rows are not those of the trajectories that were noted")
+        raise ValueError("the rows do not match the recorded trajectories")
 
 
 def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[TrajectoryRecord]]:
@@ -211,8 +212,8 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
         value = _of_steps(value, steps, name) if name in _ENDS + _VALUES else value
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
-                f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] as the other fields, got {list(value.shape)}. "
-                "Nothing was stored"
+                f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] like the other fields, got "
+                f"{list(value.shape)}. Nothing was stored"
             )
         rows[key] = value.detach().transpose(0, 1).flatten(0, 1)
     count = steps * lanes

@@ -108,7 +108,7 @@ class OwnFolder:
             self.version = loaded.version
             if version not in (None, self.version):
                 raise DamagedFileError(
-                    f"{path}: version {self.version.number} is of another run than the others"
+                    f"{path}: version {self.version.number} belongs to another run than the others"
                 )
             if isinstance(loaded.json, dict) and NOTES in loaded.json:
                 state = State.from_json(loaded.json[NOTES], path)
@@ -155,7 +155,7 @@ class OwnFolder:
             end = min(high, segment.end)
             columns = self.folder.read_rows(low, end)
             if any(isinstance(column, Ragged) for column in columns.values()):
-                raise ValueError(f"{self.folder.path} holds rows in another form than trajectories")
+                raise ValueError(f"{self.folder.path} holds rows that are not in the form of trajectories")
             rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
             form = form_of(rows)
             if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
@@ -259,7 +259,8 @@ class SavedTrajectories:
             most -= rows[first]
         if first == self.chosen.stop > self.chosen.start:
             raise ValueError(
-                f"the last trajectory of {self.path} has {rows[first - 1]} rows, max_size is {most}: more are needed"
+                f"the last trajectory of {self.path} has {rows[first - 1]} rows, more than max_size={most}: "
+                "pass a larger max_size"
             )
         self.chosen = range(first, self.chosen.stop)
 

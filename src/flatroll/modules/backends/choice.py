@@ -63,9 +63,7 @@ def check_backend(name: str, net: nn.RNNBase) -> None:
     """
     one_of("recurrent_backend", name, (*BACKENDS, *BY_ROW))
     if name in ("scan", "triton") and net.bidirectional:
-        raise ValueError(
-            f"recurrent_backend={name!r} runs forward in time, got a bidirectional network: use 'packed'"
-        )
+        raise ValueError(f"recurrent_backend={name!r} does not support bidirectional networks: use 'packed'")
     if name in ("packed", "pad") and not isinstance(net, (nn.GRU, nn.LSTM)):
         raise ValueError(
             f"recurrent_backend={name!r} needs the stock network, got a python-based one: use 'auto', 'scan' "

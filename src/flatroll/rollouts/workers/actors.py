@@ -289,8 +289,8 @@ class Actors:
             each = "" if in_step else f" x max_in_flight={self.in_flight}"
             raise MemoryError(
                 f"{count} collectors{each} windows of {window:,} bytes and {weights:,} bytes of weights need "
-                f"{need:,} bytes of the object store, which has {room:,}: take a smaller frames_per_batch, fewer "
-                f"collectors, or a larger store, ray_init_config={{'object_store_memory': {2 * need}}}"
+                f"{need:,} bytes of the object store, which has {room:,}: use a smaller frames_per_batch, "
+                f"fewer collectors, or a larger store, ray_init_config={{'object_store_memory': {2 * need}}}"
             )
 
     @staticmethod

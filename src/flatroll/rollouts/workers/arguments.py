@@ -48,13 +48,13 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
             raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
     if modes.sync and frames < workers:
         raise ValueError(
-            f"frames_per_batch={frames} is less than a row for each of {workers} workers: collect more rows, or with "
+            f"frames_per_batch={frames} is less than one row for each of {workers} workers: use more rows, or "
             "fewer workers"
         )
     if modes.sync and trajs is not None and trajs < workers:
         raise ValueError(
-            f"trajs_per_batch={trajs} is less than a trajectory for each of {workers} workers: ask for more, take "
-            "fewer workers, or sync=False, where a batch is of one worker"
+            f"trajs_per_batch={trajs} is less than one trajectory for each of {workers} workers: use more "
+            "trajectories, fewer workers, or sync=False, with which each batch comes from one worker"
         )
     threshold = modes.preemptive_threshold
     if threshold is not None and not modes.sync:
@@ -76,8 +76,8 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
         }
         if found := [name for name, is_given in against.items() if is_given]:
             raise ValueError(
-                'cat_results="stack" gives [workers, T], the same T of each in every batch, which '
-                f"{' and '.join(found)} does not: leave it out, or cat_results"
+                'cat_results="stack" needs the same number T of rows from each worker in every batch, which '
+                f"{' and '.join(found)} does not give: leave out one of the two"
             )
 
 
@@ -89,7 +89,8 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
         )
     if unknown := sorted(options.keys() - _PASSED_ON):
         raise TypeError(
-            f"unknown arguments {', '.join(unknown)}: of Collector's, workers take {sorted(_PASSED_ON)}"
+            f"unknown arguments {', '.join(unknown)}: of Collector's arguments, workers accept "
+            f"{sorted(_PASSED_ON)}"
         )
     check_counts(**counts)
     ids = options.get("track_traj_ids", True)

@@ -134,8 +134,8 @@ def _join_tables(
         for key in [*agreed, *given]:
             if key is not None and agreed.get(key) != given.get(key):
                 raise ValueError(
-                    f"workers must give the same columns: of {key!r}, {agreed[None]} gives "
-                    f"{_form(agreed.get(key))} and {name} {_form(given.get(key))}: give all of them envs with the same "
+                    f"workers must return the same columns: {key!r} of {agreed[None]} is "
+                    f"{_form(agreed.get(key))}, of {name} {_form(given.get(key))}: use envs with the same "
                     "spaces"
                 )
     made = {}

@@ -1,8 +1,11 @@
 """Gathers windows of several workers for batches: `InStep`, one per worker, and `InTurn`, one worker's at a time."""
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from math import ceil, inf
 from time import monotonic
 from typing import NamedTuple
@@ -158,19 +161,30 @@ class InStep(Gatherer):
 
 
 class InTurn(Gatherer):
-    """Lets workers make windows continuously and serves the finished ones, worker by worker."""
+    """Lets workers make windows continuously and serves the finished ones, worker by worker.
+
+    It listens once all windows that it knows of are served: with many workers one wait brings many windows.
+    """
 
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         super().__init__(team, frames_per_batch, total_frames, whole)
-        #: Windows in order of arrival.
-        self.queue: list[Filled] = []
+        self._waiting: dict[int, deque[Filled]] = {}  # windows of each place, in order of arrival
+        #: A heap of the places with windows: turn of the last one served, arrival of the first one waiting, place.
+        self._turns: list[tuple[int, int, int]] = []
         self._served: dict[int, int] = {}  # by place: number of the last window served
-        self._count = 0
+        self._last: Member | None = None  # the member served last
+        self._number = count(1)
         self._limits: dict[Member, int] = {}  # maximum number of rows to collect for each
         self.set_total(total_frames)
 
+    @property
+    def queue(self) -> list[Filled]:
+        """Windows that have arrived and were not served, by place."""
+        return [filled for windows in self._waiting.values() for filled in windows]
+
     def set_total(self, total: int) -> None:
         super().set_total(total)
+        self._last = None
         if self._whole and total >= 0:
             share = max(1, ceil(self._left() / len(self.team.members)))
             self._limits = {member: member.frames + share for member in self.team.members}
@@ -182,29 +196,40 @@ class InTurn(Gatherer):
         # Request no more windows than are still needed.
         windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
         while True:
-            for member in self.team.members:
-                limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
-                if limit != member.row_limit:
-                    member.row_limit, member.ended = limit, False
-                    member.ask(self._rows, limit)
-                if not member.ended:
-                    member.link.go_on(windows)
+            served, self._last = self._last, None
+            if served is not None and self._turns and served in self.team.members:
+                self._go_on([served], limited, windows)
+                return [self._serve()]
+            self._go_on(self.team.members, limited, windows)
             going = [member for member in self.team.members if not member.ended]
-            if not going and not self.queue:
+            if not going and not self._turns:
                 return []
-            events = self.team.events(going, wake, 0 if self.queue else None) if going else []
+            events = self.team.events(going, wake, 0 if self._turns else None) if going else []
             for event in events:
                 self.take(event)
-            if self.queue:
+            if self._turns:
                 return [self._serve()]
             if not events:
                 return None
+
+    def _go_on(self, members: Sequence[Member], limited: bool, windows: int) -> None:
+        """Let these members make windows, up to their limits."""
+        for member in members:
+            limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
+            if limit != member.row_limit:
+                member.row_limit, member.ended = limit, False
+                member.ask(self._rows, limit)
+            if not member.ended:
+                member.link.go_on(windows)
 
     def take(self, event: Event) -> None:
         """Record an event: a window, a finished member or a lost one."""
         member = event.member
         if event.window is not None:
-            self.queue.append(Filled(member, event.window, event.fresh))
+            waiting = self._waiting.setdefault(member.place, deque())
+            waiting.append(Filled(member, event.window, event.fresh))
+            if len(waiting) == 1:
+                self._line_up(member.place)
             member.since = inf  # it may have to wait for a free slot until one of its windows is served
         elif not event.lost:
             member.ended = True
@@ -217,12 +242,19 @@ class InTurn(Gatherer):
                 for other, more in zip(self._limits, shares(rest, len(self._limits)), strict=True):
                     self._limits[other] += more
 
+    def _line_up(self, place: int) -> None:
+        heappush(self._turns, (self._served.get(place, 0), next(self._number), place))
+
     def _serve(self) -> Filled:
         """Return a window of the member that has waited longest."""
-        filled = min(self.queue, key=lambda filled: self._served.get(filled.member.place, -1))
-        self.queue.remove(filled)
+        place = heappop(self._turns)[2]
+        waiting = self._waiting[place]
+        filled = waiting.popleft()
         filled.member.since = monotonic()  # it now has a free slot
-        self._served[filled.member.place] = self._count = self._count + 1
+        self._served[place] = next(self._number)
+        if waiting:
+            self._line_up(place)
+        self._last = filled.member
         self.team.frames += filled.fresh
         return filled
 

@@ -2,10 +2,10 @@
 
 import logging
 import os
+import selectors
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from multiprocessing.connection import wait as wait_for_any
 from time import monotonic
 from typing import Any, Literal
 
@@ -94,6 +94,9 @@ class Processes:
             start_method, preload=("flatroll.rollouts",), num_threads=num_threads
         )
         self._first_version = 0
+        self._selector = selectors.DefaultSelector()
+        #: What is registered there; None if unknown, after an interrupt or the end of a worker.
+        self._watched: set[Process | Wake] | None = set()
 
     def share(self, state: Mapping[str, Tensor]) -> None:
         self.nursery.prepare()  # Ctrl-C interrupts this wait
@@ -130,17 +133,51 @@ class Processes:
         return Process(worker, signals, job.sync)
 
     def wait(self, links: "Sequence[Process]", timeout: float | None, wake: Wake | None = None) -> None:
-        sources: list[Any] = [source for link in links for source in link.worker.sources()]
-        if wake is not None:
-            sources.append(wake)
-        wait_for_any(sources, timeout)
+        unread = [link for link in links if link.worker.has_unread()]
+        for each in unread:
+            each.is_ready = True
+        if unread:
+            return
+        self._watch({*links} if wake is None else {*links, wake})
+        for key, _ in self._selector.select(timeout):
+            link: Process | None = key.data
+            if link is None:
+                continue
+            if link.worker.channel.ended and key.fileobj is link.worker.channel:
+                self._selector.unregister(
+                    link.worker.channel
+                )  # always readable; the helper reports how it ended
+            else:
+                link.is_ready = True
+
+    def _watch(self, wanted: "set[Process | Wake]") -> None:
+        """Register these workers, which stay registered: a wait for 512 of them is then one system call."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            self._selector.close()
+            self._selector, watched = selectors.DefaultSelector(), set()
+        known = self._selector.get_map()
+        for gone in watched - wanted:
+            old = [gone.worker.channel, gone.worker.report] if isinstance(gone, Process) else [gone]
+            for source in old:
+                if source in known:
+                    self._selector.unregister(source)
+        for new in wanted - watched:
+            if isinstance(new, Process):
+                for channel in new.worker.sources():
+                    self._selector.register(channel, selectors.EVENT_READ, new)
+            else:
+                self._selector.register(new, selectors.EVENT_READ)
+        self._watched = wanted
 
     def end(self, links: "Sequence[Process]", timeout: float) -> None:
+        self._watched = None  # descriptors that are closed now may come back as other files
         for link in links:
             link.signals.stop()
         self.nursery.end([link.worker for link in links], timeout)
 
     def close(self) -> None:
+        self._selector.close()
         if self._owns_nursery:
             self.nursery.close(0)
 
@@ -153,6 +190,8 @@ class Process:
         self._inbox = Inbox(worker.channel)
         self._sync = sync
         self._asked = 0  # number of cuts
+        #: Whether to read its channel, since the last wait found something there: each look is a system call.
+        self.is_ready = True
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.worker.pid})"
@@ -168,8 +207,12 @@ class Process:
         self.signals.cut(self._asked)
 
     def receive(self) -> tuple[str, Any] | None:
-        while self.worker.has_news():
+        while self.is_ready:
+            if not self.worker.has_news():
+                self.is_ready = False
+                break
             kind, content = self.worker.receive()
+            self.is_ready = self.worker.has_unread()
             if kind == READY:
                 return kind, content
             if kind == END:

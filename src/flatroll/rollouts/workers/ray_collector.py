@@ -123,7 +123,8 @@ class RayCollector(MultiCollector):
         for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
             if sync and workers > 1 and parts is not None and parts < count * workers:
                 raise ValueError(
-                    f"{name}={parts} is less than the {count * workers} workers: with sync=True each gives its part"
+                    f"{name}={parts} is less than the {count * workers} workers: with sync=True each collects "
+                    "a part"
                 )
         if policy is not None and policy_factory is not None:
             raise ValueError("pass a policy or a policy_factory, not both")
@@ -139,8 +140,8 @@ class RayCollector(MultiCollector):
         }
         if workers > 1 and (found := [name for name, is_given in one_each.items() if is_given]):
             raise ValueError(
-                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: the workers of other actors cannot "
-                'take over what one was to give, nor can those of one actor be cut. on_failure="replace" goes'
+                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: an actor cannot take over "
+                'the rows of another one\'s workers, nor cut its own workers short. on_failure="replace" works'
             )
         self._made_there = policy_factory is not None
         own: dict[str, Any] = {"num_threads": num_threads}

@@ -180,8 +180,8 @@ def test_flush_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"codec": {"row": "zstd"}}, "codec must be that of the rows in the folder"),
-        ({"frame_stack": {"row": 2}}, "frame_stack must be that of the rows in the folder"),
+        ({"codec": {"row": "zstd"}}, "codec must match the rows in the folder"),
+        ({"frame_stack": {"row": 2}}, "frame_stack must match the rows in the folder"),
         ({"compact_obs": True}, "the rows in the folder are not compact"),
         ({"flush_rows": 0}, "flush_rows must be an integer of at least 1"),
         ({"flush_seconds": 0.0}, "flush_seconds must lie in"),
@@ -239,7 +239,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         other.append({"x": torch.zeros(3)})
         with pytest.raises(BlockingIOError):
             DiskStorage(10, tmp_path / "other")
-    with pytest.raises(ValueError, match="not that of a DiskStorage"):
+    with pytest.raises(ValueError, match="not the folder of a DiskStorage"):
         DiskStorage(10, tmp_path / "other")
     with Folder(tmp_path / "other", write=True) as other:
         other.recover()
@@ -264,7 +264,7 @@ def test_files_that_lie_are_refused(tmp_path: Path, form: dict[str, Any]) -> Non
             broken = ragged._replace(values=ragged.values[:1], lengths=torch.tensor([1, 0, 0, 0, 0, 0]))
         folder.replace({"x": broken}, 0)
         folder.publish(Folder(tmp_path).load().json)
-    with pytest.raises(ValueError, match=r"compressed|whole stack"):
+    with pytest.raises(ValueError, match=r"compressed|complete stack"):
         make(tmp_path, RandomSampler())[:]
 
 

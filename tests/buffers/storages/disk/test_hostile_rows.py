@@ -50,14 +50,14 @@ def lie(tmp_path: Path) -> Callable[..., ReplayBuffer]:
     [
         ("plain", [3], "other values"),
         ("plain", [-2], "values of shape"),
-        ("zstd", [3], "not one of 8 rows"),
-        ("zstd", [2**40], "not one of 8 rows"),  # nothing of that size is allocated
+        ("zstd", [3], "does not have 8 rows"),
+        ("zstd", [2**40], "does not have 8 rows"),  # nothing of that size is allocated
         ("zstd", [-1, -2], "values of shape"),
         ("zstd", [2**62, 4], "values of shape"),
         ("frames", [], "stacks of shape"),
         ("frames", [0], "stacks of shape"),
         ("frames", [-2], "values of shape"),
-        ("frames", [3], "no whole stack"),
+        ("frames", [3], "no complete stack"),
         ("frames", [2, 3], "other frames"),
     ],
 )
@@ -120,8 +120,8 @@ def block(rows: int, values: bytes, stop: int | None = None) -> Callable[[Any], 
     ("change", "text"),
     [
         (block(ROWS, bytes(8 * ROWS)), "blocks of up to 8"),
-        (block(8, bytes(1 << 26)), "not one of 8 rows"),
-        (block(8, bytes(63)), "not one of 8 rows"),
+        (block(8, bytes(1 << 26)), "does not have 8 rows"),
+        (block(8, bytes(63)), "does not have 8 rows"),
         (block(8, bytes(range(64)), -9), "cut short"),
         (lambda columns: columns["x"].lengths.copy_(columns["x"].lengths.roll(1)), "blocks of up to 8"),
         (lambda columns: columns["x"].values.zero_(), "cannot be read"),

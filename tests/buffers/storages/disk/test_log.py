@@ -116,7 +116,7 @@ def test_an_extend_that_is_interrupted_before_the_buffer_counts_it(
             buffer.extend(rows_of(500, 20))
     check(buffer, range(5))
     if flushed:
-        with pytest.raises(RuntimeError, match="interrupted when its rows were in a file already: open"):
+        with pytest.raises(RuntimeError, match="interrupted after its rows had been written to a file: open"):
             buffer.extend(rows_of(5, 20))
         check(buffer, range(5))
         return

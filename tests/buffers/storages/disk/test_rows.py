@@ -185,7 +185,7 @@ def test_old_files_go_and_the_rows_in_memory_do_not(folder: Path) -> None:
     assert len(rows) < 64 + 2 * 12
     assert rows.stop == 1200
     disk.storage.close()  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match=f"holds {len(rows)} rows, and max_size=30"):
+    with pytest.warns(UserWarning, match=f"holds {len(rows)} rows, more than max_size=30"):
         fewer = buffer_of(open_disk(folder, 30))  # a smaller storage has the newest rows
     assert equal(in_order(fewer), in_order(disk)[-30:])
     fewer.storage.close()  # type: ignore[attr-defined]
