@@ -186,9 +186,10 @@ class HostBlock:
         stop: int,
     ) -> int:
         """Fill the rows ``first ... stop - 1`` of ``copies``; return the position of a row out of range, or -1."""
-        before = first * self.size
-        target = np.array([copy.data_ptr() for copy in copies], np.int64) + before
-        near = np.array([rows.data_ptr() for rows in taken], np.int64) + before if taken else self.address
+        target = np.array([copy.data_ptr() for copy in copies], np.int64)
+        near = np.array([rows.data_ptr() for rows in taken], np.int64) if taken else self.address
+        if first:
+            target, near = target + first * self.size, near + first * self.size
         some = asked[first:stop], following[first:stop]
         wrong = int(gather(self.address, near, target, self.size, self.rows, *some))
         return wrong if wrong < 0 else first + wrong
