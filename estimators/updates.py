@@ -108,7 +108,7 @@ class UpdateStep:
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not any(id(x) in trained for x in loss.parameters() if x.requires_grad):
             raise ValueError(
-                "optimizer must hold parameters of the loss, got none: make it of loss.parameters()"
+                "optimizer must hold parameters of the loss, got none: create it from loss.parameters()"
             )
         if type(optimizer) in (Adam, AdamW):
             for group in optimizer.param_groups:

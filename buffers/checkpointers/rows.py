@@ -241,8 +241,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             kind = type(column)
             if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:
                 raise TypeError(
-                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump and "
-                    "restore, too"
+                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump "
+                    "and restore as well"
                 )
 
     @override
@@ -646,8 +646,8 @@ def _check_other(storage: DiskStorage, path: Path) -> None:
     """Raise ValueError if a checkpoint's folder is the storage's."""
     if path.resolve() == Path(storage.path).resolve():
         raise ValueError(
-            f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
-            f"another one, such as {path / 'checkpoint'}"
+            f"{path} is the folder of the rows themselves, to which DiskStorage keeps writing: a checkpoint "
+            f"needs another one, such as {path / 'checkpoint'}"
         )
 
 

@@ -328,8 +328,12 @@ class TensorColumn(Column):
         return self.data.numel() * self.data.element_size()
 
 
-def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
+def plain_columns(
+    columns: Mapping[NestedKey, Column], next_keys: Mapping[NestedKey, NestedKey] | None = None
+) -> "HostColumns[NestedKey]":
     """Return the ``columns`` that are plain tensors in host memory; their rows can be copied as bytes.
+
+    If all are, ``next_keys`` are passed on to `HostColumns`.
 
     >>> columns = plain_columns({"x": TensorColumn(torch.arange(4)), "y": TensorColumn(torch.zeros(2, 4).T)})
     >>> columns.take(torch.tensor([3, 0]))
@@ -337,14 +341,13 @@ def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey
     """
     from flatroll.kernels.rows.gather import HostColumns  # numba
 
-    return HostColumns(
-        {
-            key: column.data
-            for key, column in columns.items()
-            if isinstance(column, TensorColumn)
-            and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
-            and column.data.is_cpu
-            and column.data.numel()
-            and column.data.is_contiguous()
-        }
-    )
+    plain = {
+        key: column.data
+        for key, column in columns.items()
+        if isinstance(column, TensorColumn)
+        and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
+        and column.data.is_cpu
+        and column.data.numel()
+        and column.data.is_contiguous()
+    }
+    return HostColumns(plain, next_keys if len(plain) == len(columns) else None)

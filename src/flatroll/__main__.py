@@ -137,8 +137,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         ) from None
     print(layout.describe(batch))
     findings = layout.audit(batch)
-    for finding in findings:
-        print(finding)
+    if findings:
+        print(findings)
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)

@@ -229,7 +229,7 @@ def test_what_is_no_update_is_refused() -> None:
         (TypeError, "updater must be", lambda: update_step(loss, adam, updater=3)),  # type: ignore[arg-type]
         (ValueError, "of another loss", lambda: update_step(loss, adam, updater=SoftUpdate(other, tau=0.1))),
         (ValueError, "float16 needs a GradScaler", lambda: update_step(loss, adam, autocast=torch.float16)),
-        (ValueError, "make it of loss.parameters", lambda: update_step(other, adam)),
+        (ValueError, "create it from loss.parameters", lambda: update_step(other, adam)),
         (TypeError, "batch must be a tensordict", lambda: update_step(loss, adam)([1])),  # type: ignore[arg-type]
         (ValueError, "epochs must be", lambda: update_step(loss, adam).epochs(rows(3), epochs=0)),
         (ValueError, "minibatch must be", lambda: update_step(loss, adam).epochs(rows(3), minibatch=0)),

@@ -36,6 +36,7 @@ from flatroll.modules import (
     actor,
     critic,
     q_network,
+    set_epsilon,
 )
 from flatroll.rollouts import Collector, evaluate
 
@@ -330,6 +331,9 @@ def test_a_q_network_is_policy_and_network_of_dqn() -> None:
         greedy = batch["action_value"].argmax(-1)
         assert 0.3 < (batch["action"] == greedy).float().mean() < 0.95
         assert evaluate(env, net, episodes=4).lengths.tolist() == [5] * 4
+        set_epsilon(net, 0.0)
+        batch = next(Collector(env, net, frames_per_batch=64, seed=0))
+        assert torch.equal(batch["action"], batch["action_value"].argmax(-1))
 
 
 def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
@@ -390,6 +394,8 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         ),
         (lambda: q_network(make(action=ACTIONS["discrete from 5"])), ValueError, "that counts from 0"),
         (lambda: q_network(make(), epsilon=2.0), ValueError, r"epsilon must lie in \[0, 1\], got 2.0"),
+        (lambda: set_epsilon(q_network(make()), -0.1), ValueError, r"epsilon must lie in \[0, 1\], got -0.1"),
+        (lambda: set_epsilon(critic(make()), 0.1), ValueError, "network must have an EpsilonGreedy"),
         (
             lambda: q_network(make(action=ACTIONS["bounded"]), recurrent="gru"),
             ValueError,

@@ -1,7 +1,7 @@
 """Recurrent modules for flat batches: single steps in rollouts, unpadded runs in training; normalisation."""
 
 from flatroll.modules.burn_in import BurnIn
-from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network
+from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
 from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
@@ -32,5 +32,6 @@ __all__ = [
     "critic",
     "q_network",
     "recurrent_mode",
+    "set_epsilon",
     "set_recurrent_mode",
 ]
