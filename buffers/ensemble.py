@@ -493,7 +493,7 @@ class ReplayBufferEnsemble(Facts):
             for i, part in enumerate(parts):
                 if isinstance(part, TensorDictBase):
                     parts[i] = part.clone(recurse=False)
-                    _set_ids(parts[i], torch.tensor(members[i]))
+                    set_ids(parts[i], torch.tensor(members[i]))
             sample = self.collate_fn(parts)
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
@@ -505,7 +505,7 @@ class ReplayBufferEnsemble(Facts):
         if stack:
             ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
-            _set_ids(sample, ids)
+            set_ids(sample, ids)
         info["buffer_ids"] = ids
         for transform in self.transforms:
             sample = apply(transform, sample, lambda: ends)
@@ -800,7 +800,7 @@ def _members(
     )
 
 
-def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
+def set_ids(sample: TensorDictBase, ids: Tensor) -> None:
     """Write ``ids``, expanded to the sample's batch shape, on the device of the other entries."""
     device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
     ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
