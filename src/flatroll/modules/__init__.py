@@ -8,7 +8,7 @@ from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
-from flatroll.modules.running_norm import RunningNorm
+from flatroll.modules.running_norm import RunningNorm, update_norms
 
 __all__ = [
     "GRU",
@@ -34,4 +34,5 @@ __all__ = [
     "recurrent_mode",
     "set_epsilon",
     "set_recurrent_mode",
+    "update_norms",
 ]

@@ -109,8 +109,8 @@ def actor(
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
-        norm: begin with a `RunningNorm` for each floating Box that is not an image. Its statistics change only when
-            ``actor[0].update(batch)`` is called. Default True.
+        norm: begin with a `RunningNorm` for each floating Box that is not an image. The statistics change
+            only when `update_norms` is called with the actor and a batch. Default True.
         action_mask: read ``"action_mask"``, and set the probability of illegal Discrete or MultiDiscrete actions to
             0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``; a
             `Collector` then stores it.
@@ -781,6 +781,10 @@ class ImageEntry(nn.Module):
         x = x.reshape(len(x), -1, *self.sides).to(dtype)
         out: Tensor = self.layers(x / 255.0 if self.scaled else x)
         return out.reshape(*rows, self.size)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.shape}, divided by 255" if self.scaled else f"{self.shape}"
 
 
 def _small_cnn(channels: int, side: int) -> nn.Sequential:
