@@ -8,16 +8,18 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
 import torch
+from tensordict.nn import TensorDictModule
 
 from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, StepCounter, TrajId, as_vector_env
 
+Policy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 #: Vector steps of a batch of the peer's, which takes longer.
 PEER_STEPS = 16
 
@@ -54,13 +56,13 @@ def make_peer(num_envs: int) -> Any:
         return iter(PeerCollector(env, None, frames_per_batch=num_envs * PEER_STEPS, total_frames=-1))
 
 
-def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], None]:
+def hand_written(env: Any, num_envs: int, policy: Policy | None = None) -> Callable[[], None]:
     """Run a typical hand-written loop: NEXT_STEP env, three markers, preallocated time-major columns.
 
     Args:
         env: a vector env.
         num_envs: its rows.
-        random: random actions, or else a torch policy that costs nothing.
+        policy: gives the actions of observations. Default None: random actions.
     """
     steps = batch_frames(num_envs) // num_envs
     obs = np.zeros((steps, num_envs, 4), np.float32)
@@ -77,7 +79,6 @@ def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], N
         "ids": np.arange(num_envs),
     }
     rng = np.random.default_rng(0)
-    policy = free_policy(num_envs)
 
     def run() -> None:
         o, done, first, n, i = (state[k] for k in ("obs", "done", "first", "count", "ids"))
@@ -86,7 +87,7 @@ def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], N
             is_init[t] = first
             count[t] = n
             ids[t] = i
-            a = rng.integers(0, 2, num_envs) if random else policy(torch.from_numpy(o)).numpy()
+            a = rng.integers(0, 2, num_envs) if policy is None else policy(torch.from_numpy(o)).numpy()
             action[t] = a
             o, r, te, tr, _ = env.step(a)
             reward[t] = r
@@ -105,15 +106,14 @@ def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], N
     return run
 
 
-def free_policy(num_envs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def free_policy(num_envs: int) -> Policy:
     """Return a policy without cost, which always gives the same constant action."""
     chosen = torch.zeros(num_envs, dtype=torch.int64)
     return lambda obs: chosen
 
 
-def ours(env: Any, num_envs: int, random: bool = True) -> Callable[[], object]:
+def ours(env: Any, num_envs: int, policy: Any = None) -> Callable[[], object]:
     """Return a function that collects the next batch with flatroll, three markers and the same policy."""
-    policy = None if random else free_policy(num_envs)
     env = InitTracker(StepCounter(TrajId(env)))
     batches = iter(Collector(env, policy, frames_per_batch=batch_frames(num_envs), total_frames=-1))
     return lambda: next(batches)
@@ -175,6 +175,39 @@ def overhead(sizes: tuple[int, ...] = (1, 8, 64, 256, 1024)) -> str:
     return table(["envs", "wrapper stack, extra µs", "loop, µs", "collector, µs", "extra µs"], rows)
 
 
+class Chooser(torch.nn.Module):
+    """A small network that chooses the action of the larger output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(observation)
+        return scores.argmax(-1)
+
+
+def one_env() -> str:
+    """Processor time of one thread per step of one env that costs nothing, for several policies."""
+    network = Chooser()
+    module: Any = TensorDictModule(network, ["observation"], ["action"])
+    cases: dict[str, tuple[Policy | None, Any]] = {
+        "random actions": (None, None),
+        "a function that costs nothing": (free_policy(1), free_policy(1)),
+        "a network": (network, network),
+        "a network as a `TensorDictModule`": (network, module),
+    }
+    rows, steps = [], batch_frames(1)
+    with torch.no_grad():
+        for name, (theirs, policy) in cases.items():
+            env = as_vector_env(FreeEnv(1), own_buffers=False)
+            runs = {"hand": hand_written(FreeEnv(1), 1, theirs), "ours": ours(env, 1, policy)}
+            times = take_turns(runs, turns=4, clock=time.thread_time)
+            hand, mine = (times[key].median / steps * 1e6 for key in runs)
+            rows.append([name, f"{hand:.1f}", f"{mine:.1f}", f"{mine - hand:.1f}"])
+    return table(["policy", "loop, µs", "collector, µs", "extra µs"], rows)
+
+
 def small_batches(sizes: tuple[int, ...] = (1, 4, 16)) -> str:
     """Processor time of one thread, in µs, for a batch of a few rows of one env and a policy that cost nothing."""
     rows = []
@@ -197,15 +230,18 @@ def small_batches(sizes: tuple[int, ...] = (1, 4, 16)) -> str:
 def against_loop(num_envs: int = 64) -> str:
     """Measure steps per second on envpool's CartPole, for the hand-written loop and for flatroll."""
     frames, rows = batch_frames(num_envs), []
-    for name, random in (("random actions", True), ("a torch policy that costs nothing", False)):
+    for name, policy in (
+        ("random actions", None),
+        ("a torch policy that costs nothing", free_policy(num_envs)),
+    ):
         # One pool for both: two pools of threads differ by more than what is measured. (Whoever takes over
         # finds rows of the other's last step; that changes no time.)
         pool = make_pool(num_envs)
-        contenders = {"hand": hand_written(pool, num_envs, random), "ours": ours(pool, num_envs, random)}
+        contenders = {"hand": hand_written(pool, num_envs, policy), "ours": ours(pool, num_envs, policy)}
         result = take_turns(contenders, turns=25)
         # A call of the loop makes `frames` rows, dead ones included; one of ours makes as many real rows, and
         # so takes more vector steps. The share of real rows under each policy is measured.
-        real = real_share(num_envs, random)
+        real = real_share(num_envs, policy is None)
         hand, mine = frames / result["hand"].median, frames / result["ours"].median / real
         share = ratio(result["hand"], result["ours"]) / real
         rows.append([name, f"{hand:,.0f}", f"{mine:,.0f}", f"{share:.2f}", f"{mine * real:,.0f}"])
@@ -325,6 +361,8 @@ def main() -> None:
     print(against_peer())
     print("\nExtra time per vector step around an env that costs nothing\n")
     print(overhead())
+    print("\nOne env that costs nothing: processor time of a step\n")
+    print(one_env())
     print("\nTwo halves in turn: 8 env processes and a policy that each take 4 ms for a vector step\n")
     print(in_turn())
     print("\nBatches of a few rows: the fastest of 20 (the median)\n")

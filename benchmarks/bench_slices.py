@@ -64,9 +64,9 @@ def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], ob
     """Return a call of one ``index_select`` per column of a sample, for rows drawn in advance."""
     index = itertools.cycle([draw() for _ in range(TURNS * CALLS)])
     one = buffer.sample(LENGTH)
-    stored = buffer.storage.read_rows(torch.zeros(1, dtype=torch.int64))
     assert isinstance(buffer.storage, LazyTensorStorage)
-    kept = [buffer.storage.columns[k[1] if k not in stored else k] for k in one.keys(True, True)]
+    stored = buffer.storage.columns  # in a compact storage without next observations
+    kept = [stored[k[1] if k not in stored else k] for k in one.keys(True, True)]
     columns = [column.data for column in kept if isinstance(column, TensorColumn)]
 
     def run() -> object:

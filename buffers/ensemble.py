@@ -240,8 +240,8 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
         return [item for part in parts for item in part]
     if listed:
         raise ValueError(
-            f"member {listed[0]} gives a list of items, which cannot be stacked: stack=False gives one list; or "
-            "pass collate_fn="
+            f"member {listed[0]} returns a list of items, which cannot be stacked: stack=False returns one "
+            "list; or pass collate_fn="
         )
     join: Any = torch.stack if stack else torch.cat
     first, columns = parts[0], []
@@ -270,19 +270,20 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
             if expected is None or got is None:
                 has, lacks = (first, member) if got is None else (member, first)
                 raise ValueError(
-                    f"member {has} gives {_shown(key)} and member {lacks} does not: make their samples alike with "
-                    "transforms of the members (stack=False needs the same entries, too)"
+                    f"member {has} returns {_shown(key)} and member {lacks} does not: give their samples the "
+                    "same form with transforms of the members (stack=False needs the same entries as well)"
                 )
             # The number of rows may differ unless they are stacked.
             if expected[0] != got[0] or expected[1][1:] != got[1][1:] or len(expected[1]) != len(got[1]):
                 raise ValueError(
-                    f"member {first} gives {_shown(key)} as {expected[0]} {list(expected[1])}, member {member} as "
-                    f"{got[0]} {list(got[1])}: make them alike with transforms of the members"
+                    f"member {first} returns {_shown(key)} as {expected[0]} {list(expected[1])}, member "
+                    f"{member} as {got[0]} {list(got[1])}: give them the same form with transforms of the "
+                    "members"
                 )
             if stack and expected[1] != got[1]:
                 raise ValueError(
-                    f"member {first} gives {expected[1][0]} rows, member {member} {got[1][0]} rows, which cannot be "
-                    "stacked: stack=False concatenates them"
+                    f"member {first} returns {expected[1][0]} rows, member {member} {got[1][0]} rows, which "
+                    "cannot be stacked: stack=False concatenates them"
                 )
 
 
@@ -373,9 +374,7 @@ class ReplayBufferEnsemble(Facts):
                 num_buffer_sampled=num_buffer_sampled,
             )
         elif p is not None or sample_from_all or num_buffer_sampled is not None:
-            raise TypeError(
-                "p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble here"
-            )
+            raise TypeError("p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble")
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
         self._members, self.sampler = rbs, samplers
@@ -494,7 +493,7 @@ class ReplayBufferEnsemble(Facts):
             for i, part in enumerate(parts):
                 if isinstance(part, TensorDictBase):
                     parts[i] = part.clone(recurse=False)
-                    _set_ids(parts[i], torch.tensor(members[i]))
+                    set_ids(parts[i], torch.tensor(members[i]))
             sample = self.collate_fn(parts)
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
@@ -506,7 +505,7 @@ class ReplayBufferEnsemble(Facts):
         if stack:
             ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
-            _set_ids(sample, ids)
+            set_ids(sample, ids)
         info["buffer_ids"] = ids
         for transform in self.transforms:
             sample = apply(transform, sample, lambda: ends)
@@ -801,7 +800,7 @@ def _members(
     )
 
 
-def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
+def set_ids(sample: TensorDictBase, ids: Tensor) -> None:
     """Write ``ids``, expanded to the sample's batch shape, on the device of the other entries."""
     device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
     ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -10,10 +10,27 @@ from torch import Tensor
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.transform import Transform
+from flatroll.buffers.writers import has_priorities
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
+
+
+class Weight(NamedTuple):
+    """What a buffer counts for in an ensemble of buffers.
+
+    Attributes:
+        total: number of rows, or the sum of P = ``(priority + eps) ** alpha`` of the rows that can be drawn.
+        least: smallest P, infinite without rows. Without priorities 1.
+        beta: exponent of the importance weights. Without priorities 0.
+        unit: rows that are drawn together, as a slice.
+    """
+
+    total: float
+    least: float
+    beta: float
+    unit: int
 
 
 class BufferActor:
@@ -36,7 +53,27 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        return pack_batches(getattr(self._buffer, method)(*map(unpack_batches, arguments)))
+        function = getattr(self if method in ("draw", "weight") else self._buffer, method)
+        return pack_batches(function(*map(unpack_batches, arguments)))
+
+    def draw(self, rows: int) -> tuple[Any, dict[str, Any], Weight]:
+        """Return a sample of the buffer, its info, and the buffer's weight."""
+        sample, info = self._buffer.sample(rows, True)
+        return sample, info, self.weight()
+
+    def weight(self) -> Weight:
+        """Return the buffer's weight in an ensemble."""
+        buffer, sampler = self._buffer, self._buffer.sampler
+        unit = getattr(sampler, "slice_len", 1)
+        if unit is None:
+            raise ValueError(
+                f"{type(sampler).__name__} in a RayReplayBufferEnsemble needs slice_len: shards give different numbers "
+                "of slices, so num_slices alone does not determine their length"
+            )
+        if not len(buffer) or not has_priorities(sampler):
+            return Weight(float(len(buffer)), 1.0, 0.0, unit)
+        total, least = sampler.mass(buffer.ring)
+        return Weight(total, least, sampler.beta, unit)
 
     def extend(self, rows: Any) -> Any:
         """Extend the buffer with packed rows and their *final*; return the number of rows or a `Failure`."""
@@ -123,13 +160,13 @@ class RayReplayBuffer(Facts):
             put_named(self._calls, **parts, **options)  # one by one, so that an error names the argument
             self._actor = self._calls.make(BufferActor, config)
             settings = {"batch_size": batch_size, "seed": seed, **options}
-            self._result(self._calls.call(self._actor, "start", buffer_cls, parts, settings))
+            self.result(self._calls.call(self._actor, "start", buffer_cls, parts, settings))
         except BaseException:
             self.shutdown()
             raise
 
-    def _result(self, reference: Any) -> Any:
-        """Wait for a result and copy it out."""
+    def result(self, reference: Any) -> Any:
+        """Wait for the result of a call that `begin` began, and copy it out."""
         try:
             answer = self._calls.get(reference)
         except WorkerDied as error:
@@ -141,9 +178,10 @@ class RayReplayBuffer(Facts):
         return unpack_batches(answer)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        return self._result(self._begin(method, *arguments))
+        return self.result(self.begin(method, *arguments))
 
-    def _begin(self, method: str, *arguments: Any) -> Any:
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Begin a call of the buffer's method without waiting; return a reference for `result`."""
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
         return self._calls.call(self._actor, "run", method, *map(pack_batches, arguments))
@@ -155,18 +193,19 @@ class RayReplayBuffer(Facts):
         positions: Tensor = self._run("extend", data, *(() if final is None else (final,)))
         return positions
 
-    def extend_reference(self, rows: Any) -> int:
+    def extend_reference(self, rows: Any, place: int = 0) -> int:
         """Store packed rows with their *final* from the object store, without a copy through this process.
 
         Args:
             rows: a reference to the result of `flatroll.sharing.ray_calls.pack_batches` for ``(batch, final)``.
+            place: index of the collector's actor that made them; not used here.
 
         Returns:
             Number of rows.
         """
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
-        count: int = self._result(self._calls.call(self._actor, "extend", rows))
+        count: int = self.result(self._calls.call(self._actor, "extend", rows))
         return count
 
     def add(self, data: Any) -> int:
@@ -194,8 +233,8 @@ class RayReplayBuffer(Facts):
             sample, info = self._run("sample", batch_size, True)
         else:
             while len(self._under_way) <= self.prefetch:
-                self._under_way.append(self._begin("sample", None, True))
-            sample, info = self._result(self._under_way.popleft())
+                self._under_way.append(self.begin("sample", None, True))
+            sample, info = self.result(self._under_way.popleft())
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:

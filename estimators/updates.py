@@ -1,5 +1,7 @@
 """`update_step`: loss, gradients, clipping, optimizer step and target update in one call, compiled on request."""
 
+import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,7 +108,7 @@ class UpdateStep:
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not any(id(x) in trained for x in loss.parameters() if x.requires_grad):
             raise ValueError(
-                "optimizer must hold parameters of the loss, got none: make it of loss.parameters()"
+                "optimizer must hold parameters of the loss, got none: create it from loss.parameters()"
             )
         if type(optimizer) in (Adam, AdamW):
             for group in optimizer.param_groups:
@@ -195,11 +197,10 @@ class UpdateStep:
             except RuntimeError as error:  # torch.compile failed, or the loss cannot read this batch
                 losses = self._eager(batch)  # the eager call raises its own error
                 self._graph = None
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-                reason = next(
-                    (line for line in lines if line.startswith("Developer debug context")), lines[0]
+                text = (
+                    f"update_step goes on uncompiled, since torch.compile failed{_where(error)}\n"
+                    "torch.compile(loss, fullgraph=True)(batch) shows torch's whole message"
                 )
-                text = f"update_step goes on uncompiled, since torch.compile failed: {reason}"
                 warnings.warn(text, UserWarning, stacklevel=3)
         if self.updater is not None:
             self.updater.step()
@@ -239,6 +240,20 @@ class UpdateStep:
         for value in losses[1:]:
             total = total + value
         return total, numbers
+
+
+def _where(error: RuntimeError) -> str:
+    """Return where torch.compile failed, the last line outside of installed packages, and its explanation."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
+    own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
+    first = " ".join(
+        lines[: 2 if lines[0].endswith(":") else 1]
+    )  # "backend='inductor' raised:" and what it raised
+    reason = next((line for line in lines if line.startswith("Explanation: ")), first)
+    place = " at {}:{}".format(*own[-1]) if own else ""
+    return f"{place}: {reason.removeprefix('Explanation: ')}"
 
 
 def clip_factor(norms: Sequence[Tensor], most: float) -> Tensor:
@@ -305,6 +320,8 @@ class _Graph:
         compile again for the next batch.
         """
         start = time.perf_counter()
+        name = type(self.loss).__name__
+        print(f"flatroll: compiling the update of {name} (some ten seconds)", file=sys.stderr, flush=True)
         if not self.groups:
             self._find_parameters(batch)
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}

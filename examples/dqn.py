@@ -8,12 +8,11 @@ import argparse
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import DQNLoss, HardUpdate, update_step
 from flatroll.examples.common import Run, make_env, parse
-from flatroll.modules import q_network
+from flatroll.modules import q_network, set_epsilon
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
@@ -40,8 +39,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
     net = q_network(env, hidden=(120, 84), norm=False, epsilon=1.0, device=args.device)
-    choose: Any = net[-1]  # EpsilonGreedy
-    epsilon: Tensor = choose.module.epsilon
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(args.capacity, device=args.device), batch_size=args.batch_size
     )
@@ -71,9 +68,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         if frames >= args.start:
             losses = step(buffer.sample())
-        epsilon.fill_(
-            max(args.last_epsilon, 1 - (1 - args.last_epsilon) * frames / (args.exploration * total))
-        )
+        epsilon = max(args.last_epsilon, 1 - (1 - args.last_epsilon) * frames / (args.exploration * total))
+        set_epsilon(net, epsilon)
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
         run.save(frames, len(batch), now=stop or frames == total)
         if stop:

@@ -18,7 +18,7 @@ from flatroll.estimators import DQNLoss, SoftUpdate, update_step
 from flatroll.examples import common
 from flatroll.examples.last_action import LastAction
 from flatroll.examples.recurrent_ppo import look, make_env
-from flatroll.modules import q_network
+from flatroll.modules import q_network, set_epsilon
 from flatroll.rollouts import Collector
 
 OPTIONS = {
@@ -71,8 +71,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     linear = net[2]  # computes action values; encoder and memory come before it
     net.module[2] = TensorDictModule(Heads(args.hidden, 2), linear.in_keys, linear.out_keys)
     net.to(args.device)
-    choose: Any = net[-1]  # EpsilonGreedy
-    epsilon: Tensor = choose.module.epsilon
     total = -(-args.frames // args.rows) * args.rows
     collected: Any = {"frames_per_batch": args.rows, "total_frames": total, "device": args.device}
     collector = Collector(env, net, seed=args.reset_seed, **collected)
@@ -99,7 +97,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (1 - args.last_lr) * frames / total)
         for _ in range(args.updates if len(buffer) >= args.start else 0):
             losses = step(buffer.sample())
-        epsilon.fill_(max(0.01, 1 - frames / args.explore))
+        epsilon = max(0.01, 1 - frames / args.explore)
+        set_epsilon(net, epsilon)
         stop = run.note(batch, frames, lr=optimizer.param_groups[0]["lr"], epsilon=epsilon, **losses)
         run.save(frames, len(batch), now=stop or frames == total)
         if stop:

@@ -318,7 +318,8 @@ class Games:
             if list(env.possible_agents) != self.names:
                 raise ValueError(
                     f"all games must have the same possible_agents, got {self.names} in game 0 and "
-                    f"{list(env.possible_agents)} in game {number}: make them alike, or a collector for each kind"
+                    f"{list(env.possible_agents)} in game {number}: give them the same agents, or use one "
+                    "collector for each kind"
                 )
         self.groups: list[PettingZooSource] = []
         #: Number of resets and steps of the games; whether the last of them was a reset.
@@ -459,8 +460,8 @@ class Games:
 
 def _lacks(name: object, entry: str, given: Mapping[Any, Any]) -> ValueError:
     return ValueError(
-        f"the env's {entry} must have an entry for each agent that acted or is in env.agents, and {name!r} is not in "
-        f"{list(given)}: return it, also in the step that ends the agent"
+        f"the env's {entry} must have an entry for each agent that acted or is in env.agents, but {name!r} is "
+        f"not in {list(given)}: return it, also in the step that ends the agent"
     )
 
 

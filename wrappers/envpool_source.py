@@ -2,7 +2,7 @@
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class EnvPoolSource(VectorSource):
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
-        _check_reset(seed, options)
+        _check_reset(self.env, seed, options)
         if self._sent:
             self.step(None)
         if rows is None:
@@ -109,7 +109,7 @@ class AsyncPoolSource(EnvPoolSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if not self.led:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
-        _check_reset(seed, options)
+        _check_reset(self.env, seed, options)
         self._drain()
         place = self._place
         place.begin(self.env)
@@ -226,9 +226,14 @@ def pool_source(env: EnvLike) -> EnvPoolSource:
     return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
 
 
-def _check_reset(seed: Seed, options: Info | None) -> None:
-    """Warn about a seed, which has no effect; refuse options."""
-    if seed is not None:
+# The pools that a seed was given to.
+_SEEDED: WeakSet[Any] = WeakSet()
+
+
+def _check_reset(env: EnvLike, seed: Seed, options: Info | None) -> None:
+    """Warn about the first seed given to a pool, which has no effect; refuse options."""
+    if seed is not None and env not in _SEEDED:
+        _SEEDED.add(env)
         warnings.warn(
             "envpool takes its seed when it is created (envpool.make_gymnasium(..., seed=...)): "
             f"reset(seed={seed!r}) has no effect",

@@ -1,5 +1,6 @@
 """`VectorStream`: the interface of every adapted vector env, with the flags that all markers use."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from traceback import extract_tb
 from typing import Any
@@ -235,8 +236,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             options = dict(options) or None
         mask = options.pop("reset_mask", None) if options else None
         if mask is None:
+            first = self.at < 0
             self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
+            if first:
+                _compare_entries(type(self.source.env).__name__, self.single_observation_space, obs)
             like = first_leaf(obs)
             self.first = full_for(like, self.num_envs, True, torch.bool)
             self.ended = full_for(like, self.num_envs, False, torch.bool)
@@ -457,8 +461,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 return obs
             names = sorted(key for key in info if not key.startswith("_"))
             raise ValueError(
-                f"final_obs={self._final!r} gave no final observations in a step that ended episodes; info has "
-                f"{names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
+                f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
+                f"has {names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
             )
         return self.source.final_obs(info, obs, ended, given)
 
@@ -476,6 +480,34 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{tuple(mask.shape)}"
             )
         return mask
+
+
+def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
+    """Warn if an observation has entries that its space lacks; raise ValueError if it lacks entries of the space."""
+    extra: list[object] = []
+    lacks: list[object] = []
+
+    def walk(space: spaces.Space[Any], obs: Tree, path: tuple[str, ...]) -> None:
+        if not isinstance(space, spaces.Dict):
+            return
+        values = obs if isinstance(obs, Mapping) else {}
+        for names, one, other in ((extra, values, space.spaces), (lacks, space.spaces, values)):
+            names += [(*path, key) if path else key for key in one if key not in other]
+        for key in space.spaces.keys() & values.keys():
+            walk(space[key], values[key], (*path, key))
+
+    walk(space, obs, ())
+    if lacks:
+        raise ValueError(
+            f"the observation of {name} must have all entries of its observation_space, and lacks {lacks}: "
+            "return them, or leave them out of the space"
+        )
+    if extra:
+        warnings.warn(
+            f"the observation of {name} has entries that its observation_space lacks, so they are left out: {extra}. "
+            "Declare them in single_observation_space, or do not return them",
+            stacklevel=4,
+        )
 
 
 def _one_reward(came: str) -> str:

@@ -237,8 +237,8 @@ def _get_observations(env: Any) -> Tree:
 def _no_space(env: Any, kind: str) -> TypeError:
     """Return the error for an env without spaces."""
     return TypeError(
-        f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), and "
-        f"{type(env).__name__} has none: set it on the env before you wrap it"
+        f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), which "
+        f"{type(env).__name__} lacks: set it on the env before you wrap it"
     )
 
 

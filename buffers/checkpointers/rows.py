@@ -26,7 +26,6 @@ from flatroll.buffers.columns.column import (
     Part,
     check_values,
     differ,
-    host_memory,
     put_rows,
     scatter,
 )
@@ -42,6 +41,7 @@ from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, co
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest
@@ -241,8 +241,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             kind = type(column)
             if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:
                 raise TypeError(
-                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump and "
-                    "restore, too"
+                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump "
+                    "and restore as well"
                 )
 
     @override
@@ -646,8 +646,8 @@ def _check_other(storage: DiskStorage, path: Path) -> None:
     """Raise ValueError if a checkpoint's folder is the storage's."""
     if path.resolve() == Path(storage.path).resolve():
         raise ValueError(
-            f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
-            f"another one, such as {path / 'checkpoint'}"
+            f"{path} is the folder of the rows themselves, to which DiskStorage keeps writing: a checkpoint "
+            f"needs another one, such as {path / 'checkpoint'}"
         )
 
 

@@ -5,12 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
 
@@ -22,6 +22,7 @@ Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
+_MOST = 2**22  # bytes; larger copies are made in huge pages
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -247,10 +248,14 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
 def take_rows(column: Tensor, slots: Tensor) -> Tensor:
     """Return copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     plain = signed(column) if column.dtype in _UNSIGNED else column
-    if plain.ndim == 2 and plain.shape[1] == 1:  # torch reads a flat column twice as fast
-        rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
+    flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
+    source = plain.view(-1) if flat else plain
+    if column.is_cpu and len(slots) * source.shape[1:].numel() * source.element_size() > _MOST:
+        out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
+        rows = torch.index_select(source, 0, slots, out=out)
     else:
-        rows = plain.index_select(0, slots)
+        rows = source.index_select(0, slots)
+    rows = rows.unsqueeze_(-1) if flat else rows
     return rows if plain is column else rows.view(column.dtype)
 
 
@@ -261,18 +266,6 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
-
-
-def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a new cache-aligned tensor ``[rows, *shape]`` in NumPy memory, which uses huge pages.
-
-    >>> host_memory(3, torch.float32, (2,)).shape
-    torch.Size([3, 2])
-    """
-    size = rows * math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape)
 
 
 class TensorColumn(Column):
@@ -328,8 +321,12 @@ class TensorColumn(Column):
         return self.data.numel() * self.data.element_size()
 
 
-def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
+def plain_columns(
+    columns: Mapping[NestedKey, Column], next_keys: Mapping[NestedKey, NestedKey] | None = None
+) -> "HostColumns[NestedKey]":
     """Return the ``columns`` that are plain tensors in host memory; their rows can be copied as bytes.
+
+    If all are, ``next_keys`` are passed on to `HostColumns`.
 
     >>> columns = plain_columns({"x": TensorColumn(torch.arange(4)), "y": TensorColumn(torch.zeros(2, 4).T)})
     >>> columns.take(torch.tensor([3, 0]))
@@ -337,14 +334,13 @@ def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey
     """
     from flatroll.kernels.rows.gather import HostColumns  # numba
 
-    return HostColumns(
-        {
-            key: column.data
-            for key, column in columns.items()
-            if isinstance(column, TensorColumn)
-            and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
-            and column.data.is_cpu
-            and column.data.numel()
-            and column.data.is_contiguous()
-        }
-    )
+    plain = {
+        key: column.data
+        for key, column in columns.items()
+        if isinstance(column, TensorColumn)
+        and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
+        and column.data.is_cpu
+        and column.data.numel()
+        and column.data.is_contiguous()
+    }
+    return HostColumns(plain, next_keys if len(plain) == len(columns) else None)

@@ -13,6 +13,10 @@ from flatroll.buffers.index.ring import Array
 from flatroll.disk.state_tree import damaged
 from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
+NONE: Array = np.zeros(0, np.int64)
+#: Addresses of columns of observations and of next observations, and bytes per row; int64 ``[K]`` each.
+Pairs: TypeAlias = tuple[Array, Array, Array]
+_NO_PAIRS: Pairs = NONE, NONE, NONE
 _NAMES = ("is_init", "done", "traj", "step_count")  # fields of BoundaryKeys with a single key
 Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
@@ -94,9 +98,12 @@ class Fragments(NamedTuple):
     step_last: Array
 
     @classmethod
-    def read(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Fragments":
+    def read(
+        cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None, pairs: Pairs = _NO_PAIRS
+    ) -> "Fragments":
         """Split ``batch`` (``[N]``, or its columns by key, which is faster) into fragments. They end where
-        `layout.run_ends` ends a run, and where ``cuts`` (bool ``[N]``) is True.
+        `layout.run_ends` ends a run, where ``cuts`` (bool ``[N]``) is True, and at rows whose next observations are not
+        those of the row after (``pairs``).
 
         Raises:
             KeyError: the batch has no marker.
@@ -126,7 +133,7 @@ class Fragments(NamedTuple):
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         # One row per field; there are at most as many fragments as rows.
         numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
-        count = fragments(rows, *addresses, keys.in_order, numbers, marks)
+        count = fragments(rows, *addresses, *pairs, keys.in_order, numbers, marks)
         if count < 0 and step is not None:
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
             raise ValueError(

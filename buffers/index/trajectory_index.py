@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.index.fragments import Fragments
+from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
@@ -25,7 +25,6 @@ Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
 Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 
-NONE: Array = np.zeros(0, np.int64)
 NO_PATCH: Array = np.zeros((2, 0), np.int64)
 NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
 
@@ -143,20 +142,28 @@ class TrajectoryIndex(Ring):
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
 
-    def take(self, count: int) -> Array:
-        """Return ``count`` free pool entries and mark them used; the pool grows if it has fewer."""
-        # _spare[:spare] lists the free entries; the rest of _spare is meaningless.
-        spare = int(self._state["spare"][0])
-        if count > spare:
-            size = len(self._spare)
+    def keep(self, before: Array, agree: Array) -> tuple[Array, Array, Array]:
+        """Take a free pool entry for each fragment whose last row has a next observation that no row holds.
+
+        The pool grows if it has too few. ``before`` and ``agree`` are what :meth:`link` found.
+
+        Returns:
+            the entry of each fragment, -1 for none (int64 ``[F]``), the fragments with an entry, and the chains whose
+            last entry is released, for :meth:`enter`.
+        """
+        pool, kept, released = found = np.empty((3, len(before)), np.int64)
+        count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
+        if free < 0:
+            # _spare[:spare] lists the free entries; the rest of _spare is meaningless.
+            size, spare = len(self._spare), int(self._state["spare"][0])
             larger = np.empty(max(2 * size, size + count, 64), np.int64)
             larger[:spare] = self._spare[:spare]
             fresh = np.arange(size, len(larger))
             larger[spare : spare + len(fresh)] = fresh
-            self._spare, spare = larger, spare + len(fresh)
-        self._state["spare"] = spare - count
-        self._state["taken"] += count
-        return self._spare[spare - count : spare].copy()
+            self._spare = larger
+            self._state["spare"] = spare + len(fresh)
+            count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
+        return pool, kept[:count], released[:free]
 
     @property
     @override

@@ -200,6 +200,11 @@ class PrioritizedSampler(RandomSampler):
         self._head, self._written = head, written
         self._changing = False
 
+    def mass(self, ring: Ring) -> tuple[float, float]:
+        """Return the sum and the minimum of P over the rows that can be drawn; (0, inf) if there are none."""
+        self._catch_up(ring)
+        return self.priorities.tree.total, self.priorities.tree.least
+
     # -- drawing and updating ----------------------------------------------------------------------------------
 
     @override

@@ -40,7 +40,7 @@ from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
 if TYPE_CHECKING:
-    pass
+    from flatroll.kernels.rows.gather import HostColumns
 
 
 class Known:
@@ -50,13 +50,28 @@ class Known:
         compiled: `Storage.compiled` when it was found.
         host: columns copied by one call; None if the storage is not on the host, or not ``compiled``, so that random
             sampling does not need numba.
+        later: in a compact storage whose columns are all in ``host``, those stored once by their keys under ``"next"``.
+        now: indices of these columns in ``host``, int64.
         memory: memory of all tensor columns.
         compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
     """
 
-    def __init__(self, columns: Mapping[NestedKey, Column], device: torch.device, compiled: bool) -> None:
+    def __init__(
+        self,
+        columns: Mapping[NestedKey, Column],
+        device: torch.device,
+        compiled: bool,
+        pool: NextPool | None,
+    ) -> None:
         self.compiled = compiled
-        self.host = plain_columns(columns) if compiled and columns and device.type == "cpu" else None
+        self.host: HostColumns[NestedKey] | None = None
+        if compiled and columns and device.type == "cpu":
+            self.host = plain_columns(columns, pool.next_keys if pool is not None and pool.plain else None)
+        self.later: HostColumns[NestedKey] | None = None
+        self.now: Array = np.zeros(0, np.int64)
+        if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
+            self.later = plain_columns({name: columns[key] for key, name in pool.next_keys.items()})
+            self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
         self.memory = Spans.of(
             [column.data for column in columns.values() if isinstance(column, TensorColumn)]
         )
@@ -171,7 +186,7 @@ class ColumnStorage(Storage):
 
     def _find_known(self) -> Known:
         """Find what holds of the columns there are."""
-        known = Known(self.columns, self.device, self.compiled)
+        known = Known(self.columns, self.device, self.compiled, self.pool)
         self.known = known if self.columns else None
         return known
 
@@ -192,11 +207,14 @@ class ColumnStorage(Storage):
         known, count = self.known, next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        source = None
-        if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
+        source, later = None, None
+        if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
+            if source is not None and known.later is not None:
+                later = known.later.find(columns, count)
         # Most batches are copied by one call and need no further checks.
-        usual = source is not None and len(source) == len(columns) == len(self.columns)
+        twice = 0 if later is None else len(later)
+        usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
         # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
@@ -210,7 +228,14 @@ class ColumnStorage(Storage):
             self.warn_left_out(skip)
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
         if self.compact_obs:
-            return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
+            keys = keys or BoundaryKeys.probe(batch)
+            if usual and self.pool is not None and source is not None and later is not None:
+                marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+                pairs = source[known.now], later, self.pool.row_bytes
+                cut = Fragments.read(marked, keys, None, pairs)
+                tails = self.pool.tails(columns, None, cut.lasts)
+                return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
+            return self._prepare_compact(structure, columns, count, late, keys)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
         marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
@@ -414,13 +439,15 @@ class ColumnStorage(Storage):
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
+        columns: Columns = {}
+        if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
+            # The variable keeps the pool's memory alive: a thread that writes may replace it by a larger one.
+            entries = pool.tensors
+            columns = known.host.take_all(slots, follow.slots, follow.patch, entries)
+            if columns:
+                return columns
         # First the columns that one call copies, then the others one by one.
-        columns: Columns = {} if known.host is None else known.host.take(slots, keys)
-        later: Columns = {}  # next rows of entries that are stored only once
-        names = {} if pool is None else pool.next_keys
-        pairs = [key for key, name in names.items() if keys is None or name in keys]
-        if known.host is not None and follow is not None and pairs:
-            later = known.host.take_next(slots, follow.slots, columns, pairs)
+        columns = {} if known.host is None else known.host.take(slots, keys)
         if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
             slots = slots.to(self.device)
             columns = {
@@ -430,12 +457,13 @@ class ColumnStorage(Storage):
             }
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
-            for key in pairs:
-                rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
-                if follow.patch.shape[1]:
-                    at, entries = follow.patch
-                    put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
-                columns[names[key]] = rows
+            for key, name in pool.next_keys.items():
+                if keys is None or name in keys:
+                    rows = self.columns[key].take(follow.slots.clamp(min=0))
+                    if follow.patch.shape[1]:
+                        at, kept = follow.patch
+                        put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
+                    columns[name] = rows
         return columns
 
     @property

@@ -1,13 +1,14 @@
 """The pool of a compact storage: keeps the next observations that cannot be read from the following row."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatroll.buffers.columns.column import After, Column, Columns, TensorColumn, differ, put_rows
-from flatroll.buffers.index.fragments import Fragments
+from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.layout.final import Final
@@ -71,6 +72,7 @@ class NextPool:
         entries: the columns of the pool, by root key.
         lossy: those that may not give back what they were given, each as an empty column to try rows on.
         plain: whether all of them are tensors in host memory.
+        row_bytes: bytes of one entry of each, int64.
     """
 
     def __init__(self, pairs: list[NestedKey]) -> None:
@@ -79,6 +81,7 @@ class NextPool:
         self.entries: dict[NestedKey, Column] = {}
         self.lossy: dict[NestedKey, Column] = {}
         self.plain = False
+        self.row_bytes: Array = NONE
 
     def allocate(self, columns: Mapping[NestedKey, Column], own: Collection[NestedKey] = ()) -> None:
         """Create empty pool columns of the same kinds as the storage's ``columns``; those of ``own`` may round."""
@@ -88,6 +91,7 @@ class NextPool:
             type(column) is TensorColumn and column.data.is_cpu and not column.dtype.is_complex
             for column in self.entries.values()
         )
+        self.row_bytes = np.array([column.value_bytes for column in self.entries.values()], np.int64)
 
     def cuts(self, columns: Columns, final: Final | None) -> Tensor:
         """Return where the next observation differs from the following row's observation; bool ``[N]``."""
@@ -163,22 +167,31 @@ class NextPool:
         first: int,
     ) -> tuple[Array, Array]:
         """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`compare_heads` said."""
-        same, keep = agree > 0, np.ones(len(before), np.bool_)
-        keep[-2 - before[same & (before < -1)]] = False
+        pool, kept, released = index.keep(before, agree)
         # The remaining tails get free entries, which become readable once the rows are published.
-        kept = np.flatnonzero(keep)
-        taken = index.take(len(kept))
-        pool = np.full(len(keep), -1)
-        pool[kept] = taken
-        where, source = torch.from_numpy(taken), torch.from_numpy(kept)
+        taken, size = pool[kept], index.pool_size
+        for column in self.entries.values():
+            column.grow(size)
+        if self.plain and all(tails[key].is_cpu and tails[key].is_contiguous() for key in self.pairs):
+            from flatroll.kernels.rows.gather import scatter  # numba
+
+            source = np.array([tails[key].data_ptr() for key in self.pairs], np.int64)
+            target = np.array([values.data_ptr() for values in self.tensors], np.int64)
+            scatter(source, target, self.row_bytes, kept, taken)
+            return pool, released
+        where, at = torch.from_numpy(taken), torch.from_numpy(kept)
         # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
-        size = index.pool_size
         for key, column in self.entries.items():
-            column.grow(size)
-            column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
-        return pool, before[same & (before >= 0)]
+            column.put(where, tails[key].index_select(0, at.to(tails[key].device)), after)
+        return pool, released
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The entries of each of ``pairs``, if they are `plain`; growing replaces them."""
+        columns: list[Any] = [self.entries[key] for key in self.pairs]
+        return [column.data for column in columns]
 
     def _compare_values(
         self,

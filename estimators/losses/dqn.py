@@ -170,7 +170,7 @@ class DQNLoss(OffPolicyLoss):
         """Do the same in one pass over the runs, each followed by its final next observation."""
         if inputs.batch.get(STEPS, None) is not None:
             raise ValueError(
-                f"batch[{STEPS!r}] says that its next observations lie several rows ahead, and a recurrent "
+                f"batch[{STEPS!r}] says that its next observations are several rows ahead, but a recurrent "
                 "network (or a batch without next observations) needs those of the next row: leave the n-step "
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )

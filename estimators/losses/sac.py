@@ -391,8 +391,8 @@ class SACLoss(SoftActorCritic):
         for key, part in components(dist).items():
             if not part.has_rsample:
                 raise TypeError(
-                    f"SACLoss needs actions that gradients flow through, and {type(part).__name__} has no rsample: "
-                    "for discrete actions use DiscreteSACLoss"
+                    f"SACLoss needs actions that gradients flow through, but {type(part).__name__} has no "
+                    "rsample: for discrete actions use DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
             place = actions[0] if key is None else part_key(key, actions, self.actor_network)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import flatroll
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 BENCH_PREFIX = "bench_"
-CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install
+CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install; else see `find_checkout`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,8 +138,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         ) from None
     print(layout.describe(batch))
     findings = layout.audit(batch)
-    for finding in findings:
-        print(finding)
+    if findings:
+        print(findings)
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)
@@ -224,48 +225,125 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def run_compile(arguments: argparse.Namespace) -> int:
     """Compile and cache the Numba kernels by running each kind of buffer and estimator once on a few rows."""
     import torch
-    from tensordict.nn import TensorDictModule
 
-    from flatroll import buffers, estimators
-    from flatroll.rollouts import Collector
-    from flatroll.wrappers import StepCounter
-    from flatroll.wrappers.testing import Script, ScriptedVectorEnv
-
-    begun = time.perf_counter()
-    sizes: dict[str, Any] = {"max_capacity": 64, "alpha": 0.6, "beta": 0.4}
-    kinds: list[tuple[buffers.Sampler, dict[str, Any]]] = [
-        (buffers.SliceSampler(slice_len=4, fill=False), {}),
-        (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}),
-        (buffers.PrioritizedSampler(**sizes), {}),
-        (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}),
-        (buffers.RandomSampler(), {"compact_obs": True}),
-        (
-            buffers.SliceSampler(slice_len=4, fill=False),
-            {"compact_obs": True, "frame_stack": {"observation": 3}},
-        ),
-    ]
-    critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
-    gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    for sampler, options in kinds:
-        storage = buffers.LazyTensorStorage(64, **options)
-        buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16)
-        env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
-        for batch in Collector(env, frames_per_batch=40, total_frames=160):
-            buffer.extend(batch)
-            gae(buffer.sample())
-            if isinstance(sampler, buffers.PrioritizedSampler):
-                buffer.update_priority(torch.arange(3), torch.rand(3))
+    begun, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # frames are read by a kernel only then
+    try:
+        use_batches()
+        use_steps()
+    finally:
+        torch.set_num_threads(threads)
     print(f"compiled in {time.perf_counter() - begun:.0f} s")
     return 0
 
 
+def use_batches() -> None:
+    """Fill buffers of each kind from a collector, sample them and estimate; save and load one of them."""
+    import torch
+    from tensordict.nn import TensorDictModule
+
+    from flatroll import buffers, estimators
+    from flatroll.rollouts import Collector
+    from flatroll.trees import CountSampler
+    from flatroll.wrappers import StepCounter
+    from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+
+    sizes: dict[str, Any] = {"max_capacity": 64, "alpha": 0.6, "beta": 0.4}
+    stack = {"compact_obs": True, "frame_stack": {"observation": 3}}
+    parts: list[tuple[buffers.Sampler, dict[str, Any], dict[str, Any]]] = [
+        (buffers.SliceSampler(slice_len=4, fill=False), {}, {}),
+        (buffers.SliceSampler(slice_len=4, start_key="is_init"), {}, {}),
+        (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}, {}),
+        (buffers.PrioritizedSampler(**sizes), {}, {}),
+        (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}, {}),
+        (buffers.RandomSampler(), {"compact_obs": True}, {}),
+        (buffers.SliceSampler(slice_len=4, fill=False), stack, {}),
+        (buffers.RandomSampler(), {}, {"transform": buffers.MultiStepTransform(3, 0.99)}),
+        (CountSampler("observation"), {}, {}),
+        (buffers.RandomSampler(), {}, {"writer": buffers.TensorDictMaxValueWriter(rank_key="step_count")}),
+    ]
+    critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
+    gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    with TemporaryDirectory() as folder:
+        for number, (sampler, options, others) in enumerate(parts):
+            storage: buffers.Storage = buffers.LazyTensorStorage(64, **options)
+            if number == 0:
+                storage = buffers.DiskStorage(64, f"{folder}/rows")
+            buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16, **others)
+            env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
+            for batch in Collector(env, frames_per_batch=40, total_frames=160):
+                buffer.extend(batch)
+                sample = buffer.sample()
+                if number == 0:
+                    gae(sample)
+                if isinstance(sampler, buffers.PrioritizedSampler):
+                    buffer.update_priority(torch.arange(3), torch.rand(3))
+            buffer.dumps(f"{folder}/{number}")
+            buffer.loads(f"{folder}/{number}")
+    x, ends = torch.rand(8, 1), torch.ones(8, 1, dtype=torch.bool)
+    estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
+    estimators.vtrace_advantage_estimate(0.99, x, x, x, x, x, ends)
+    estimators.reward2go(x, ends, 0.99)
+
+
+def use_steps() -> None:
+    """Write many short episodes to buffers of each kind, one step at a time, and read them; hash rows."""
+    import torch
+
+    from flatroll import buffers
+    from flatroll.disk.tensor_file import checksum_of
+    from flatroll.kernels.rows.row_index import HashedRows
+    from flatroll.kernels.rows.words import hash_words
+
+    hindsight = buffers.HindsightTransform(
+        lambda achieved, desired, info: (achieved == desired).flatten(1).all(1).float(),
+        goal_key="observation",
+        achieved_goal_key="observation",
+    )
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"compact_obs": True, "frame_stack": {"observation": 2}}, {}),
+        ({"compact_obs": True}, {}),
+        ({}, {"transform": hindsight}),
+    ]
+    for options, others in kinds:
+        storage = buffers.LazyTensorStorage(64, **options)
+        buffer = buffers.ReplayBuffer(storage=storage, batch_size=8, **others)
+        writer = buffer.writer_for(2, window=8)
+        for step in range(50):
+            # Frames of 8 bytes, which are compared as one 64-bit integer, as most images are.
+            frames = torch.arange(step, step + 2, dtype=torch.uint8) + 7 * (step // 2)
+            stack = frames.view(1, 2, 1).repeat(2, 1, 8)
+            later = {
+                "observation": stack + 1,
+                "reward": torch.zeros(2),
+                "terminated": torch.full((2,), step % 2 == 1),
+            }
+            writer.write({"observation": stack, "action": torch.zeros(2), "next": later})
+            writer.sample(4)
+            writer.read_columns([step, writer.oldest], [0, 1])
+        buffer.sample()
+    hash_words(torch.zeros(2, 1, dtype=torch.int64))
+    HashedRows(1).truncate(0)
+    checksum_of("xxh64", [memoryview(b"rows")])
+
+
+def find_checkout() -> Path:
+    """Return the folder of the repository: of an editable install, or the current folder."""
+    for folder in (CHECKOUT, Path.cwd()):
+        if (folder / "src/flatroll").is_dir() and (folder / "benchmarks").is_dir():
+            return folder
+    raise CommandError(
+        "benchmarks are not part of the installed package: clone the repository, and run "
+        "`python -m flatroll bench` in its folder"
+    )
+
+
 def benchmarks_by_name() -> dict[str, str]:
     """Map each benchmark's name, without the prefix, to its module in the checkout."""
-    files = sorted((CHECKOUT / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
-    if not files:
-        raise CommandError("benchmarks are not part of the installed package: clone the repository")
+    checkout = find_checkout()
+    files = sorted((checkout / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
     return {
-        file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(CHECKOUT).with_suffix("").parts)
+        file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(checkout).with_suffix("").parts)
         for file in files
     }
 
@@ -275,7 +353,7 @@ def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
     lines: list[str] = []
-    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=find_checkout(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

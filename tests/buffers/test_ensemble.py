@@ -167,7 +167,7 @@ def test_slices_are_laid_end_to_end(world: Any) -> None:
         assert run_ends(sample).nonzero().flatten().tolist() == [2, 5, 9, 13]
         assert info["buffer_ids"].shape == info["index"].shape == (14,)
     with pytest.raises(
-        ValueError, match=r"member 0 gives 6 rows, member 1 8 rows, .* stack=False concatenates them"
+        ValueError, match=r"member 0 returns 6 rows, member 1 8 rows, .* stack=False concatenates them"
     ):
         ReplayBufferEnsemble(*members, sample_from_all=True).sample(16)
 
@@ -208,7 +208,7 @@ def test_samples_of_other_kinds() -> None:
     rb = ReplayBufferEnsemble(*lists, sample_from_all=True, stack=False)
     assert rb.sample(4) == ["item of 0"] * 2 + ["item of 1"] * 2
     with pytest.raises(
-        ValueError, match="member 0 gives a list of items, which cannot be stacked: stack=False"
+        ValueError, match="member 0 returns a list of items, which cannot be stacked: stack=False"
     ):
         ReplayBufferEnsemble(*lists, sample_from_all=True).sample(4)
     collated = ReplayBufferEnsemble(*lists, sample_from_all=True, collate_fn=lambda parts: parts[::-1])
@@ -221,10 +221,10 @@ def test_samples_that_differ_name_members_and_entries() -> None:
 
     first = of(a=torch.zeros(4), b=torch.zeros(4, 2))
     for other, text in (
-        (of(a=torch.zeros(4)), "member 0 gives the entry 'b' and member 1 does not"),
+        (of(a=torch.zeros(4)), "member 0 returns the entry 'b' and member 1 does not"),
         (
             of(a=torch.zeros(4), b=torch.zeros(4, 2), c=torch.zeros(4)),
-            "member 1 gives the entry 'c' and member 0",
+            "member 1 returns the entry 'c' and member 0",
         ),
         (
             of(a=torch.zeros(4), b=torch.zeros(4, 3)),
@@ -388,7 +388,7 @@ def test_arguments_that_do_not_fit() -> None:
     storages = StorageEnsemble(LazyTensorStorage(3))
     with pytest.raises(ValueError, match="samplers has 2 members, storages has 1"):
         ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(RandomSampler(), RandomSampler()))
-    with pytest.raises(TypeError, match="must be passed to SamplerEnsemble here"):
+    with pytest.raises(TypeError, match="must be passed to SamplerEnsemble"):
         ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(RandomSampler()), p=[1.0])
     with pytest.raises(ValueError, match="transforms must have one entry per storage, got 0"):
         StorageEnsemble(LazyTensorStorage(3), transforms=[])

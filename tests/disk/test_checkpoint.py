@@ -143,6 +143,51 @@ def _with(run: Run, **parts: Any) -> Checkpoint:
     )
 
 
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_a_part_of_a_run_is_loaded_alone_and_the_rest_is_not_lost(tmp_path: Path, ensemble: bool) -> None:
+    run = Run(tmp_path, ensemble=ensemble)
+    run.collect()
+    run.update()
+    run.checkpoint.save(step=1)
+    policy = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    alone = Checkpoint(tmp_path, policy=policy)
+    with pytest.raises(ValueError, match=r"has a buffer: .*, or leave it out with load\(partial=True\)"):
+        alone.load()
+    state = torch.get_rng_state()
+    assert alone.load(partial=True) == {"step": 1}
+    assert all(map(torch.equal, policy.parameters(), run.policy.parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(
+        FileExistsError, match=r"\['buffer', 'collector', 'optimizer', 'scheduler'\], which load\(par"
+    ):
+        alone.save()
+    with pytest.raises(
+        ValueError, match=r"this Checkpoint has \['actor', 'policy'\]: create it with the same parts\n"
+    ):
+        Checkpoint(tmp_path, policy=policy, actor=policy).load(partial=True)
+    with pytest.raises(TypeError, match="partial must be True or False"):
+        alone.load(partial="policy")  # type: ignore[arg-type]
+    other = Run(tmp_path, seed=5, ensemble=ensemble)
+    assert other.checkpoint.load(partial=True) == {"step": 1}
+    assert len(other.buffer) == len(run.buffer)
+    assert other.checkpoint.save() == 2  # nothing was left out
+    for one in (run, other):
+        one.collector.shutdown()
+
+
+def test_a_version_without_a_buffer_names_partial_as_the_way_out(tmp_path: Path) -> None:
+    policy = nn.Linear(1, 1)
+    Checkpoint(tmp_path, policy=policy, critic=nn.Linear(1, 1)).save()
+    alone = Checkpoint(tmp_path, policy=policy)
+    with pytest.raises(
+        ValueError, match=r"with the same parts, or leave the others out with load\(partial=True\)"
+    ):
+        alone.load()
+    assert alone.load(partial=True) == {}
+    with pytest.raises(FileExistsError, match=r"has \['critic'\], which load"):
+        alone.save()
+
+
 def test_without_a_buffer_and_without_generators(tmp_path: Path) -> None:
     module: Any = nn.BatchNorm1d(3)
     checkpoint = Checkpoint(tmp_path, policy=module, rng=False, keep=3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatroll.__main__ import main
-from flatroll.disk import Folder, Ragged
+from flatroll.disk import Checkpoint, Folder, Ragged
 from flatroll.disk.inspect import inspect_folder
 
 LENGTHS = [3, 5, 3, 1, 8, 3]
@@ -52,6 +52,18 @@ def test_a_folder_is_described(path: Path, capsys: pytest.CaptureFixture[str]) -
         "0 damaged; --verify also checks the rows\n",
     ):
         assert line in printed, line
+
+
+def test_extra_values_of_a_run_are_shown(tmp_path: Path) -> None:
+    module = torch.nn.Linear(1, 1)
+    Checkpoint(tmp_path, policy=module).save(
+        step=3, best=0.5, log=[1, 2, 3], mean=torch.zeros(2), name="x" * 99
+    )
+    text = inspect_folder(tmp_path).text
+    assert (
+        "\n  extra values: step = 3, best = 0.5, log = list of 3, mean = Tensor [2], name = str of 99\n"
+        in text + "\n"
+    )
 
 
 def test_lengths_and_returns_are_those_of_the_episodes(path: Path) -> None:

@@ -229,7 +229,7 @@ def test_what_is_no_update_is_refused() -> None:
         (TypeError, "updater must be", lambda: update_step(loss, adam, updater=3)),  # type: ignore[arg-type]
         (ValueError, "of another loss", lambda: update_step(loss, adam, updater=SoftUpdate(other, tau=0.1))),
         (ValueError, "float16 needs a GradScaler", lambda: update_step(loss, adam, autocast=torch.float16)),
-        (ValueError, "make it of loss.parameters", lambda: update_step(other, adam)),
+        (ValueError, "create it from loss.parameters", lambda: update_step(other, adam)),
         (TypeError, "batch must be a tensordict", lambda: update_step(loss, adam)([1])),  # type: ignore[arg-type]
         (ValueError, "epochs must be", lambda: update_step(loss, adam).epochs(rows(3), epochs=0)),
         (ValueError, "minibatch must be", lambda: update_step(loss, adam).epochs(rows(3), minibatch=0)),
@@ -302,8 +302,11 @@ class Unreadable(Recorded):
 def test_what_cannot_be_compiled_runs_eagerly_with_one_warning() -> None:
     loss = Unreadable()
     step = update_step(loss, torch.optim.SGD(loss.parameters(), 0.5), compile=True)
-    with pytest.warns(UserWarning, match="update_step goes on uncompiled, since torch.compile failed: "):
+    with pytest.warns(
+        UserWarning, match=r"failed at .*test_updates.py:\d+: User-inserted graph break"
+    ) as told:
         step(TensorDict({"observation": torch.ones(4)}, [4]))
+    assert "torch.compile(loss, fullgraph=True)(batch) shows" in str(told[0].message)
     assert not step.compiled and float(loss.weight.detach()) == 0.5
     step(TensorDict({"observation": torch.ones(4)}, [4]))  # warnings are errors here
     assert float(loss.weight.detach()) == 0.0

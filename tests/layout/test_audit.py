@@ -286,6 +286,19 @@ def test_no_more_findings_than_asked_for(batch):
     assert [f.row for f in findings] == [0, 1, 2]
     assert findings[2].text == "('next', 'step_count') is not step_count + 1 (and 11 more rows)"
     assert "more rows" not in findings[0].text
+    assert (
+        str(findings)
+        == "14 rows: 0, 1, 2, ... [next_step_count] ('next', 'step_count') is not step_count + 1"
+    )
+
+
+def test_findings_of_one_kind_share_a_line(batch):
+    assert str(audit(batch)) == "[]"
+    batch["next", "step_count"][[1, 4]] += 1
+    batch["next", "reward"][3] = float("nan")
+    lines = str(audit(batch)).splitlines()
+    assert lines[0] == "2 rows: 1, 4 [next_step_count] ('next', 'step_count') is not step_count + 1"
+    assert lines[1:] == [str(finding) for finding in audit(batch)[2:]] and "[nan]" in lines[1]
 
 
 @settings(deadline=None)

@@ -61,6 +61,16 @@ def test_every_kind_of_row_in_a_collected_batch(batch):
     assert says(batch, -1) == says(batch, 13)
 
 
+def test_all_entries_of_a_dict_observation_are_named(batch):
+    column = batch["observation"]
+    after = batch["next"].exclude("observation").update({"goal": column, "lidar": column})
+    rows = batch.exclude("observation", "next").update({"goal": column, "lidar": column, "next": after})
+    assert (
+        says(rows, 3)[-1]
+        == "Its next observation is in columns of its own, ('next', 'goal'), ('next', 'lidar')."
+    )
+
+
 def test_slices(slices):
     assert says(slices, 3)[1] == (
         "It starts the run: a slice begins here, in mid-episode at step 5 (row 2 is done, row 3 is is_init)."

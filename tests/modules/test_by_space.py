@@ -36,6 +36,8 @@ from flatroll.modules import (
     actor,
     critic,
     q_network,
+    set_epsilon,
+    update_norms,
 )
 from flatroll.rollouts import Collector, evaluate
 
@@ -319,6 +321,32 @@ def test_norms_are_one_module_for_actor_and_critic() -> None:
     assert type(actor(env, norm=False)[0]).__name__ == "TensorDictModule"
 
 
+def test_one_call_updates_the_norms_of_all_entries_once() -> None:
+    env = make(spaces.Dict(lidar=VECTOR, goal=VECTOR, image=spaces.Box(0, 255, (8, 8, 3), np.uint8)))
+    policy = actor(env)
+    own = critic(env)  # with norms of its own
+    batch = next(Collector(env, policy, frames_per_batch=40, seed=0))
+    loss = ClipPPOLoss(policy, own)
+    update_norms(loss, batch)
+    norms = [policy[0], policy[1], own[0], own[1]]
+    assert {norm.in_key for norm in norms} == {"lidar", "goal"}
+    count = float(norms[0].statistics.count)
+    assert count > 40 and all(float(norm.statistics.count) == count for norm in norms)
+    net = q_network(env)
+    targets = DQNLoss(net)  # whose target network is a copy with the same statistics
+    update_norms(targets, batch)
+    assert float(net[0].statistics.count) == count
+    batch["lidar"][3] = float("nan")
+    with pytest.raises(ValueError, match="must be finite"):
+        update_norms(policy, batch)
+    assert all(float(norm.statistics.count) == count for norm in norms)  # neither entry has counted it
+    update_norms(nn.Linear(1, 1), batch)
+    with pytest.raises(
+        TypeError, match="network must be a policy, a loss or another torch module, got TensorDict"
+    ):
+        update_norms(batch, batch)  # type: ignore[arg-type]
+
+
 def test_a_q_network_is_policy_and_network_of_dqn() -> None:
     env = make(OBSERVATIONS["dict"])
     for recurrent in (None, "gru"):
@@ -330,6 +358,9 @@ def test_a_q_network_is_policy_and_network_of_dqn() -> None:
         greedy = batch["action_value"].argmax(-1)
         assert 0.3 < (batch["action"] == greedy).float().mean() < 0.95
         assert evaluate(env, net, episodes=4).lengths.tolist() == [5] * 4
+        set_epsilon(net, 0.0)
+        batch = next(Collector(env, net, frames_per_batch=64, seed=0))
+        assert torch.equal(batch["action"], batch["action_value"].argmax(-1))
 
 
 def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
@@ -390,6 +421,8 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         ),
         (lambda: q_network(make(action=ACTIONS["discrete from 5"])), ValueError, "that counts from 0"),
         (lambda: q_network(make(), epsilon=2.0), ValueError, r"epsilon must lie in \[0, 1\], got 2.0"),
+        (lambda: set_epsilon(q_network(make()), -0.1), ValueError, r"epsilon must lie in \[0, 1\], got -0.1"),
+        (lambda: set_epsilon(critic(make()), 0.1), ValueError, "network must have an EpsilonGreedy"),
         (
             lambda: q_network(make(action=ACTIONS["bounded"]), recurrent="gru"),
             ValueError,
@@ -421,3 +454,8 @@ def test_observations_of_another_shape_are_refused() -> None:
             ValueError, match=r"must have shape \('\*', .*, got \(6, .*another space needs another network"
         ):
             net(rows.set(key, column))
+
+
+def test_print_says_which_images_are_divided_by_255() -> None:
+    networks = [actor(make(observation=OBSERVATIONS[name])) for name in ("stacked image", "number")]
+    assert ["divided by 255" in repr(network) for network in networks] == [True, False]

@@ -13,7 +13,7 @@ from ray_envs import Dies, Greedy, Wide, falls, make_env
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, SliceSampler
+from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, RayReplayBufferEnsemble, SliceSampler
 from flatroll.rollouts import Collector, RayCollector
 from flatroll.sharing import WorkerDied, WorkerTraceback
 
@@ -105,6 +105,39 @@ def test_a_node_is_lost_and_collecting_goes_on(cluster):
     ).all()  # nothing is missing inside a trajectory
     assert first.sum() == len(rows[IDS].unique())
     buffer.shutdown()
+
+
+def test_a_node_is_lost_with_its_shard_and_the_others_go_on(cluster):
+    lost = cluster.add_node(num_cpus=1, resources={"shard": 1}, object_store_memory=STORE)
+    nodes = [{"resources": {"first": 1}}, {"resources": {"shard": 1}}, {"resources": {"away": 1}}]
+    storage, sampler = partial(LazyTensorStorage, 100_000), partial(SliceSampler, slice_len=4, traj_key=IDS)
+    made = [RayReplayBuffer(storage=storage, sampler=sampler, remote_config=node) for node in nodes]
+    with (
+        RayReplayBufferEnsemble(*made, batch_size=32, prefetch=1) as buffer,
+        RayCollector(
+            make_env, always_four, num_collectors=3, frames_per_batch=30, replay_buffer=buffer,
+            remote_configs=[{"num_cpus": 0, "resources": {"first": 1}}] * 3,
+        ) as actors,
+    ):  # fmt: skip
+        for _ in range(6):
+            assert next(actors) is None
+        held = [set(shard[:][IDS].tolist()) for shard in made]
+        assert (
+            len(buffer) == 180 and not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
+        )
+        assert 0 < len(buffer.sample()) <= 32
+        cluster.remove_node(lost)
+        while buffer.lost == ():
+            next(actors)
+            time.sleep(0.02)
+            assert 0 < len(buffer.sample()) <= 32
+        before = len(buffer)
+        for _ in range(6):
+            next(actors)
+            assert set(buffer.sample()["collector", "buffer_ids"].tolist()) <= {0, 2}
+        assert buffer.lost == (1,) and len(buffer) == before + 180
+        ids = [set(made[shard][:][IDS].tolist()) for shard in (0, 2)]
+        assert not ids[0] & ids[1]
 
 
 def test_the_buffer_is_the_same_in_another_process(cluster):

@@ -10,6 +10,7 @@ from list_collector import Counter, ListCollector, always_four, check, make, scr
 from tensordict.nn import TensorDictModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatroll.layout.checks import torch_device
 from flatroll.rollouts import Collector
 from flatroll.wrappers import (
     NextObservationDelta,
@@ -22,6 +23,13 @@ from flatroll.wrappers.testing import ScriptedTorchEnv, ScriptedVectorEnv
 # --- devices ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def meta_is_usable(monkeypatch):
+    """Collectors refuse the meta device, which stands for a GPU here."""
+    monkeypatch.setattr("flatroll.rollouts.arguments.usable_device", torch_device)
+
+
+@pytest.mark.usefixtures("meta_is_usable")
 def test_batches_are_put_where_they_are_wanted():
     for options in (
         {"storing_device": "meta"},
@@ -40,6 +48,7 @@ def test_batches_are_put_where_they_are_wanted():
         check(next(collector), oracle.window())
 
 
+@pytest.mark.usefixtures("meta_is_usable")
 def test_a_policy_gets_its_input_where_it_wants_it():
     seen = []
 
@@ -58,6 +67,7 @@ def test_a_policy_gets_its_input_where_it_wants_it():
     assert seen == ["meta", "meta"]
 
 
+@pytest.mark.usefixtures("meta_is_usable")
 def test_an_env_elsewhere_is_an_error():
     env = ScriptedTorchEnv(script(), device="cpu", final_obs="dense")
     with pytest.raises(ValueError, match=r"env_device='meta', but the env's arrays are on cpu: move the env"):
@@ -68,6 +78,7 @@ def test_an_env_elsewhere_is_an_error():
         Collector(used, frames_per_batch=10, env_device="meta")
 
 
+@pytest.mark.usefixtures("meta_is_usable")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_numpy_env_is_moved_to_env_device(wrapped):
     """What the env returns is copied there in each step, and what it is given back; nothing else sees the host."""

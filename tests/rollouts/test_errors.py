@@ -95,6 +95,18 @@ ARGUMENTS = {
         ValueError,
         "env_device='xpu' cannot be used here: ",
     ),
+    "device of both": ({"device": "xpu"}, ValueError, "device='xpu' cannot be used here: "),
+    "policy's device": (
+        {"policy_device": torch.device("xpu:0")},
+        ValueError,
+        "policy_device='xpu:0' cannot be used here: ",
+    ),
+    "storing device": ({"storing_device": "xpu"}, ValueError, "storing_device='xpu' cannot be used here: "),
+    "no values": (
+        {"storing_device": "meta"},
+        ValueError,
+        "storing_device='meta' cannot be used here: tensors on it have no values",
+    ),
 }
 
 

@@ -514,7 +514,7 @@ def _estimators() -> Iterator[Case]:
             lambda arguments=arguments: {key: one[:, 0] for key, one in columns(*arguments).items()},
             names={"ends": "terminated", "terminated": "ends"},
         )
-    yield Case("zeroed", kernels.zero_where, lambda: {"column": column["a"], "flag": column["ends"][:, 0]})
+    yield Case("zeroed", kernels.zeroed, lambda: {"column": column["a"], "flag": column["ends"][:, 0]})
     yield Case("critic_ensemble", estimators.critic_ensemble, lambda: {"networks": value()}, long=("number",))
     yield Case("target_copy", estimators.target_copy, lambda: {"network": value()})
 
@@ -883,6 +883,9 @@ def _modules() -> Iterator[Case]:
         lambda made: made(batch()),
     )
     yield Case("EpsilonGreedy", modules.EpsilonGreedy, dict)
+    yield Case(
+        "set_epsilon", modules.set_epsilon, lambda: {"network": modules.EpsilonGreedy(), "epsilon": 0.1}
+    )
     yield Case("ActionMask", modules.ActionMask, lambda: {"key": "logits"})
     yield Case("BurnIn", modules.BurnIn, lambda: {"modules": [gru], "burn_in": 2})
     yield Case(

@@ -264,9 +264,13 @@ def test_what_is_refused() -> None:
 
 def test_what_a_look_into_it_shows() -> None:
     buffer = FlatReplayBuffer(100, BOX, TWO, "cpu", n_envs=4)
-    assert str(buffer).startswith("FlatReplayBuffer(0 of 25 steps of 4 envs, flat=ReplayBuffer(0 of")
+    assert str(buffer).startswith("FlatReplayBuffer(0 of 100 rows, 0 waiting, flat=ReplayBuffer(0 of")
     with pytest.raises(RuntimeError, match=r"steps that wait in a step writer: writer.flush\(\) stores them"):
         buffer.flat[:]
+    step = np.zeros((4, *BOX.shape), BOX.dtype)
+    for _ in range(3):
+        buffer.add(step, step, np.zeros((4, 1), np.int64), np.zeros(4), np.zeros(4), [{}] * 4)
+    assert str(buffer).startswith("FlatReplayBuffer(12 of 100 rows, 12 waiting, flat=ReplayBuffer(0 of")
 
 
 def test_steps_that_do_not_fit() -> None:

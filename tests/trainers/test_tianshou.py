@@ -296,7 +296,7 @@ def test_bad_buffers_are_refused() -> None:
     hindsight = tianshou.HERReplayBuffer(8, lambda a, b: a, horizon=4)
     with pytest.raises(TypeError, match="HERReplayBuffer rewrites goals"):
         from_buffer(hindsight)
-    with pytest.raises(ValueError, match="buffer gives 0 of its 0 rows"):
+    with pytest.raises(ValueError, match="buffer returns 0 of its 0 rows"):
         from_buffer(tianshou.ReplayBuffer(3))
     with pytest.raises(ValueError, match=r"writer must be in \[0, 2\*\*23\), got -1"):
         from_buffer(fill(tianshou.VectorReplayBuffer(8, 2), 3), writer=-1)

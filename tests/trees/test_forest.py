@@ -321,7 +321,7 @@ def test_maps_name_the_keys() -> None:
     assert forest.num_states == 3 and forest.max_size == 5 and forest.action_keys == ["action"]
     with pytest.raises(ValueError, match=r"max_size must be equal|maps' max_size"):
         MCTSForest(data_map=data_map, node_map=node_map, max_size=6)
-    with pytest.raises(ValueError, match="data_map needs"):
+    with pytest.raises(ValueError, match="data_map also needs"):
         MCTSForest(data_map=data_map)
 
 

@@ -123,8 +123,8 @@ def test_what_a_game_returns_is_checked() -> None:
         (acts_on, r"agents \['a0'\] were terminated or truncated and are still in env.agents"),
         (leaves, r"agents \['a0'\] left env.agents and were neither terminated nor truncated"),
         (joins, r"env.agents has \['a9'\], which possible_agents .* lacks"),
-        (unpaid, r"the env's rewards must have an entry for each agent .* and 'a1' is not in \['a0'\]"),
-        (unseen, r"the env's observations must have an entry .* and 'a2' is not in"),
+        (unpaid, r"the env's rewards must have an entry for each agent .* but 'a1' is not in \['a0'\]"),
+        (unseen, r"the env's observations must have an entry .* but 'a2' is not in"),
     ):
         with pytest.raises(ValueError, match=text):
             step(change)

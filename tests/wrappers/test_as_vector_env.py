@@ -786,7 +786,7 @@ def test_a_final_obs_that_is_not_there_is_refused(where: Any) -> None:
     ):
         env = as_vector_env(bare, final_obs=where)
         env.reset()
-        with pytest.raises(ValueError, match=r"gave no final observations.*final_obs='auto'.*or None"):
+        with pytest.raises(ValueError, match=r"found no final observations.*final_obs='auto'.*or None"):
             for _ in range(20):
                 env.step(zeros(env))
 

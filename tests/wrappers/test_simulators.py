@@ -230,6 +230,21 @@ def test_a_simulator_that_steps_other_rows_than_it_says() -> None:
         as_vector_env(MjlabEnv(), autoreset_mode="SameStep", num_envs=4)
 
 
+def test_entries_that_the_declared_space_lacks_or_has_alone() -> None:
+    env = IsaacManagerEnv()
+    env.single_observation_space = gym.spaces.Dict(policy=env.single_observation_space["policy"])
+    adapted = as_vector_env(env)
+    text = r"observation of IsaacManagerEnv has entries .* left out: \['critic'\]. Declare them"
+    with pytest.warns(UserWarning, match=text):
+        adapted.reset()
+    adapted.reset()  # warns once
+    env.single_observation_space = gym.spaces.Dict(
+        policy=env.single_observation_space["policy"], depth=gym.spaces.Box(0, 1, (2,))
+    )
+    with pytest.raises(ValueError, match=r"must have all entries .* and lacks \['depth'\]: return them"):
+        as_vector_env(env).reset()
+
+
 def test_results_of_other_shapes_than_the_reset_s() -> None:
     class Changes(MjlabEnv):
         def __init__(self, change: Any) -> None:

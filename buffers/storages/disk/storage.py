@@ -290,8 +290,8 @@ class DiskStorage(ColumnStorage):
         self.frame_stack, self.codec = encodings.frame_stack, encodings.codec
         if both := [key for key in self.frame_stack if key in self.codec]:
             raise ValueError(
-                f"frame_stack and codec both name {both[0]!r}: use one of them on disk; codec alone finds the "
-                "frames that rows share, too"
+                f"frame_stack and codec both name {both[0]!r}: use one of them on disk; codec alone also "
+                "detects frames that rows share"
             )
         if layout is None:
             return

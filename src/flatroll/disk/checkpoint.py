@@ -118,6 +118,7 @@ class Checkpoint:
         self._parts = {name: part for name, part in named.items() if part is not None}
         self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
         self._folder: Folder | None = None  # saved to or loaded last
+        self._left: list[str] = []  # what a partial load left in the folder
         if buffer is not None and not isinstance(buffer, Saves):
             raise TypeError(
                 f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
@@ -140,13 +141,20 @@ class Checkpoint:
         """Publish a version; return its number.
 
         Args:
-            extra: further values, such as the number of steps, which `load` returns.
+            extra: further values, such as the number of steps, which `load` returns: None, bools, numbers, strings,
+                bytes, NumPy arrays, tensors, tensordicts, and dicts, lists and tuples of them.
 
         Raises:
-            TypeError: a part's state has a value that is not plain data; the message names it.
-            FileExistsError: the folder has a version that was neither loaded nor saved by this object.
+            TypeError: a part's state or ``extra`` has a value of another type; the message names it.
+            FileExistsError: the folder has a version that was neither loaded nor saved by this object, or of which
+                ``load(partial=True)`` left parts out.
             OSError: the disk is full or failed; the previous versions are intact.
         """
+        if self._left:
+            raise FileExistsError(
+                f"the version in {self.path} has {self._left}, which load(partial=True) left out and a save would "
+                "lose: save to another folder, with a new Checkpoint"
+            )
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}
         if self._buffer is not None:
@@ -161,7 +169,9 @@ class Checkpoint:
             facts = {"kind": "run", "parts": sorted(self._parts)}
             return folder.publish(packer.tree, packer.tensors, extra=facts).number
 
-    def load(self, *, version: int | None = None, strict: bool = False) -> dict[str, Any]:
+    def load(
+        self, *, version: int | None = None, strict: bool = False, partial: bool = False
+    ) -> dict[str, Any]:
         """Load a version into the parts; return the values passed to `save`.
 
         All of it is read and checked first. A part that refuses its state leaves all as it was.
@@ -169,23 +179,45 @@ class Checkpoint:
         Args:
             version: number of a version that is kept, default the newest.
             strict: raise if the newest version is damaged, instead of a warning and the one before it.
+            partial: load the parts that this object has, such as the policy alone, and leave out the version's other
+                parts, its buffer and the random generators. If parts were left out, `save` raises. Default False:
+                the version must have the same parts.
 
         Raises:
             FileNotFoundError: there is no version.
             ValueError: damaged files, or a version of other parts.
+
+        >>> import tempfile
+        >>> from torch import nn
+        >>> policy, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     _ = Checkpoint(path, policy=policy, critic=nn.Linear(2, 1)).save(step=3)
+        ...     Checkpoint(path, policy=other).load(partial=True)
+        {'step': 3}
+        >>> torch.equal(policy.weight, other.weight)
+        True
         """
+        flags(strict=strict, partial=partial)
         apply: Apply | None = None
+        left: list[str] = []
         if self._buffer is not None:
             others, apply = self._buffer.load_version(self.path, version, strict)
         else:
             if not self.path.is_dir():
                 raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
             folder = Folder(self.path)
-            tree = folder.load_with(lambda loaded: read_tree(loaded, 0), version, strict=strict)
+            tree = folder.load_with(
+                lambda loaded: read_tree(loaded, loaded.end - loaded.head if partial else 0),
+                version,
+                strict=strict,
+            )
             if tree["buffer"] is not None:
-                raise ValueError(
-                    f"the version in {self.path} has a buffer: pass one like it as Checkpoint(buffer=...)"
-                )
+                if not partial:
+                    raise ValueError(
+                        f"the version in {self.path} has a buffer: pass one like it as Checkpoint(buffer=...), or "
+                        "leave it out with load(partial=True)"
+                    )
+                left = ["buffer"]
             others, self._folder = tree["others"], folder
         try:
             states, generators, extra = others["parts"], others["rng"], others["extra"]
@@ -196,11 +228,14 @@ class Checkpoint:
                 raise damaged(
                     f"its extra values are a {type(extra).__name__} and its parts a {type(states).__name__}"
                 )
-            if states.keys() != self._parts.keys():
+            left += sorted(map(str, states.keys() - self._parts.keys()))
+            lacks = self._parts.keys() - states.keys()
+            if lacks or (left and not partial):
                 named = str(sorted(map(str, states)))[:400]
+                part = "" if lacks else ", or leave the others out with load(partial=True)"
                 raise ValueError(
                     f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
-                    "with the same parts"
+                    f"with the same parts{part}"
                 )
             if generators is not None:
                 _check_generators(generators)
@@ -210,8 +245,9 @@ class Checkpoint:
         self._load_parts(states)
         if apply is not None:
             apply()
-        if self._rng and generators is not None:
+        if self._rng and not partial and generators is not None:
             _set_generators(generators)
+        self._left = left
         return dict(extra)
 
     def _load_parts(self, states: dict[str, Any]) -> None:

@@ -5,14 +5,17 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.disk import files
+from flatroll.disk.checkpoint import read_tree
 from flatroll.disk.folder import Folder, Listing
 from flatroll.disk.manifest import Manifest, read_manifest
 from flatroll.disk.segments import Ragged, Schema, column_key, damaged_rows
+from flatroll.disk.state_tree import DamagedState
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
@@ -239,7 +242,13 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
             lines.append(_version_line(manifest))
             stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
-        except DamagedFileError as error:
+            facts = manifest.extra if isinstance(manifest.extra, dict) else {}
+            if facts.get("kind") in ("run", "buffer", "ensemble"):
+                extra = read_tree(loaded, manifest.end - manifest.head)["others"].get("extra")
+                if isinstance(extra, dict) and extra:
+                    values = ", ".join(f"{str(name)[:60]} = {_short(value)}" for name, value in extra.items())
+                    lines[-1] += f"\n  extra values: {values[:1000]}"
+        except (DamagedFileError, DamagedState) as error:
             damage.append(f"version {number}: {error}")
             continue
         if verify:
@@ -255,6 +264,15 @@ def _version_line(manifest: Manifest) -> str:
         f"version {manifest.version.number}: {_rows(manifest.head, manifest.end)}{state}, line "
         f"{manifest.version.line}, by flatroll {manifest.written_by}{extra}"
     )
+
+
+def _short(value: Any) -> str:
+    """A scalar or a short text as it is, of other values the type and size."""
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} {list(value.shape)}"
+    if isinstance(value, list | tuple | dict | bytes) or (isinstance(value, str) and len(value) > 60):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)[:60]
 
 
 def _rows(head: int, end: int) -> str:

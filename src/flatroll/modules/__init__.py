@@ -1,14 +1,14 @@
 """Recurrent modules for flat batches: single steps in rollouts, unpadded runs in training; normalisation."""
 
 from flatroll.modules.burn_in import BurnIn
-from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network
+from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
 from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
-from flatroll.modules.running_norm import RunningNorm
+from flatroll.modules.running_norm import RunningNorm, update_norms
 
 __all__ = [
     "GRU",
@@ -32,5 +32,7 @@ __all__ = [
     "critic",
     "q_network",
     "recurrent_mode",
+    "set_epsilon",
     "set_recurrent_mode",
+    "update_norms",
 ]

@@ -109,8 +109,8 @@ def actor(
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
-        norm: begin with a `RunningNorm` for each floating Box that is not an image. Its statistics change only when
-            ``actor[0].update(batch)`` is called. Default True.
+        norm: begin with a `RunningNorm` for each floating Box that is not an image. The statistics change
+            only when `update_norms` is called with the actor and a batch. Default True.
         action_mask: read ``"action_mask"``, and set the probability of illegal Discrete or MultiDiscrete actions to
             0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``; a
             `Collector` then stores it.
@@ -257,6 +257,7 @@ def q_network(
         env, hidden, cnn, recurrent, norm, action_mask, device: see `flatroll.modules.actor`.
         activation: default ``nn.ReLU``.
         epsilon: probability of a random legal action while a collector explores; see `EpsilonGreedy`. Default 0.
+            `set_epsilon` changes it during training.
 
     Raises:
         ValueError: the space is not supported, or see `flatroll.modules.actor`.
@@ -359,8 +360,7 @@ class EpsilonGreedy(nn.Module):
     plain call it chooses the best action.
 
     Args:
-        epsilon: in [0, 1]; a buffer, which goes to workers with the weights. Change it with
-            ``module.epsilon.fill_(0.1)``. Default 0.
+        epsilon: in [0, 1]; a buffer, which goes to workers with the weights. `set_epsilon` changes it. Default 0.
 
     Called with values ``[*B, A]`` it returns int64 ``[*B]``. Values as low as `ActionMask` makes them are illegal.
 
@@ -386,6 +386,31 @@ class EpsilonGreedy(nn.Module):
         lots = torch.rand_like(value).masked_fill(value == torch.finfo(value.dtype).min, -1.0)
         explores = torch.rand(best.shape, device=value.device) < self.epsilon
         return torch.where(explores, lots.argmax(-1), best)
+
+
+def set_epsilon(network: nn.Module, epsilon: float) -> None:
+    """Set the probability of a random action in all `EpsilonGreedy` modules of a network, such as a `q_network`.
+
+    Args:
+        network: the network.
+        epsilon: in [0, 1].
+
+    Raises:
+        ValueError: ``epsilon`` is outside, or the network has no `EpsilonGreedy`.
+
+    >>> import gymnasium as gym
+    >>> net = q_network(gym.make_vec("CartPole-v1", num_envs=2), epsilon=1.0)
+    >>> set_epsilon(net, 0.05)
+    """
+    expect("network", network, nn.Module, "a module")
+    number("epsilon", epsilon, least=0, most=1)
+    found = [module for module in network.modules() if isinstance(module, EpsilonGreedy)]
+    if not found:
+        raise ValueError(
+            "network must have an EpsilonGreedy, as that of q_network for a Discrete space, and has none"
+        )
+    for module in found:
+        module.epsilon.fill_(epsilon)
 
 
 def counts_of(space: "spaces.Discrete | spaces.MultiDiscrete") -> tuple[int, ...]:
@@ -756,6 +781,10 @@ class ImageEntry(nn.Module):
         x = x.reshape(len(x), -1, *self.sides).to(dtype)
         out: Tensor = self.layers(x / 255.0 if self.scaled else x)
         return out.reshape(*rows, self.size)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.shape}, divided by 255" if self.scaled else f"{self.shape}"
 
 
 def _small_cnn(channels: int, side: int) -> nn.Sequential:

@@ -1,7 +1,6 @@
 """Distributions of actions, with one log-probability ``[*B]`` per action of any shape."""
 
 import math
-from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
@@ -316,13 +315,13 @@ class SquashedGaussian(TransformedDistribution):
         # TransformedDistribution.__init__ would build and check transforms, which takes longer than drawing an action
         Distribution.__init__(self, loc.shape[:dims], loc.shape[dims:], validate_args=False)
 
-    @cached_property  # torch's class defines transforms as an attribute
+    @property  # not cached_property: before Python 3.12 it has a lock, which torch.compile cannot trace
     def base_dist(self) -> Any:  # type: ignore[override]
         """The normal distributions before tanh, for what torch does with any transformed distribution."""
         normal = Normal(self.loc, self.scale, validate_args=False)
         return Independent(normal, len(self.event_shape), validate_args=False)
 
-    @cached_property
+    @property
     def transforms(self) -> list[Any]:  # type: ignore[override]
         """Tanh, and the map into the bounds."""
         # A single bound is expanded to all dims: the Jacobian has one factor per dim.

@@ -1,5 +1,6 @@
 """`RunningNorm`: a layer that normalises observations by their running mean and variance."""
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import need_keys, number, sizes
+from flatroll.layout.checks import expect, need_keys, number, sizes
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -44,7 +45,8 @@ class RunningNorm(TensorDictModuleBase):
     calls of losses without one, it warns.
 
     Integer and bool entries, such as uint8 images, are passed through. A frame stack is treated like any observation:
-    each position in the stack has its own statistics. A Dict observation needs one module per entry.
+    each position in the stack has its own statistics. A Dict observation needs one module per entry;
+    `update_norms` updates them all.
 
     Args:
         in_key: the entry, such as ``"observation"``, ``[*B, *shape]``.
@@ -227,3 +229,40 @@ class RunningNorm(TensorDictModuleBase):
                 f"RunningNorm(shape={tuple(self.shape)}), got {tuple(column.shape)}: another shape needs "
                 "another RunningNorm"
             )
+
+
+def update_norms(network: nn.Module, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
+    """Update each `RunningNorm` in a network with a collected batch, once.
+
+    Pass the policy; `critic(env, actor=policy)` shares its norms. A loss holds policy and critic, so it
+    covers the norms of both. Norms with the same statistics are updated once. Without a `RunningNorm` nothing happens.
+
+    Args:
+        network: a policy, a loss or any other module.
+        batch: see `RunningNorm.update`.
+        final: see `RunningNorm.update`.
+
+    Raises:
+        TypeError: ``network`` is not a module.
+        KeyError, ValueError: see `RunningNorm.update`. Then all statistics stay as they were.
+
+    >>> from tensordict import TensorDict
+    >>> norms = nn.ModuleList([RunningNorm(key, shape=(1,)) for key in ("lidar", "goal")])
+    >>> rows = TensorDict({"lidar": torch.tensor([[1.0], [3.0]]), "goal": torch.tensor([[4.0], [6.0]])}, [2])
+    >>> update_norms(norms, rows)
+    >>> [norm.statistics.mean.item() for norm in norms]
+    [2.0, 5.0]
+    """
+    expect("network", network, nn.Module, "a policy, a loss or another torch module")
+    norms: dict[int, RunningNorm] = {}
+    for part in network.modules():
+        if isinstance(part, RunningNorm):
+            norms.setdefault(id(part.statistics), part)
+    before = [copy.deepcopy(norm.statistics.state_dict()) for norm in norms.values()]
+    try:
+        for norm in norms.values():
+            norm.update(batch, final=final)
+    except (KeyError, ValueError):
+        for norm, state in zip(norms.values(), before, strict=True):
+            norm.statistics.load_state_dict(state)
+        raise

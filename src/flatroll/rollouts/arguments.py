@@ -84,17 +84,12 @@ def make_devices(
     """Choose a collector's devices; ``env`` is the device of the env's arrays, the rest as in `Collector`.
 
     Raises:
-        ValueError: ``env_device`` is of another type than ``env``.
+        ValueError: ``env_device`` is of another type than ``env``, or torch cannot use one of the others here.
     """
-    given = {
-        "device": device,
-        "env_device": env_device,
-        "policy_device": policy_device,
-        "storing_device": storing_device,
-    }
-    where = {name: None if one is None else torch_device(name, one) for name, one in given.items()}
+    given = {"device": device, "policy_device": policy_device, "storing_device": storing_device}
+    where = {name: None if one is None else usable_device(name, one) for name, one in given.items()}
     flags(no_cuda_sync=no_cuda_sync)
-    if where["env_device"] is not None and where["env_device"].type != env.type:
+    if env_device is not None and torch_device("env_device", env_device).type != env.type:
         raise ValueError(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
@@ -195,7 +190,7 @@ def make_env(
         env = adapt_env(env)
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
-            stream.move(_check_device(device))
+            stream.move(usable_device("env_device", device))
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:
@@ -206,12 +201,15 @@ def make_env(
     return StepCounter(env, max_steps=index(max_steps)), made
 
 
-def _check_device(device: torch.device | str) -> torch.device:
-    """Return the device as a `torch.device`; ValueError if torch cannot use it here."""
+def usable_device(name: str, device: torch.device | str) -> torch.device:
+    """Return the argument as a `torch.device`; ValueError if torch cannot use it here."""
+    wanted = torch_device(name, device)
+    if wanted.type == "meta":
+        raise ValueError(f"{name}='meta' cannot be used here: tensors on it have no values")
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, device=wanted).device
     except (AssertionError, RuntimeError) as error:  # torch was not compiled for it; no such device
-        raise ValueError(f"env_device={str(device)!r} cannot be used here: {error}") from error
+        raise ValueError(f"{name}={str(wanted)!r} cannot be used here: {error}") from error
 
 
 def make_envs(

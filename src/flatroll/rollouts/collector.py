@@ -31,7 +31,7 @@ from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.splits import SplitRunner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
-from flatroll.wrappers.adapt_env import scales_by_running_statistics
+from flatroll.wrappers.adapt_env import find_stream, scales_by_running_statistics
 from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
 
 Device = torch.device | str | None
@@ -495,8 +495,11 @@ class Collector(Facts):
             if not runner.started:
                 seed = self._seed
                 if seed is not None and self._frames != self._seeded_at:
-                    # A resumed run must not repeat its first episodes.
+                    # A resumed run must not repeat its first episodes. (Envs without seeds have other ones anyway.)
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
+                    streams = map(find_stream, runner.envs)
+                    if not any(stream is not None and stream.capabilities.seedable for stream in streams):
+                        seed = None
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()

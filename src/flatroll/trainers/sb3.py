@@ -224,7 +224,7 @@ class FlatVecEnv(VecEnv):
         if rows != list(range(self.num_envs)):
             raise ValueError(
                 f"{what} with indices={rows} needs access to single envs, which "
-                f"{type(self._stream.source.env).__name__} does not give: leave indices out, or make it with "
+                f"{type(self._stream.source.env).__name__} does not offer: leave indices out, or make it with "
                 "vectorization_mode='sync'"
             )
 

@@ -292,7 +292,8 @@ class FlatReplayBuffer(ReplayBuffer):
         return left
 
     def __repr__(self) -> str:
-        return f"FlatReplayBuffer({self.size()} of {self.buffer_size} steps of {self.n_envs} envs, flat={self.flat})"
+        rows, room = self.size() * self.n_envs, self.buffer_size * self.n_envs
+        return f"FlatReplayBuffer({rows} of {room} rows, {self.writer.waiting} waiting, flat={self.flat})"
 
     @override
     def reset(self) -> None:

@@ -192,7 +192,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     slots = buffer.sample_indices(0)  # all slots, oldest first, one sub-buffer after another
     if not len(slots) or len(slots) < len(buffer):
         raise ValueError(
-            f"buffer gives {len(slots)} of its {len(buffer)} rows: it must have rows, and sample_avail=False"
+            f"buffer returns {len(slots)} of its {len(buffer)} rows: it must have rows, and sample_avail=False"
         )
     rows = buffer[slots]
     flags = {key: np.asarray(rows[key[-1]], np.bool_) for key in (TERMINATED, TRUNCATED, DONE)}

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
 
+Array = NDArray[Any]
 _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 
@@ -115,7 +118,7 @@ class MCTSForest:
         self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
         if data_map is not None and not self.observation_keys:
             raise ValueError(
-                "data_map needs observation_keys or node_map, too, to distinguish observations from actions"
+                "data_map also needs observation_keys or node_map, to distinguish observations from actions"
             )
         of_data = [key for key in of_data if key not in self.observation_keys]
         self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
@@ -134,7 +137,10 @@ class MCTSForest:
         self._state_columns = None if node_map is None else node_map.query_module.columns
         self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
-        self._columns, self._rows = GrowingColumns(), GrowingColumns()
+        self._rows = GrowingColumns()
+        # Of each transition: source, target, pair and count, and the sum of its rewards; with spare room.
+        self._numbers: Array = np.empty((4, 0), np.int64)
+        self._rewards_of: Array = np.empty(0)
         self._graph: Graph | None = None
 
     def __len__(self) -> int:
@@ -149,10 +155,8 @@ class MCTSForest:
     @property
     def edges(self) -> Edges:
         """The distinct transitions; views that the next :meth:`extend` may invalidate."""
-        if not len(self):
-            nothing = torch.empty(0, dtype=torch.int64)
-            return Edges(nothing, nothing, nothing, nothing, nothing.double())
-        return Edges(*(self._columns.column(key) for key in Edges._fields))
+        source, target, pair, count = torch.from_numpy(self._numbers[:, : len(self)]).unbind(0)
+        return Edges(source, target, pair, count, torch.from_numpy(self._rewards_of[: len(self)]))
 
     def rows(self, edges: Tensor) -> TensorDict:
         """The stored rows of transitions (numbers int64 ``[K]``), as they were first seen: a tensordict ``[K]``."""
@@ -228,7 +232,10 @@ class MCTSForest:
             raise KeyError("rollout has no observation: name its entries by observation_keys=")
         for key in (*keys, *self.action_keys):
             require(rollout, key)
-        columns = {key: column.detach().cpu() for key, column in flat_columns(rollout).items()}
+        columns = {
+            key: column.detach().cpu() if column.requires_grad or not column.is_cpu else column
+            for key, column in flat_columns(rollout).items()
+        }
         known = None
         if any(get_entry(rollout, next_key(key)) is None for key in keys):
             known = self._fill_next(rollout, columns, keys, final)
@@ -269,49 +276,73 @@ class MCTSForest:
 
     def _insert(self, columns: dict[NestedKey, Tensor], keys: list[NestedKey]) -> None:
         """Number the transitions of columns ``[N, *F]``, count them, and store the new ones."""
-        both = [torch.cat([columns[key], columns[next_key(key)]]) for key in keys]
+        from flatroll.kernels.rows.hash_table import count_edges, number_edges  # numba
+
         rows, before = len(columns[keys[0]]), len(self)
-        source, target = self._states.insert(self._states_of_columns(both, keys)).reshape(2, rows)
-        pair = self._pairs.insert([source, *(columns[key] for key in self.action_keys)])
-        edge = self._edges.insert([pair, target])
+        both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
+        if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
+            self._states.names = keys
+            states, now, floats = self._states.prepare([now for now, _ in both_columns])
+            _, later, floats_later = self._states.prepare([later for _, later in both_columns])
+        else:
+            both = [torch.cat(pair) for pair in both_columns]
+            states, words, floats = self._states.prepare(self._states_of_columns(both, keys))
+            now, later, floats_later = words[:rows], words[rows:], floats
+        # The kernel writes the numbers of states over these zeros.
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        pairs, pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
+        edges = self._edges.index or self._edges.prepare([zeros, zeros])[0]
+        tables = [index.hashed for index in (states, pairs, edges)]
+        counts = np.array([table.count for table in tables])
+        made = np.empty((5, rows), np.int64)
+        new = number_edges(
+            tables[0].reserve(2 * rows),
+            tables[1].reserve(rows),
+            tables[2].reserve(rows),
+            counts,
+            now.numpy(),
+            later.numpy(),
+            floats,
+            floats_later,
+            pair_words.numpy(),
+            made,
+        )
+        for table, count in zip(tables, counts.tolist(), strict=True):
+            table.count = count
         if self.max_size is not None and len(self) > self.max_size:
             raise RuntimeError(
-                f"{len(self) - before} new transitions do not fit: the forest has {before} of at most "
+                f"{new} new transitions do not fit: the forest has {before} of at most "
                 f"{self.max_size}. Nothing was added"
             )
-        new = len(self) - before
-        first: Any = slice(None)  # the first row of each new transition; a slice if all rows are new
+        stored = columns
+        if self.excluded_keys:
+            left_out = self.excluded_keys
+            stored = {k: column for k, column in columns.items() if not {k, without_next(k)} & left_out}
         if new < rows:
-            first = torch.full((new,), rows, dtype=torch.int64)
-            fresh = (edge >= before).nonzero().squeeze(-1)
-            first.scatter_reduce_(0, edge[fresh] - before, fresh, "amin")
-        stored = {
-            key: column[first]
-            for key, column in columns.items()
-            if not self.excluded_keys or not {key, without_next(key)} & self.excluded_keys
-        }
-        self._rows.check(stored)
+            first = torch.from_numpy(made[4, :new])
+            stored = {key: column[first] for key, column in stored.items()}
         reward = self._rewards(columns, rows)
-        zeros = torch.zeros(new, dtype=torch.int64)
-        numbers: dict[NestedKey, Tensor] = {
-            "source": source[first],
-            "target": target[first],
-            "pair": pair[first],
-        }
+        if before + new > len(self._rewards_of):
+            room = max(64, 1 << (before + new - 1).bit_length())
+            numbers, rewards = np.empty((4, room), np.int64), np.empty(room)
+            numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
+            self._numbers, self._rewards_of = numbers, rewards
         self._rows.append(stored, new)
-        self._columns.append({**numbers, "count": zeros, "reward": zeros.double()}, new)
-        if rows:
-            self._columns.column("count").index_add_(0, edge, torch.ones_like(edge))
-            self._columns.column("reward").index_add_(0, edge, reward)
+        count_edges(self._numbers, self._rewards_of, before, new, made, reward.numpy())
 
     def _rewards(self, columns: dict[NestedKey, Tensor], rows: int) -> Tensor:
         """The sum of all rewards of each row, float64 ``[N]``; zeros if there are none."""
-        total = torch.zeros(rows, dtype=torch.float64)
+        total: Tensor | None = None
         for key in self.reward_keys:
             column = columns.get(under_next(key))
             if column is not None:
-                total += column.double().reshape(rows, prod(column.shape[1:])).sum(-1)
-        return total
+                values = column.double()
+                if values.numel() == rows:
+                    values = values.reshape(rows)
+                else:
+                    values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
+                total = values if total is None else total + values
+        return torch.zeros(rows, dtype=torch.float64) if total is None else total.contiguous()
 
     def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys

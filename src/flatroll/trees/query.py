@@ -12,7 +12,7 @@ from torch import Tensor
 from flatroll.kernels.rows.words import hash_words, pack_rows
 from flatroll.layout.checks import flags, function, key_names, need_keys
 from flatroll.layout.keys import NestedKey, missing_marker
-from flatroll.layout.tensordict_seam import get_entry
+from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.trees.rows import RowNumbers
 
 Hash = Callable[[Any], Any]
@@ -130,7 +130,9 @@ class QueryModule(TensorDictModuleBase):
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                tensordict.set(key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:])))
+                set_entry(
+                    tensordict, key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:]))
+                )
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the columns ``[N, *F]`` that identify rows, in-keys or their hashes, over all batch dims."""

@@ -1,7 +1,7 @@
 """Rows of columns: `RowNumbers` numbers the distinct ones, `GrowingColumns` stores them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,6 +11,9 @@ from flatroll.kernels.rows.row_index import RowIndex
 from flatroll.kernels.rows.words import hash_words, pack_rows, view_rows
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 from flatroll.layout.tensordict_seam import get_entry, nest
+
+if TYPE_CHECKING:
+    from flatroll.kernels.rows.gather import HostColumns
 
 Kind = tuple[torch.dtype, torch.Size]
 
@@ -47,21 +50,28 @@ class RowNumbers:
         Raises:
             TypeError: a column has a different dtype or shape than before.
         """
+        if self.index is None and not extend:
+            hashes = hash_words(pack_rows(columns))
+            return torch.full_like(hashes, -1), hashes
+        index, words, floats = self.prepare(columns)
+        return index.number(words, floats=floats, extend=extend)
+
+    def prepare(self, columns: Sequence[Tensor]) -> tuple[RowIndex, Tensor, int]:
+        """Return the index, the words of these rows, and what `view_rows` returns with them, to number them.
+
+        TypeError as in :meth:`number`.
+        """
         for name, column, kind in zip(self.names, columns, self.kinds or (), strict=False):
-            if (column.dtype, column.shape[1:]) != kind:
+            if column.dtype != kind[0] or column.shape[1:] != kind[1]:
                 raise TypeError(
                     f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
                     f"got {column.dtype} {tuple(column.shape[1:])}"
                 )
         words, floats = view_rows(columns)
         if self.index is None:
-            if not extend:
-                return torch.full((len(words),), -1, dtype=torch.int64, device=words.device), hash_words(
-                    pack_rows(columns)
-                )
             self.index = RowIndex(words.shape[1], words.device)
             self.kinds = [(column.dtype, column.shape[1:]) for column in columns]
-        return self.index.number(words, floats=floats, extend=extend)
+        return self.index, words, floats
 
     def truncate(self, count: int) -> None:
         """Drop the rows with numbers from ``count`` on; with 0, also the columns' dtypes and shapes."""
@@ -95,6 +105,7 @@ class GrowingColumns:
     def __init__(self) -> None:
         self._count = 0
         self._columns: dict[NestedKey, Tensor] = {}
+        self._host: HostColumns[NestedKey] | None = None  # the columns, if they are in host memory
 
     def __len__(self) -> int:
         return self._count
@@ -139,13 +150,17 @@ class GrowingColumns:
         self._count = max(self._count, rows)
 
     def append(self, columns: Mapping[NestedKey, Tensor], new: int) -> None:
-        """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does."""
+        """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does; the errors are :meth:`check`'s."""
+        before, rows = self._count, self._count + new
+        source = None if self._host is None else self._host.find(columns, new)
+        if source is None:
+            self.check(columns)
         if not new:
             return
-        before, rows = self._count, self._count + new
         self._reserve(columns, rows)
-        for key, stored in self._columns.items():
-            stored[before:rows] = columns[key].detach()
+        if source is None or self._host is None or not self._host.write_found(before, source, new):
+            for key, stored in self._columns.items():
+                stored[before:rows] = columns[key].detach()
         self._count = rows
 
     def _reserve(self, columns: Mapping[NestedKey, Tensor], rows: int) -> None:
@@ -156,7 +171,11 @@ class GrowingColumns:
             if rows > stored.shape[0]:
                 larger = stored.new_empty(max(64, 1 << (rows - 1).bit_length()), *stored.shape[1:])
                 larger[: self._count] = stored[: self._count]
-                self._columns[key] = larger
+                self._columns[key], self._host = larger, None
+        if self._host is None and all(column.is_cpu for column in self._columns.values()):
+            from flatroll.kernels.rows.gather import HostColumns  # numba
+
+            self._host = HostColumns(self._columns)
 
     def get(self, at: Tensor) -> TensorDict:
         """Return copies of the rows at positions ``at`` (int64 ``[N]``) as a tensordict ``[N]``."""
@@ -168,7 +187,10 @@ class GrowingColumns:
 
     def clear(self) -> None:
         """Remove all rows, names, dtypes and shapes."""
-        self._count, self._columns = 0, {}
+        self._count, self._columns, self._host = 0, {}, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_host": None}  # a copy has its own memory
 
     def load(self, rows: TensorDictBase) -> None:
         """Replace all rows by those of ``rows`` (``[N]``)."""

@@ -84,8 +84,8 @@ def _need_edges(**columns: Tensor) -> None:
         like = column.shape == parent.shape and column.device == parent.device
         if not like or column.is_complex() or column.is_sparse:
             raise ValueError(
-                f"{name} must be a real tensor of the shape and device of parent, got {shown(column)} "
-                f"beside {shown(parent)}"
+                f"{name} must be a real tensor of the shape and device of parent, got {shown(column)} with "
+                f"parent {shown(parent)}"
             )
 
 

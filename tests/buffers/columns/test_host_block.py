@@ -40,16 +40,40 @@ def test_rows_go_round_the_end_and_come_back() -> None:
     assert not there["doubled"].data.any() and not there["apart"].data.any()
     assert list(plain.take(torch.tensor([0]), ["doubled", ("next", "x"), "none"])) == [("next", "x")]
     assert plain.take(torch.tensor([0]), ["doubled"]) == {}
-    later = plain.take_next(torch.tensor([4, 0]), torch.tensor([0, 1]), taken, ["x", "doubled"])
-    assert list(later) == ["x"] and torch.equal(later["x"], values["x"][1:])
 
 
-def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_follow_are_read_with_the_others() -> None:
+    there: Any = {"x": TensorColumn(torch.rand(5, 2)), "y": TensorColumn(torch.arange(5))}
+    plain, pool = plain_columns(there, {"x": ("next", "x")}), [torch.rand(3, 2)]
+    slots, follow = torch.tensor([3, 4, 1, 2]), torch.tensor([4, 0, 2, -1])
+    taken: Any = plain.take_all(slots, follow, torch.tensor([[3], [2]]), pool)
+    assert list(taken) == ["x", "y", ("next", "x")] and taken["y"].tolist() == slots.tolist()
+    assert torch.equal(taken["x"], there["x"].data[slots])
+    assert torch.equal(taken["next", "x"], torch.cat([there["x"].data[[4, 0, 2]], pool[0][2:]]))
+    no_patch = torch.zeros(2, 0, dtype=torch.int64)
+    assert torch.equal(plain.take_all(slots, follow, no_patch, pool)["next", "x"][3], there["x"].data[0])
+    for wrong in ((slots + 2, follow, no_patch), (slots, follow + 1, no_patch)):
+        with pytest.raises(IndexError, match="slot 5 is out of range: there are 5 slots"):
+            plain.take_all(*wrong, pool)
+    with pytest.raises(IndexError, match="out of range"):
+        plain.take_all(slots, follow, torch.tensor([[3], [3]]), pool)
+    assert (
+        plain_columns({**there, "z": Doubled(torch.zeros(5))}, {"x": "later"}).take_all(
+            slots, *[slots] * 2, pool
+        )
+        == {}
+    )
+
+
+def test_large_batches_and_compact_samples_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "_MOST", 32)
     plain = plain_columns({"x": TensorColumn(torch.zeros(20))})
     assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
-    assert plain.take(torch.arange(9)) == {} and list(plain.take(torch.arange(8))) == ["x"]
-    assert plain.take_next(torch.arange(9), torch.arange(9), {}, ["x"]) == {}
+    assert torch.equal(plain.take(torch.arange(9))["x"], torch.tensor([1.0] * 8 + [0.0]))
+    both = plain_columns({"x": TensorColumn(torch.zeros(20))}, {"x": "later"})
+    no_patch, pool = torch.zeros(2, 0, dtype=torch.int64), [torch.zeros(1)]
+    assert both.take_all(torch.arange(5), torch.arange(5), no_patch, pool) == {}
+    assert list(both.take_all(torch.arange(4), torch.arange(4), no_patch, pool)) == ["x", "later"]
 
 
 def test_a_batch_that_is_just_these_columns_is_found_and_written() -> None:

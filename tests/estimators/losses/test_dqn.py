@@ -227,7 +227,7 @@ def test_n_step_rows_of_a_buffer(batch_of: BatchOf) -> None:
     torch.testing.assert_close(loss.make_value_estimator(gamma=0.9)(steps_only)["loss"], out)
     network = recurrent()
     sample.update(network[0].make_tensordict_primer().expand([len(sample)]))
-    with pytest.raises(ValueError, match="next observations lie several rows ahead"):
+    with pytest.raises(ValueError, match="next observations are several rows ahead"):
         DQNLoss(network)(sample)
 
 

@@ -105,6 +105,18 @@ def test_saved_and_loaded() -> None:
     assert resumed.frames == 50 and not seen & set(batch["collector", "traj_ids"].tolist())
 
 
+def test_a_pool_warns_of_one_seed_and_not_after_a_load() -> None:
+    pool, text = ScriptedPool(5, 2), "envpool takes its seed when it is created"
+    made = collector(pool, seed=0)
+    with pytest.warns(UserWarning, match=text + r".*reset\(seed=0\)"):
+        next(made)
+    again = collector(pool, seed=1)  # the same pool
+    next(again)
+    resumed = collector(ScriptedPool(5, 2), seed=0)
+    resumed.load_state_dict(made.state_dict())
+    next(resumed)
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_buffer_takes_whole_trajectories(compact: bool) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=16)

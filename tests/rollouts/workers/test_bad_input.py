@@ -26,6 +26,7 @@ LOCK = threading.Lock()
     ("env", "options", "error", "message"),
     [
         (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than one row"),
+        (Seeded, {"storing_device": "xpu"}, ValueError, "storing_device='xpu' cannot be used here: "),
         (Seeded, {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, got 0"),
         (Seeded, {"num_workers": 2.0}, ValueError, "num_workers must be an integer of at least 1, got 2.0"),
         ([Seeded], {"num_workers": 2}, ValueError, "num_workers must be the number of functions, 1, got 2"),

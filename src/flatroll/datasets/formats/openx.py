@@ -198,7 +198,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 or replacement
             ):
                 raise ValueError(
-                    "shuffle=False gives rows in order: leave out sampler, slices and replacement"
+                    "shuffle=False returns rows in order: leave out sampler, slices and replacement"
                 )
             options["sampler"] = SamplerWithoutReplacement(shuffle=False)
         slices(options, num_slices, slice_len, strict_length, replacement is not False, bool(pad))

@@ -9,6 +9,7 @@ This module imports numba: import it inside the function that needs it.
 
 from bisect import bisect
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,14 +17,19 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes, numbers
 from flatroll.kernels.rows.spans import Spans
+from flatroll.kernels.threads import run_blocks
 
 K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # prefetch distance in stretches
-_MOST = 2**22  # bytes; torch uses several threads for larger copies
+_MOST = 2**22  # bytes; larger copies use huge pages, and several threads if torch does
+_THREAD_BYTES = 2**21  # fewest bytes per thread
+_BLOCKS = 4  # per thread, so that a thread that starts late gets fewer
+_WIDE = 2**12  # bytes of a row; `index_select` copies wider ones as fast, in threads that torch keeps
 _DENSE = torch.strided
 _LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
@@ -102,11 +108,54 @@ def scatter(source: Array, target: Array, size: Array, rows: Array, at: Array) -
             copy_bytes(target[k] + at[j] * size[k], source[k] + rows[j] * size[k], size[k])
 
 
+@compiled()
+def gather_next(
+    source: Array,
+    target: Array,
+    size: Array,
+    rows: Int,
+    roots: Array,
+    slots: Array,
+    follow: Array,
+    patch: Array,
+    pool: Array,
+    entries: Int,
+) -> Int:
+    """Copy the rows ``slots`` of columns, and of some the rows ``follow``, except for those in a pool.
+
+    Args:
+        source, target, size, rows: as for :func:`gather`. The last columns are those read at ``follow``.
+        roots: int64, for each of the last columns, the index of the same column among the first ones.
+        slots, follow: int64 ``[N]``, as for :func:`gather`.
+        patch: int64 ``[2, P]``, positions in ``follow`` and the pool entries to copy there instead.
+        pool: addresses of pool columns of ``entries`` rows, for the last columns.
+
+    Returns:
+        -1, or less with some of the copies missing: -2 - i if row i of ``slots`` is out of range, or
+        -2 - N - i if row i of ``follow`` or its pool entry is.
+    """
+    own = len(target) - len(roots)
+    wrong = gather(source[:own], target[:own], target[:own], size[:own], rows, slots, follow[:0])
+    if wrong >= 0:
+        return -2 - wrong
+    if not len(roots):
+        return -1
+    wrong = gather(source[own:], target[roots], target[own:], size[own:], rows, slots, follow)
+    for j in range(patch.shape[1]):
+        if patch[1, j] < 0 or patch[1, j] >= entries:
+            wrong = patch[0, j]
+    if wrong >= 0:
+        return -2 - len(slots) - wrong
+    scatter(pool, target[own:], size[own:], patch[1], patch[0])
+    return -1
+
+
 class HostBlock:
     """Equally long columns in host memory that one compiled call reads or writes together.
 
     Args:
         columns: contiguous CPU tensors ``[rows, ...]``; their memory must stay where it is.
+        roots: indices of columns that :meth:`take` also reads at other rows. Default: none.
 
     >>> block = HostBlock([torch.arange(10), torch.arange(20.0).view(10, 2)])
     >>> block.take(torch.tensor([3, 4, 0]))
@@ -118,49 +167,89 @@ class HostBlock:
     [0, 1, 2, 3, 4, 5, 6, 7, 6, 7]
     """
 
-    def __init__(self, columns: Sequence[Tensor]) -> None:
+    def __init__(self, columns: Sequence[Tensor], roots: Sequence[int] = ()) -> None:
         self.columns = list(columns)
+        self.roots: Array = np.array(roots, np.int64)
         self.rows = len(self.columns[0])
         for column in self.columns:
             if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
                 raise ValueError("columns must be contiguous CPU tensors of one length")
         # meta tensors, which have the strides of a new copy
         like = [
-            torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta") for column in self.columns
+            torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta")
+            for column in (*self.columns, *(self.columns[k] for k in roots))
         ]
         self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
-        self.address: Array = np.array([column.data_ptr() for column in self.columns], np.int64)
+        addresses = [column.data_ptr() for column in self.columns]
+        self.address: Array = np.array([*addresses, *(addresses[k] for k in roots)], np.int64)
         self.size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
         self.row_bytes = int(self.size.sum())
 
-    def take(self, slots: Tensor, follow: Tensor | None = None, taken: Sequence[Tensor] = ()) -> list[Tensor]:
+    def take(
+        self,
+        slots: Tensor,
+        follow: Tensor | None = None,
+        patch: Tensor | None = None,
+        pool: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
         """Return copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
 
-        With ``follow`` (int64 ``[N]``), return copies of those rows instead (row 0 for -1). ``taken`` are then the rows
-        in ``slots``, which contain most of them.
+        Args:
+            slots: rows to copy.
+            follow: int64 ``[N]``, rows to copy of ``roots``, mostly those that follow in ``slots``; row 0 for -1.
+            patch: int64 ``[2, P]``, positions in ``follow`` and rows of ``pool`` to copy there instead.
+            pool: contiguous CPU tensors ``[entries, ...]``, one for each of ``roots``.
 
         Raises:
             IndexError: a slot is out of range.
 
-        >>> block = HostBlock([torch.arange(10)])
-        >>> slots = torch.tensor([3, 4, 5, 8])
-        >>> block.take(slots, torch.tensor([4, 5, 6, -1]), block.take(slots))
-        [tensor([4, 5, 6, 0])]
+        >>> block = HostBlock([torch.arange(10), torch.arange(20, 30)], roots=[1])
+        >>> pool = [torch.tensor([7])]
+        >>> block.take(torch.tensor([3, 4, 8]), torch.tensor([4, 5, -1]), torch.tensor([[2], [0]]), pool)
+        [tensor([3, 4, 8]), tensor([23, 24, 28]), tensor([24, 25,  7])]
         """
         rows, asked = len(slots), slots.numpy()
+        if follow is None and rows * self.row_bytes > _MOST:
+            return self._take_many(asked)
         # 1 µs per column; torch.empty takes 1.7
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        near, following = self.address, _NONE
-        if follow is not None:
-            near, following = np.array([rows.data_ptr() for rows in taken], np.int64), follow.numpy()
-        wrong = gather(self.address, near, target, self.size, self.rows, asked, following)
+        if follow is None or patch is None:
+            wrong = gather(self.address, self.address, target, self.size, self.rows, asked, _NONE)
+        else:
+            entries, addresses = (
+                min(map(len, pool)),
+                np.array([column.data_ptr() for column in pool], np.int64),
+            )
+            following = follow.numpy(), patch.numpy(), addresses, entries
+            wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
+            wrong = -2 - wrong
         if wrong >= 0:
-            slot = int((following if len(following) else asked)[wrong])
+            slot = int(asked[wrong]) if follow is None or wrong < rows else int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
+
+    def _take_many(self, asked: Array) -> list[Tensor]:
+        """Do the work of :meth:`take` in blocks of rows, into huge pages."""
+        rows, most = len(asked), torch.get_num_threads()
+        threads = max(1, min(most, rows * self.row_bytes // _THREAD_BYTES))
+        copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
+        blocks = threads * _BLOCKS if threads > 1 else 1
+        bounds = [rows * block // blocks for block in range(blocks + 1)]
+        for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
+            if wrong >= 0:
+                raise IndexError(f"slot {asked[wrong]} is out of range: there are {self.rows} slots")
+        return copies
+
+    def _copy_block(self, copies: list[Tensor], asked: Array, first: int, stop: int) -> int:
+        """Fill the rows ``first ... stop - 1`` of ``copies``; return the position of a row out of range, or -1."""
+        target = np.array([copy.data_ptr() for copy in copies], np.int64) + first * self.size
+        wrong = int(
+            gather(self.address, self.address, target, self.size, self.rows, asked[first:stop], _NONE)
+        )
+        return wrong if wrong < 0 else first + wrong
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
         """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
@@ -187,6 +276,8 @@ class HostColumns(Generic[K]):
 
     Args:
         columns: contiguous CPU tensors of one length, ``[rows, ...]``.
+        next_keys: keys of columns that :meth:`take_all` also reads at the rows that follow, and the keys of these
+            copies. Default: none.
 
     >>> columns = HostColumns({"x": torch.zeros(4), "y": torch.zeros(4, 2)})
     >>> columns.write(3, {"x": torch.tensor([5.0, 6.0]), "y": torch.ones(2, 2)}, 2, 4)
@@ -195,7 +286,7 @@ class HostColumns(Generic[K]):
     {'x': tensor([5., 6.])}
     """
 
-    def __init__(self, columns: Mapping[K, Tensor]) -> None:
+    def __init__(self, columns: Mapping[K, Tensor], next_keys: Mapping[K, K] | None = None) -> None:
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
         # Blocks of columns that were requested together; an empty request has none.
@@ -203,6 +294,10 @@ class HostColumns(Generic[K]):
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._join(names) if plain else None
+        self._names = (*names, *({} if next_keys is None else next_keys).values())
+        self._both: HostBlock | None = None
+        if next_keys:
+            self._both = HostBlock(list(self.columns.values()), [names.index(key) for key in next_keys])
         self._spans = Spans.of(self.columns.values())
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
@@ -212,27 +307,31 @@ class HostColumns(Generic[K]):
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
         """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key.
 
-        Unknown keys are left out. Empty if there is too much to copy for one thread.
+        Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
         block = self._joint[names] if names in self._joint else self._join(names)
-        if block is None or len(slots) * block.row_bytes > _MOST:
-            return {}
-        return dict(zip(names, block.take(slots), strict=True))
-
-    def take_next(
-        self, slots: Tensor, follow: Tensor, taken: Mapping[K, Tensor], keys: Collection[K]
-    ) -> dict[K, Tensor]:
-        """Return copies of the rows in ``follow`` (int64 ``[N]``; any row for -1) of the ``keys`` in ``taken``.
-
-        ``taken`` holds the rows in ``slots`` (int64 ``[N]``).
-        """
-        names = tuple([key for key in keys if key in taken])
-        block = self._joint[names] if names in self._joint else self._join(names)
         if block is None:
             return {}
-        rows = block.take(slots, follow, [taken[key] for key in names])
-        return dict(zip(names, rows, strict=True))
+        if len(slots) * block.row_bytes > _MOST and torch.get_num_threads() > 1:
+            names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
+            block = self._joint[names] if names in self._joint else self._join(names)
+            if block is None:
+                return {}
+        return dict(zip(names, block.take(slots), strict=True))
+
+    def take_all(
+        self, slots: Tensor, follow: Tensor, patch: Tensor, pool: Sequence[Tensor]
+    ) -> dict[K, Tensor]:
+        """Return copies of the rows in ``slots`` of all columns, and of those that follow under ``next_keys``.
+
+        The arguments are those of `HostBlock.take`. Empty if there is too much to copy for one thread, or without
+        ``next_keys``.
+        """
+        block = self._both
+        if block is None or len(slots) * block.row_bytes > _MOST:
+            return {}
+        return dict(zip(self._names, block.take(slots, follow, patch, pool), strict=True))
 
     def write(self, slot: int, values: Mapping[K, Tensor], rows: int, capacity: int) -> tuple[K, ...]:
         """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``.

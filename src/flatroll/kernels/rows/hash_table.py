@@ -1,9 +1,9 @@
 """An open-addressing hash table of rows: compiled kernels.
 
 A row is ``W`` 64-bit words. ``keys`` (int64 ``[capacity, W]``) holds the distinct rows, numbered in the order of their
-first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int64 ``[2 ** k]``) holds the numbers,
--1 in empty entries; a row is searched from entry ``hash & (2 ** k - 1)`` on, until its entry or an empty one is found.
-At most half of the entries are used.
+first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int32 or int64 ``[2 ** k]``) holds the
+numbers plus one, 0 in empty entries, so that new memory is an empty table; a row is searched from entry
+``hash & (2 ** k - 1)`` on, until its entry or an empty one is found. At most half of the entries are used.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -105,12 +105,13 @@ def number_rows(
             row[j] = np.int64(_plain_word(np.uint64(words[i, j]), floats))
         wanted = _hash_row(row)
         place = wanted & mask
-        at = table[place]
+        at = np.int64(table[place]) - 1
         while at >= 0 and not (hashes[at] == wanted and _same(keys[at], row)):
             place = (place + _ONE) & mask
-            at = table[place]
+            at = np.int64(table[place]) - 1
         if extend and at < 0:
-            table[place] = at = count
+            at = np.int64(count)
+            table[place] = at + 1
             hashes[count] = wanted
             for j in range(len(row)):
                 keys[count, j] = row[j]
@@ -121,11 +122,77 @@ def number_rows(
 
 
 @compiled()
+def number_edges(
+    states: Any,
+    pairs: Any,
+    edges: Any,
+    counts: Array,
+    now: Array,
+    later: Array,
+    floats: Int,
+    floats_later: Int,
+    pair_words: Array,
+    made: Array,
+) -> Int:
+    """Number the states of N transitions, their pairs of state and action, and the transitions themselves.
+
+    Args:
+        states, pairs, edges: ``table, keys, hashes`` of each, with room for 2 N, N and N rows.
+        counts: int64 ``[3]``, the numbers of states, pairs and edges; updated.
+        now, later: int64 ``[N, W]``, words of the states before and after.
+        floats, floats_later: as for :func:`number_rows`.
+        pair_words: int64 ``[N, 1 + A]``, words of the actions; column 0 becomes the state's number.
+        made: int64 ``[5, N]``, becomes the numbers of each row's source, target, pair and edge, and in its last row
+            the first row of each new edge.
+
+    Returns:
+        the number of new edges.
+    """
+    rows, before = len(now), counts[2]
+    hashes, words = np.empty(rows, np.int64), np.empty((rows, 2), np.int64)
+    table, keys, kept = states
+    counts[0] = number_rows(table, keys, kept, counts[0], now, floats, True, made[0], hashes)
+    counts[0] = number_rows(table, keys, kept, counts[0], later, floats_later, True, made[1], hashes)
+    pair_words[:, 0] = made[0]
+    table, keys, kept = pairs
+    counts[1] = number_rows(table, keys, kept, counts[1], pair_words, 0, True, made[2], hashes)
+    words[:, 0], words[:, 1] = made[2], made[1]
+    table, keys, kept = edges
+    counts[2] = number_rows(table, keys, kept, counts[2], words, 0, True, made[3], hashes)
+    new = 0
+    for i in range(rows):
+        if made[3, i] == before + new:  # numbers follow the order of first occurrence
+            made[4, new] = i
+            new += 1
+    return new
+
+
+@compiled()
+def count_edges(numbers: Array, rewards: Array, before: Int, new: Int, made: Array, reward: Array) -> None:
+    """Record ``new`` edges from number ``before`` on, and count the N transitions.
+
+    Args:
+        numbers: int64 ``[4, room]``: source, target, pair and count of each edge.
+        rewards: float64 ``[room]``, the sum of its rewards.
+        made: from :func:`number_edges`.
+        reward: float64 ``[N]``.
+    """
+    for j in range(new):
+        for k in range(3):
+            numbers[k, before + j] = made[k, made[4, j]]
+        numbers[3, before + j] = 0
+        rewards[before + j] = 0.0
+    for i in range(made.shape[1]):
+        numbers[3, made[3, i]] += 1
+        rewards[made[3, i]] += reward[i]
+
+
+@compiled()
 def rebuild(table: Array, hashes: Array, count: Int) -> None:
     """Enter the first ``count`` rows, all different, into an empty ``table``."""
     mask = np.uint64(len(table) - 1)
     for number in range(count):
         place = np.int64(hashes[number] & mask)
-        while table[place] >= 0:
+        while table[place]:
             place = (place + 1) & np.int64(mask)
-        table[place] = number
+        table[place] = number + 1

@@ -87,3 +87,24 @@ def numbers(address: Any, size: Any) -> Any:
 def octets(address: Any, size: Any) -> Any:
     """View the memory at an address as a uint8 array ``[size]``."""
     return carray(_to_octets(address), size)
+
+
+@numba.njit(nogil=True)
+def equal_bytes(left: Any, right: Any, size: Any) -> bool:
+    """Return whether ``size`` bytes at two addresses are equal."""
+    at = 0
+    while at + 32 <= size:  # one branch for four words, which the compiler makes one vector
+        a = (word_at(left + at) ^ word_at(right + at)) | (word_at(left + at + 8) ^ word_at(right + at + 8))
+        b = word_at(left + at + 16) ^ word_at(right + at + 16)
+        if a | b | (word_at(left + at + 24) ^ word_at(right + at + 24)):
+            return False
+        at += 32
+    while at + 8 <= size:
+        if word_at(left + at) != word_at(right + at):
+            return False
+        at += 8
+    different = False
+    first, second = octets(left + at, size - at), octets(right + at, size - at)
+    for i in range(size - at):
+        different |= first[i] != second[i]
+    return not different

@@ -1,15 +1,19 @@
 """Numbers the distinct rows of columns, exactly: equal rows get equal numbers, different rows different ones."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
 
+Array = NDArray[Any]
 _SMALLEST = 64  # rows for which a new index has room
+_LARGE = 2**16  # rows from which on memory doubles; below, it is quadrupled
 
 
 class Numbering(ABC):
@@ -79,54 +83,71 @@ class RowIndex(Numbering):
             words = words.to(self.device)
         return self._rows.number(words, floats, extend)
 
+    @property
+    def hashed(self) -> "HashedRows":
+        """The hash table of an index on the CPU."""
+        assert isinstance(self._rows, HashedRows)
+        return self._rows
+
     def truncate(self, count: int) -> None:
         """Drop the rows with numbers from ``count`` on, which are the newest."""
         self._rows.truncate(count)
 
 
 class HashedRows(Numbering):
-    """Rows in a hash table in host memory; see `flatroll.kernels.rows.hash_table`."""
+    """Rows in a hash table in host memory; see `flatroll.kernels.rows.hash_table`.
+
+    Attributes:
+        count: number of distinct rows.
+    """
 
     def __init__(self, width: int, device: torch.device | None = None) -> None:
         from flatroll.kernels.rows import hash_table
 
         self._number_rows, self._rebuild = hash_table.number_rows, hash_table.rebuild
-        self._count = 0
+        self.count = 0
         self._keys = np.empty((_SMALLEST, width), np.int64)
         self._hashes = np.empty(_SMALLEST, np.uint64)
-        self._table = np.full(2 * _SMALLEST, -1, np.int64)
+        self._table: Array = np.zeros(2 * _SMALLEST, np.int32)
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     @property
     def words(self) -> Tensor:
-        return torch.from_numpy(self._keys[: self._count])
+        return torch.from_numpy(self._keys[: self.count])
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
         if extend:
-            self._reserve(self._count + len(words))
-        numbers, hashes = np.empty(len(words), np.int64), np.empty(len(words), np.int64)
-        self._count = self._number_rows(
-            self._table, self._keys, self._hashes, self._count, words.numpy(), floats, extend, numbers, hashes
+            self.reserve(len(words))
+        numbers, hashes = np.empty((2, len(words)), np.int64)
+        self.count = self._number_rows(
+            self._table, self._keys, self._hashes, self.count, words.numpy(), floats, extend, numbers, hashes
         )
         return torch.from_numpy(numbers), torch.from_numpy(hashes)
 
     def truncate(self, count: int) -> None:
-        self._count = min(count, self._count)
-        self._table.fill(-1)
-        self._rebuild(self._table, self._hashes, self._count)
+        self.count = min(count, self.count)
+        self._table.fill(0)
+        self._rebuild(self._table, self._hashes, self.count)
 
-    def _reserve(self, rows: int) -> None:
+    def reserve(self, new: int) -> tuple[Array, Array, Array]:
+        """Make room for ``new`` more rows; return ``table, keys, hashes``, which a kernel may fill."""
+        rows = self.count + new
         if rows <= len(self._keys):
-            return
-        room = max(_SMALLEST, 1 << (rows - 1).bit_length())  # so the table grows once per doubling
+            return self._table, self._keys, self._hashes
+        room = 1 << (rows - 1).bit_length()
+        if (
+            self.count and room < _LARGE
+        ):  # rows that come in small batches: new memory costs more than they do
+            room *= 2
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
-        keys[: self._count], hashes[: self._count] = self._keys[: self._count], self._hashes[: self._count]
-        table = np.full(2 * room, -1, np.int64)
-        self._rebuild(table, hashes, self._count)
+        keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
+        table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
+        self._rebuild(table, hashes, self.count)
         self._keys, self._hashes, self._table = keys, hashes, table
+        return table, keys, hashes
 
 
 class SortedRows(Numbering):

@@ -6,7 +6,16 @@ This module imports numba: import it inside the function that needs it.
 """
 
 from flatroll.kernels.compiled import Array, Int, compiled
-from flatroll.kernels.rows.raw_memory import flags, numbers
+from flatroll.kernels.rows.raw_memory import equal_bytes, flags, numbers
+
+
+@compiled()
+def _repeats(now: Array, later: Array, size: Array, row: Int) -> bool:
+    """Return whether ``row`` of each ``later`` column equals the row after it of the ``now`` column."""
+    for k in range(len(now)):  # noqa: SIM110 (Numba compiles no generator into a plain loop)
+        if not equal_bytes(later[k] + row * size[k], now[k] + (row + 1) * size[k], size[k]):
+            return False
+    return True
 
 
 @compiled()
@@ -18,16 +27,23 @@ def fragments(
     step: Int,
     mask: Int,
     cuts: Int,
+    now: Array,
+    later: Array,
+    size: Array,
     in_order: bool,
     whole: Array,
     marks: Array,
 ) -> Int:
-    """Split ``rows`` rows at run ends (as `layout.run_ends` does) and ``cuts``; return the number of pieces.
+    """Split ``rows`` rows at run ends (as `layout.run_ends` does), ``cuts``, and rows that ``later`` does not repeat.
+
+    Returns the number of pieces.
 
     Args:
         rows: at least 1.
         done, init, mask, cuts: addresses of bool columns.
         ids, step: addresses of int64 columns.
+        now, later, size: int64 ``[K]``, addresses of columns of observations and of next observations, and the bytes
+            of a row. Between rows i and i + 1, row i of a ``later`` column must equal row i + 1 of the ``now`` column.
         in_order: whether step counts must increase by one within a run.
         whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
         marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
@@ -38,7 +54,7 @@ def fragments(
     is_done, is_init = flags(done, rows), flags(init, rows)
     real, cut = flags(mask, rows), flags(cuts, rows)
     number, steps = numbers(ids, rows), numbers(step, rows)
-    count = 0
+    count, pairs = 0, len(now)
     first, joined = 0, False
     for i in range(rows):
         end = i == rows - 1
@@ -49,7 +65,7 @@ def fragments(
             jumps = in_order and step != 0 and steps[i + 1] != steps[i] + 1
             if jumps and not end and (mask == 0 or real[i]):
                 return -(i + 1)
-        if not end and not (cuts and cut[i]):
+        if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
             continue
         whole[0, count], whole[1, count] = first, i
         if ids:

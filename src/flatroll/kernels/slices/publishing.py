@@ -10,7 +10,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.rows.raw_memory import ask, octets
+from flatroll.kernels.rows.raw_memory import ask, equal_bytes
 from flatroll.kernels.slices.links import fragment_stop
 
 
@@ -123,12 +123,7 @@ def _compare(
         for k in range(len(pairs)):
             size = pairs[k, 1]
             later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
-            said = octets(later + stands[j] * size, size)
-            came = octets(source[pairs[k, 2]] + firsts[j] * size, size)
-            different = np.uint8(0)
-            for i in range(size):
-                different |= said[i] ^ came[i]
-            if different:
+            if not equal_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
                 agree[j] = -1 if k < compared else 0
                 break
         wrong += agree[j] < 0 and not joined[j]
@@ -222,6 +217,45 @@ def link(
     if not len(pairs):
         return 0
     return _compare(fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, found)
+
+
+@compiled()
+def keep(
+    state: Records, spare: Array, before: Array, agree: Array, pool: Array, kept: Array, released: Array
+) -> tuple[Int, Int]:
+    """Take a free pool entry for each new fragment's last row, unless the next row holds what it says comes next.
+
+    Args:
+        spare: the free pool entries.
+        before, agree: what :func:`link` found, int64 ``[n]``.
+        pool: int64 ``[n]``, becomes the entry of each fragment, -1 for none.
+        kept: int64 ``[n]``, becomes the fragments with an entry.
+        released: int64 ``[n]``, becomes the chains whose last row needs its entry no longer.
+
+    Returns:
+        the number of fragments with an entry, and the number of released chains, -1 if too few entries were free and
+        none was taken.
+    """
+    s = state[0]
+    pool[:] = 0
+    count, free = 0, 0
+    for j in range(len(before)):
+        if agree[j] > 0 and before[j] < -1:
+            pool[-2 - before[j]] = -1
+        elif agree[j] > 0 and before[j] >= 0:
+            released[free] = before[j]
+            free += 1
+    for j in range(len(before)):
+        if pool[j] == 0:
+            kept[count] = j
+            count += 1
+    if count > s.spare:
+        return count, -1
+    s.spare -= count
+    s.taken += count
+    for k in range(count):
+        pool[kept[k]] = spare[s.spare + k]
+    return count, free
 
 
 @compiled()

@@ -8,9 +8,11 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.rows.gather import gather, scatter
+from flatroll.kernels.rows.gather import gather_next, scatter
 from flatroll.kernels.slices.drawing import follow_rows
 from flatroll.kernels.slices.links import slot_of
+
+_ANY = 2**62  # entries of a pool whose size is not checked
 
 
 @compiled()
@@ -124,19 +126,17 @@ def read_steps(
     Returns:
         False, with nothing copied, if one of the rows was overwritten.
     """
-    count, own = len(places), len(target) - len(roots)
+    count = len(places)
     slots, waiting = np.empty(count, np.int64), np.empty((2, count), np.int64)
     wait = locate(places, num_envs, windows, used, head, capacity, stored, length, slots, waiting)
     if wait < 0:
         return False
     source, size, staged = columns[0], columns[1], columns[2]
     if wait < count:
-        follow, patch = np.empty(0, np.int64), np.empty((2, count), np.int64)
-        gather(source[:own], target[:own], target[:own], size[:own], capacity, slots, follow)
+        follow, patch, patched = np.empty(count, np.int64), np.empty((2, count), np.int64), 0
         if len(roots):
-            follow = np.empty(count, np.int64)
             patched = follow_rows(state, capacity, fragments, slots, follow, patch)
-            gather(source[own:], target[roots], target[own:], size[own:], capacity, slots, follow)
-            scatter(pool, target[own:], size[own:], patch[1, :patched], patch[0, :patched])
+        found = patch[:, :patched]
+        gather_next(source, target, size, capacity, roots, slots, follow, found, pool, _ANY)
     scatter(staged, target, size, waiting[1, :wait], waiting[0, :wait])
     return True

@@ -1,9 +1,12 @@
 """Check a flat batch against the layout contract, row by row."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from tensordict import TensorDictBase
+from typing_extensions import override
 
 from flatroll.layout.checks import key_names, need_rows, whole_number
 from flatroll.layout.inspect import rules
@@ -37,9 +40,32 @@ class Finding:
         return f"{where} [{self.rule}]{doubt} {self.text}"
 
 
-def audit(
-    batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10
-) -> list[Finding]:
+class Findings(list[Finding]):
+    """The findings of `audit`. Printed, those of one kind share a line, with their number and first rows.
+
+    >>> print(Findings(Finding(row, "nan", "the reward is NaN") for row in (2, 5, 7, 8)))
+    4 rows: 2, 5, 7, ... [nan] the reward is NaN
+    """
+
+    @override
+    def __repr__(self) -> str:
+        if not self:
+            return "[]"
+        lines = []
+        for _, group in groupby(self, lambda one: (one.rule, one.severity, _MORE.sub("", one.text))):
+            same = list(group)
+            more = _MORE.search(same[-1].text)
+            count = len(same) + (int(more[1]) if more else 0)
+            rows = ", ".join(str(one.row) for one in same[:3]) + (", ..." if count > 3 else "")
+            line = str(Finding(same[0].row, same[0].rule, _MORE.sub("", same[0].text), same[0].severity))
+            lines.append(line if count == 1 else f"{count} rows: {rows} {line[line.index('[') :]}")
+        return "\n".join(lines)
+
+
+_MORE = re.compile(r" \(and (\d+) more rows\)$")
+
+
+def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10) -> Findings:
     """Check a batch against all layout rules that apply to its columns; return the findings.
 
     ==========================  ========================================================================
@@ -74,14 +100,14 @@ def audit(
         limit: maximum number of rows to report per rule; the last finding counts the others.
 
     Returns:
-        the findings, in the order of the rules above; empty if nothing is wrong.
+        the findings, a list in the order of the rules above; empty if nothing is wrong. Printed as a whole, the
+        rows of one kind of problem share a line.
 
     >>> import torch
     >>> from tensordict import TensorDict
     >>> steps = torch.tensor([[0], [1], [3]])
     >>> ids = torch.zeros(3, dtype=torch.int64)
-    >>> for finding in audit(TensorDict({"step_count": steps, "collector": {"traj_ids": ids}}, [3])):
-    ...     print(finding)
+    >>> print(audit(TensorDict({"step_count": steps, "collector": {"traj_ids": ids}}, [3])))
     row 2 [step_count] step_count is not one more than in the row before
     """
     need_rows(batch, values=True)
@@ -91,9 +117,9 @@ def audit(
         text = (
             f"the batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-        return [Finding(WHOLE_BATCH, "batch_size", text)]
+        return Findings([Finding(WHOLE_BATCH, "batch_size", text)])
     if batch.shape[0] == 0:
-        return []
+        return Findings()
     observations = observation_keys(batch) if named is None else named
     unpadded = rules.UnpaddedRows(batch, observations)
     breaches = list(rules.shapes_and_dtypes(batch, observations))
@@ -103,7 +129,7 @@ def audit(
     breaches += rules.padding(batch)
     for rule in rules.RULES:
         breaches += rule(unpadded)
-    findings = []
+    findings = Findings()
     for breach in breaches:
         shown, more = breach.rows[:limit], len(breach.rows) - limit
         for row in shown:

@@ -181,7 +181,9 @@ class _Row:
                 if value.is_floating_point() and bool(value.isnan().any()):
                     return f"Its next observation is unknown: {next_key(key)!r} holds NaN here."
             copy = f", a copy of the {after}" if i != self.last else ""
-            return f"Its next observation is in its own column {next_key(keys[0])!r}{copy}."
+            own = "its own column" if len(keys) == 1 else "columns of its own,"
+            columns = ", ".join(repr(next_key(key)) for key in keys)
+            return f"Its next observation is in {own} {columns}{copy}."
         deltas = batch.get(DELTA, None)
         if deltas is not None and (leaves := list(deltas.keys(True, True))):
             dtype = str(deltas.get(leaves[0]).dtype).removeprefix("torch.")

@@ -83,7 +83,7 @@ class Delivery:
         member, window, _ = filled
         self.final = None
         if isinstance(window, RowsElsewhere):
-            self._buffer.extend_reference(window.reference)
+            self._buffer.extend_reference(window.reference, place=member.place)
             return True
         if not getattr(self._buffer, "copies_rows", False):
             return False

@@ -13,6 +13,7 @@ from torch import nn
 
 from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
+from flatroll.rollouts.arguments import usable_device
 from flatroll.rollouts.policies import refuse_hidden_weights, state_of
 from flatroll.rollouts.workers.arguments import (
     Modes,
@@ -169,8 +170,8 @@ class MultiCollector(Facts):
         self.num_workers, self.frames_per_batch, self._total = count, frames_per_batch, total_frames
         self.policy, self._modes, self._buffer = policy, modes, replay_buffer
         self._update, self._whole, self._progress = update_at_each_batch, trajs is not None, progress
-        storing = storing_device or device
-        self._storing = None if storing is None else torch.device(storing)
+        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
+        self._storing = None if storing is None else usable_device(name, storing)
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
         shared = {"policy_device": device} | options
