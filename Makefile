@@ -185,13 +185,13 @@ $(VERSIONS)/simulators-%/.ready: tests/simulators/requirements-%.txt pyproject.t
 # The first interpreter that is new enough and can make environments. A name on PATH may be a stub that
 # does not run, so each is asked.
 PROBE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
-FIND_PYTHON = $(firstword $(foreach name,python3.11 python3.12 python3.13 python3 python,$(shell $(name) -c '$(PROBE)' >/dev/null 2>&1 && echo $(name))))
+FIND_PYTHON = $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3 python,$(shell $(name) -c '$(PROBE)' >/dev/null 2>&1 && echo $(name))))
 
 $(BIN)/pip:
 	@$(if $(PYTHON),,$(eval PYTHON := $(FIND_PYTHON)))
 	@if ! '$(PYTHON)' -c '$(PROBE)' 2>/dev/null; then \
 		echo "flatroll needs Python 3.11 or newer with the venv and ensurepip modules;" \
-			"found: $(if $(PYTHON),$(PYTHON), none of python3.11, python3.12, python3.13, python3, python)." \
+			"found: $(if $(PYTHON),$(PYTHON), none of python3.11, python3.12, python3.13, python3.14, python3, python)." \
 			"Install one (Debian: python3.11 and python3.11-venv) or name it: make PYTHON=/path/to/python" >&2; \
 		exit 1; \
 	fi

@@ -164,12 +164,12 @@ class RayReplayBufferEnsemble(Facts):
 
         Rows of lost shards are left out.
         """
-        priority, references = torch.as_tensor(priority), {}
+        priorities, references = torch.as_tensor(priority), dict[int, Any]()
         for shard in self._live():
             mask = buffer_ids == shard
             if bool(mask.any()):
                 own = None if generation is None else generation[mask]
-                of_rows = priority[mask] if priority.ndim else priority
+                of_rows = priorities[mask] if priorities.ndim else priorities
                 references[shard] = self.shards[shard].begin("update_priority", index[mask], of_rows, own)
         for shard, found in references.items():
             self._settle(shard, partial(self.shards[shard].result, found))

@@ -248,7 +248,10 @@ def _where(error: RuntimeError) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
     own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
-    reason = next((line for line in lines if line.startswith("Explanation: ")), lines[0])
+    first = " ".join(
+        lines[: 2 if lines[0].endswith(":") else 1]
+    )  # "backend='inductor' raised:" and what it raised
+    reason = next((line for line in lines if line.startswith("Explanation: ")), first)
     place = " at {}:{}".format(*own[-1]) if own else ""
     return f"{place}: {reason.removeprefix('Explanation: ')}"
 

@@ -26,7 +26,6 @@ from flatroll.buffers.columns.column import (
     Part,
     check_values,
     differ,
-    host_memory,
     put_rows,
     scatter,
 )
@@ -42,6 +41,7 @@ from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, co
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest

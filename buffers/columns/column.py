@@ -5,12 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
 
@@ -22,6 +22,7 @@ Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
+_MOST = 2**22  # bytes; larger copies are made in huge pages
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -247,10 +248,14 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
 def take_rows(column: Tensor, slots: Tensor) -> Tensor:
     """Return copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     plain = signed(column) if column.dtype in _UNSIGNED else column
-    if plain.ndim == 2 and plain.shape[1] == 1:  # torch reads a flat column twice as fast
-        rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
+    flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
+    source = plain.view(-1) if flat else plain
+    if column.is_cpu and len(slots) * source.shape[1:].numel() * source.element_size() > _MOST:
+        out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
+        rows = torch.index_select(source, 0, slots, out=out)
     else:
-        rows = plain.index_select(0, slots)
+        rows = source.index_select(0, slots)
+    rows = rows.unsqueeze_(-1) if flat else rows
     return rows if plain is column else rows.view(column.dtype)
 
 
@@ -261,18 +266,6 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
-
-
-def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a new cache-aligned tensor ``[rows, *shape]`` in NumPy memory, which uses huge pages.
-
-    >>> host_memory(3, torch.float32, (2,)).shape
-    torch.Size([3, 2])
-    """
-    size = rows * math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape)
 
 
 class TensorColumn(Column):

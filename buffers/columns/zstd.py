@@ -1,7 +1,6 @@
 """A column that compresses each row losslessly with zstd."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.column import After, Column, Dumped, Part, check_dumped, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.kernels.threads import run_blocks
 from flatroll.layout.checks import whole_number
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth another thread
@@ -328,13 +328,8 @@ class _Codec:
         """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
         threads = torch.get_num_threads() if self.threads is None else self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
-        if parts == 1:
-            work(0, rows)
-            return
         # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
-        bounds = [rows * i // parts for i in range(parts + 1)]
-        with ThreadPoolExecutor(parts) as pool:
-            list(pool.map(work, bounds[:-1], bounds[1:]))
+        run_blocks(work, [rows * i // parts for i in range(parts + 1)], parts)
 
     def __reduce__(self) -> tuple[type["_Codec"], tuple[int, int | None, bytes]]:
         return _Codec, (self.level, self.threads, self.prefix)

@@ -451,9 +451,11 @@ class StepWriter:
     def _read_waiting(self, rows: Array, names: Names) -> Columns:
         """Return copies of waiting rows, given as env * L + step, on the storage's device."""
         tail, at = self._tail(names), torch.from_numpy(rows)
-        columns = tail.take(at) or {key: take_rows(column, at) for key, column in tail.columns.items()}
-        device = getattr(self.buffer.storage, "device", "cpu")
-        return {key: values.to(device) for key, values in columns.items()}
+        taken, device = tail.take(at), getattr(self.buffer.storage, "device", "cpu")
+        return {
+            key: (taken[key] if key in taken else take_rows(column, at)).to(device)
+            for key, column in tail.columns.items()
+        }
 
     def _tail(self, names: Names) -> "HostColumns[NestedKey]":
         """Return the waiting rows' entries (default: all), ``[E * L, ...]``."""

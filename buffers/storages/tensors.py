@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
+from flatroll.buffers.columns.column import Column, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
@@ -20,6 +20,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
 from flatroll.buffers.storages.storage import Rows
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.checks import key_names, one_of, whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 

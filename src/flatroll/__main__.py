@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import flatroll
@@ -224,39 +225,106 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def run_compile(arguments: argparse.Namespace) -> int:
     """Compile and cache the Numba kernels by running each kind of buffer and estimator once on a few rows."""
     import torch
+
+    begun, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # frames are read by a kernel only then
+    try:
+        use_batches()
+        use_steps()
+    finally:
+        torch.set_num_threads(threads)
+    print(f"compiled in {time.perf_counter() - begun:.0f} s")
+    return 0
+
+
+def use_batches() -> None:
+    """Fill buffers of each kind from a collector, sample them and estimate; save and load one of them."""
+    import torch
     from tensordict.nn import TensorDictModule
 
     from flatroll import buffers, estimators
     from flatroll.rollouts import Collector
+    from flatroll.trees import CountSampler
     from flatroll.wrappers import StepCounter
     from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 
-    begun = time.perf_counter()
     sizes: dict[str, Any] = {"max_capacity": 64, "alpha": 0.6, "beta": 0.4}
-    kinds: list[tuple[buffers.Sampler, dict[str, Any]]] = [
-        (buffers.SliceSampler(slice_len=4, fill=False), {}),
-        (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}),
-        (buffers.PrioritizedSampler(**sizes), {}),
-        (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}),
-        (buffers.RandomSampler(), {"compact_obs": True}),
-        (
-            buffers.SliceSampler(slice_len=4, fill=False),
-            {"compact_obs": True, "frame_stack": {"observation": 3}},
-        ),
+    stack = {"compact_obs": True, "frame_stack": {"observation": 3}}
+    parts: list[tuple[buffers.Sampler, dict[str, Any], dict[str, Any]]] = [
+        (buffers.SliceSampler(slice_len=4, fill=False), {}, {}),
+        (buffers.SliceSampler(slice_len=4, start_key="is_init"), {}, {}),
+        (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}, {}),
+        (buffers.PrioritizedSampler(**sizes), {}, {}),
+        (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}, {}),
+        (buffers.RandomSampler(), {"compact_obs": True}, {}),
+        (buffers.SliceSampler(slice_len=4, fill=False), stack, {}),
+        (buffers.RandomSampler(), {}, {"transform": buffers.MultiStepTransform(3, 0.99)}),
+        (CountSampler("observation"), {}, {}),
+        (buffers.RandomSampler(), {}, {"writer": buffers.TensorDictMaxValueWriter(rank_key="step_count")}),
     ]
     critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
     gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    for sampler, options in kinds:
+    with TemporaryDirectory() as folder:
+        for number, (sampler, options, others) in enumerate(parts):
+            storage: buffers.Storage = buffers.LazyTensorStorage(64, **options)
+            if number == 0:
+                storage = buffers.DiskStorage(64, f"{folder}/rows")
+            buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16, **others)
+            env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
+            for batch in Collector(env, frames_per_batch=40, total_frames=160):
+                buffer.extend(batch)
+                sample = buffer.sample()
+                if number == 0:
+                    gae(sample)
+                if isinstance(sampler, buffers.PrioritizedSampler):
+                    buffer.update_priority(torch.arange(3), torch.rand(3))
+            buffer.dumps(f"{folder}/{number}")
+            buffer.loads(f"{folder}/{number}")
+    x, ends = torch.rand(8, 1), torch.ones(8, 1, dtype=torch.bool)
+    estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
+    estimators.vtrace_advantage_estimate(0.99, x, x, x, x, x, ends)
+    estimators.reward2go(x, ends, 0.99)
+
+
+def use_steps() -> None:
+    """Write many short episodes to buffers of each kind, one step at a time, and read them; hash rows."""
+    import torch
+
+    from flatroll import buffers
+    from flatroll.disk.tensor_file import checksum_of
+    from flatroll.kernels.rows.row_index import HashedRows
+    from flatroll.kernels.rows.words import hash_words
+
+    hindsight = buffers.HindsightTransform(
+        lambda achieved, desired, info: (achieved == desired).flatten(1).all(1).float(),
+        goal_key="observation",
+        achieved_goal_key="observation",
+    )
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"compact_obs": True, "frame_stack": {"observation": 2}}, {}),
+        ({"compact_obs": True}, {}),
+        ({}, {"transform": hindsight}),
+    ]
+    for options, others in kinds:
         storage = buffers.LazyTensorStorage(64, **options)
-        buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16)
-        env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
-        for batch in Collector(env, frames_per_batch=40, total_frames=160):
-            buffer.extend(batch)
-            gae(buffer.sample())
-            if isinstance(sampler, buffers.PrioritizedSampler):
-                buffer.update_priority(torch.arange(3), torch.rand(3))
-    print(f"compiled in {time.perf_counter() - begun:.0f} s")
-    return 0
+        buffer = buffers.ReplayBuffer(storage=storage, batch_size=8, **others)
+        writer = buffer.writer_for(2, window=8)
+        for step in range(50):
+            # Frames of 8 bytes, which are compared as one 64-bit integer, as most images are.
+            frames = torch.arange(step, step + 2, dtype=torch.uint8) + 7 * (step // 2)
+            stack = frames.view(1, 2, 1).repeat(2, 1, 8)
+            later = {
+                "observation": stack + 1,
+                "reward": torch.zeros(2),
+                "terminated": torch.full((2,), step % 2 == 1),
+            }
+            writer.write({"observation": stack, "action": torch.zeros(2), "next": later})
+            writer.sample(4)
+            writer.read_columns([step, writer.oldest], [0, 1])
+        buffer.sample()
+    hash_words(torch.zeros(2, 1, dtype=torch.int64))
+    HashedRows(1).truncate(0)
+    checksum_of("xxh64", [memoryview(b"rows")])
 
 
 def find_checkout() -> Path:

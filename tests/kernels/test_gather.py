@@ -1,5 +1,7 @@
 """Rows copied as bytes are the rows that torch gives."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,17 +44,17 @@ def test_rows_beyond_what_is_asked_for_ahead() -> None:
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 def test_rows_that_follow_are_taken_from_the_rows_that_were(slots: list[int]) -> None:
-    block = HostBlock([column(41, (3,), torch.float32), column(41, (), torch.uint8)])
+    block = HostBlock([column(41, (3,), torch.float32), column(41, (), torch.uint8)], roots=[0, 1])
     index = torch.tensor(slots, dtype=torch.int64)
     follow = index + 1
     follow[::7] = -1  # none follows
     follow[3::9] = 0  # another one does
-    taken = block.take(index)
-    for later, stored in zip(block.take(index, follow, taken), block.columns, strict=True):
+    none: Any = torch.zeros(2, 0, dtype=torch.int64), [stored[:1] for stored in block.columns]
+    for later, stored in zip(block.take(index, follow, *none)[2:], block.columns, strict=True):
         assert torch.equal(later, stored[follow.clamp(min=0)])
     if slots:
         with pytest.raises(IndexError, match="slot 41 is out of range: there are 41 slots"):
-            block.take(index, torch.full_like(index, 41), taken)
+            block.take(index, torch.full_like(index, 41), *none)
 
 
 @pytest.mark.parametrize("slot", [-1, 40])

@@ -454,3 +454,8 @@ def test_observations_of_another_shape_are_refused() -> None:
             ValueError, match=r"must have shape \('\*', .*, got \(6, .*another space needs another network"
         ):
             net(rows.set(key, column))
+
+
+def test_print_says_which_images_are_divided_by_255() -> None:
+    networks = [actor(make(observation=OBSERVATIONS[name])) for name in ("stacked image", "number")]
+    assert ["divided by 255" in repr(network) for network in networks] == [True, False]

@@ -104,7 +104,7 @@ def test_a_block_refuses_what_does_not_fit() -> None:
     table = Table.like(rows(100))
     with pytest.raises(ValueError, match="2 slots of 1344 bytes do not fit into 2000 bytes of memory"):
         Block([table], 2, Memory(2000))
-    with pytest.raises(IndexError, match="slot 2 of 2"):
+    with pytest.raises(IndexError, match="slot 2 is out of range: there are 2 slots"):
         Block([table], 2).tensors(2)
     with pytest.raises(
         ValueError, match=r"columns must have the same number of rows, got \{'a': 3, 'b': 2\}"

@@ -17,6 +17,7 @@ _CALLS = {
     for name, number in dis.opmap.items()
     if (name.startswith("CALL") and "INTRINSIC" not in name) or name == "PRECALL"
 }
+_TOOL = 4  # an id of sys.monitoring that coverage, debuggers and profilers do not use
 _PLACES = ("/flatroll/", "/buffers/", "/wrappers/")
 
 
@@ -32,11 +33,19 @@ class Press:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call; KeyboardInterrupt may come out."""
+        if sys.version_info >= (3, 13):
+            sys.monitoring.use_tool_id(_TOOL, __name__)
+            sys.monitoring.register_callback(_TOOL, sys.monitoring.events.INSTRUCTION, self._instruction)
+            sys.monitoring.set_events(_TOOL, sys.monitoring.events.INSTRUCTION)
         sys.settrace(self._enter)
         try:
             return call()
         finally:
             sys.settrace(None)
+            if sys.version_info >= (3, 13):
+                sys.monitoring.set_events(_TOOL, 0)
+                sys.monitoring.register_callback(_TOOL, sys.monitoring.events.INSTRUCTION, None)
+                sys.monitoring.free_tool_id(_TOOL)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         # An object is made, and called, by a function in C.
@@ -51,9 +60,15 @@ class Press:
             return self._leave
         if not any(place in name for place in _PLACES) or "/tests/" in name or "/site-packages/" in name:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes, frame.f_trace_lines = sys.version_info < (3, 13), False
         self._last[frame] = -1
         return self._step
+
+    def _instruction(self, code: CodeType, offset: int) -> None:
+        """From Python 3.13 on: f_trace_opcodes takes effect only when a function begins once more."""
+        frame = sys._getframe(1)
+        if frame in self._last:
+            self._step(frame, "opcode", None)
 
     def _leave(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._muted -= event == "return"

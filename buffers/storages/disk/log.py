@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.column import Columns, host_memory
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
 from flatroll.disk import Folder, Ragged, Segment, Version, column_name
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line

@@ -80,11 +80,10 @@ class Channel:
             data = pickle.dumps((kind, content))  # a fifth of the cost of cloudpickle
             self._write(memoryview(_HEADER.pack(len(data), 0) + data), [])
             return
-        file = io.BytesIO(bytes(_HEADER.size))
-        file.seek(_HEADER.size)
-        pickler = MessagePickler(file)
+        written = _Message(_HEADER.size)
+        pickler = MessagePickler(written)
         pickler.dump((kind, content))
-        message, descriptors = file.getbuffer(), [passed.fileno() for passed in pickler.passed]
+        message, descriptors = memoryview(written), [passed.fileno() for passed in pickler.passed]
         if len(descriptors) > _MOST_DESCRIPTORS:
             raise ValueError(
                 f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
@@ -326,10 +325,20 @@ def _rebuild_door(duplicate: Any) -> Door:
     return Door(duplicate.detach())
 
 
+class _Message(bytearray):
+    """Bytes that a pickler appends to.
+
+    From Python 3.13 on, an io.BytesIO prints a BufferError if the garbage collector frees it before a view of it.
+    """
+
+    __slots__ = ()
+    write = bytearray.extend
+
+
 class MessagePickler(cloudpickle.Pickler):
     """Replaces objects with descriptors in the pickle and lists them."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO | _Message) -> None:
         super().__init__(file)
         self.passed: list[Memory | Channel | Door] = []
 

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from flatroll.buffers.checkpointers import rows as copying
 from flatroll.buffers.checkpointers.rows import Span, TensorStorageCheckpointer
-from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
+from flatroll.buffers.columns.column import Column, TensorColumn
+from flatroll.kernels.rows.host_memory import host_memory
 
 
 class OwnMemory(LazyTensorStorage):

@@ -9,6 +9,7 @@ This module imports numba: import it inside the function that needs it.
 
 from bisect import bisect
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,14 +17,19 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes, numbers
 from flatroll.kernels.rows.spans import Spans
+from flatroll.kernels.threads import run_blocks
 
 K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # prefetch distance in stretches
-_MOST = 2**22  # bytes; torch uses several threads for larger copies
+_MOST = 2**22  # bytes; larger copies use huge pages, and several threads if torch does
+_THREAD_BYTES = 2**21  # fewest bytes per thread
+_BLOCKS = 4  # per thread, so that a thread that starts late gets fewer
+_WIDE = 2**12  # bytes of a row; `index_select` copies wider ones as fast, in threads that torch keeps
 _DENSE = torch.strided
 _LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
@@ -203,6 +209,8 @@ class HostBlock:
         [tensor([3, 4, 8]), tensor([23, 24, 28]), tensor([24, 25,  7])]
         """
         rows, asked = len(slots), slots.numpy()
+        if follow is None and rows * self.row_bytes > _MOST:
+            return self._take_many(asked)
         # 1 µs per column; torch.empty takes 1.7
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
@@ -222,6 +230,26 @@ class HostBlock:
             slot = int(asked[wrong]) if follow is None or wrong < rows else int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
+
+    def _take_many(self, asked: Array) -> list[Tensor]:
+        """Do the work of :meth:`take` in blocks of rows, into huge pages."""
+        rows, most = len(asked), torch.get_num_threads()
+        threads = max(1, min(most, rows * self.row_bytes // _THREAD_BYTES))
+        copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
+        blocks = threads * _BLOCKS if threads > 1 else 1
+        bounds = [rows * block // blocks for block in range(blocks + 1)]
+        for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
+            if wrong >= 0:
+                raise IndexError(f"slot {asked[wrong]} is out of range: there are {self.rows} slots")
+        return copies
+
+    def _copy_block(self, copies: list[Tensor], asked: Array, first: int, stop: int) -> int:
+        """Fill the rows ``first ... stop - 1`` of ``copies``; return the position of a row out of range, or -1."""
+        target = np.array([copy.data_ptr() for copy in copies], np.int64) + first * self.size
+        wrong = int(
+            gather(self.address, self.address, target, self.size, self.rows, asked[first:stop], _NONE)
+        )
+        return wrong if wrong < 0 else first + wrong
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
         """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
@@ -279,12 +307,17 @@ class HostColumns(Generic[K]):
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
         """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key.
 
-        Unknown keys are left out. Empty if there is too much to copy for one thread.
+        Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
         block = self._joint[names] if names in self._joint else self._join(names)
-        if block is None or len(slots) * block.row_bytes > _MOST:
+        if block is None:
             return {}
+        if len(slots) * block.row_bytes > _MOST and torch.get_num_threads() > 1:
+            names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
+            block = self._joint[names] if names in self._joint else self._join(names)
+            if block is None:
+                return {}
         return dict(zip(names, block.take(slots), strict=True))
 
     def take_all(

