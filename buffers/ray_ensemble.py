@@ -334,5 +334,5 @@ def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, .
         return (rows,)
     of_rows = mask[final["row"].cpu()]
     own = final[of_rows].clone()
-    own["row"] = (mask.cumsum(0) - 1)[own["row"].cpu()]
+    own.set("row", (mask.cumsum(0) - 1)[own.get("row").cpu()])
     return rows, own

@@ -63,7 +63,7 @@ def send_windows(channel: Channel, *, job: Job) -> None:
 
 def made_window(rows: int, writer: int) -> dict[Any, torch.Tensor]:
     """Columns of a window whose trajectory ids are the writer's own."""
-    columns = dict(window(rows, FLOATS).items(True, True))
+    columns: dict[Any, torch.Tensor] = dict(window(rows, FLOATS).items(True, True))
     columns["collector", "traj_ids"] += writer << 40
     return columns
 
