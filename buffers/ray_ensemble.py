@@ -333,6 +333,6 @@ def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, .
     if final is None:
         return (rows,)
     of_rows = mask[final["row"].cpu()]
-    own = final[of_rows].clone()
+    own: Any = final[of_rows].clone()
     own.set("row", (mask.cumsum(0) - 1)[own.get("row").cpu()])
     return rows, own
