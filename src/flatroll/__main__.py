@@ -287,13 +287,15 @@ def use_batches() -> None:
 
 
 def use_steps() -> None:
-    """Write many short episodes to buffers of each kind, one step at a time, and read them; hash rows."""
+    """Write many short episodes to buffers of each kind, one step at a time, and read them; fill a forest; hash rows."""
     import torch
+    from tensordict import TensorDict
 
     from flatroll import buffers
     from flatroll.disk.tensor_file import checksum_of
     from flatroll.kernels.rows.row_index import HashedRows
     from flatroll.kernels.rows.words import hash_words
+    from flatroll.trees import MCTSForest
 
     hindsight = buffers.HindsightTransform(
         lambda achieved, desired, info: (achieved == desired).flatten(1).all(1).float(),
@@ -322,6 +324,12 @@ def use_steps() -> None:
             writer.sample(4)
             writer.read_columns([step, writer.oldest], [0, 1])
         buffer.sample()
+    forest = MCTSForest()
+    for action in torch.zeros(2, dtype=torch.int64), torch.zeros(2):
+        seen = torch.zeros(2, dtype=action.dtype)
+        rows = {"observation": seen, "action": action, "next": {"observation": seen}}
+        forest.extend(TensorDict(rows, [2]))
+        forest = MCTSForest()
     hash_words(torch.zeros(2, 1, dtype=torch.int64))
     HashedRows(1).truncate(0)
     checksum_of("xxh64", [memoryview(b"rows")])

@@ -413,7 +413,7 @@ class Half(Transform):
 def test_what_inv_leaves_out_has_no_position() -> None:
     buffer = buffer_of(64, transform=Half())
     writer, envs = buffer.writer_for(2, window=4), Envs(2)
-    with pytest.raises(ValueError, match="made 4 rows of 8"):
+    with pytest.raises(ValueError, match="turned 8 rows into 4"):
         play(writer, envs, 4)
     assert (len(buffer), len(writer)) == (4, 0)
 
