@@ -287,7 +287,7 @@ def use_batches() -> None:
 
 
 def use_steps() -> None:
-    """Write many short episodes to buffers of each kind, one step at a time, and read them; fill a forest; hash rows."""
+    """Write short episodes to buffers of each kind step by step, and read them; fill a forest; hash rows."""
     import torch
     from tensordict import TensorDict
 
