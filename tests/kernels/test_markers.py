@@ -24,13 +24,23 @@ def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))
     present = data.draw(st.sets(st.sampled_from(["done", "init", "ids"]), min_size=1))
     columns = {"done": flags(), "init": flags(), "ids": ids, "mask": flags(), "cuts": flags()}
-    present |= data.draw(st.sets(st.sampled_from(["mask", "cuts"])))
+    present |= data.draw(st.sets(st.sampled_from(["mask", "cuts", "repeats"])))
     step = torch.arange(100, 100 + rows)
     keys = {"done": ("next", "done"), "init": "is_init", "ids": ("collector", "traj_ids")}
     keys["mask"] = ("collector", "mask")
-    batch = TensorDict({keys[name]: columns[name] for name in present - {"cuts"}}, [rows])
+    batch = TensorDict({keys[name]: columns[name] for name in present & keys.keys()}, [rows])
     ends = run_ends(batch)
     cut = ends | columns["cuts"] if "cuts" in present else ends
+    # next observations: those of the row after, but for the fresh rows in one of the two entries
+    fresh = flags()
+    now = torch.arange(rows, dtype=torch.uint8), torch.arange(2.0 * rows).reshape(rows, 2)
+    later = tuple(observation.roll(-1, 0) for observation in now)
+    later[data.draw(st.integers(0, 1))][fresh] += 1
+    if "repeats" in present:
+        cut = cut | fresh
+    pairs = zip(now, later, strict=True) if "repeats" in present else ()
+    compared = [(a.data_ptr(), b.data_ptr(), a[0].nbytes) for a, b in pairs]
+    cut[-1] = True
 
     address = {name: column.data_ptr() if name in present else 0 for name, column in columns.items()}
     whole, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
@@ -39,6 +49,7 @@ def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -
         *(address[name] for name in ("done", "init", "ids")),
         step.data_ptr(),
         *(address[name] for name in ("mask", "cuts")),
+        *np.array(compared, np.int64).reshape(-1, 3).T.copy(),
         True,
         whole,
         marks,
@@ -65,6 +76,7 @@ def test_step_counts_that_do_not_go_up_by_one(in_order: bool) -> None:
     mask[7:10] = False
     whole, marks = np.empty((5, 12), np.int64), np.empty((3, 12), np.bool_)
     addresses = done.data_ptr(), init.data_ptr(), 0, step.data_ptr(), mask.data_ptr(), 0
+    addresses = *addresses, *np.empty((3, 0), np.int64)
     count = fragments(12, *addresses, in_order, whole, marks)
     assert count == (-11 if in_order else 5)
     step[11] = 21

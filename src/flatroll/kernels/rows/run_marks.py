@@ -36,7 +36,8 @@ def fragments(
 ) -> Int:
     """Split ``rows`` rows at run ends (as `layout.run_ends` does), ``cuts``, and rows that ``later`` does not repeat.
 
-    Returns the number of pieces.
+    Returns the number of pieces, or, with ``in_order``, the negative of the first row whose step count does not go up
+    by one.
 
     Args:
         rows: at least 1.
@@ -48,8 +49,6 @@ def fragments(
         whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
         marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
             first row is ``init``, and whether its last one is ``done``.
-
-    If one does not, return the negative of the first such row.
     """
     is_done, is_init = flags(done, rows), flags(init, rows)
     real, cut = flags(mask, rows), flags(cuts, rows)
