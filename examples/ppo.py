@@ -22,8 +22,13 @@ ROWS, MINIBATCHES, EPOCHS, LR = 1024, 4, 4, 5e-4
 READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
 
 
-def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, float]:
-    """Train for ``frames`` frames; return the mean return of the last 100 episodes and the seconds."""
+def train(
+    name: str, frames: int, seed: int, num_envs: int = 32, *, compile: bool = False
+) -> dict[str, float]:
+    """Train for ``frames`` frames; return the mean return of the last 100 episodes and the seconds.
+
+    With ``compile``, the updates are compiled, which takes some seconds and pays from some 100,000 frames on.
+    """
     torch.manual_seed(seed)
     env = RewardSum(make_env(name, num_envs, seed))
     policy, value = actor(env, norm=False), critic(env, norm=False)
@@ -34,7 +39,7 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
     critic_options: Any = {"critic_coeff": 0.25, "loss_critic_type": "l2", "clip_value": 0.2}
     loss = ClipPPOLoss(policy, value, entropy_coeff=0.01, normalize_advantage=True, **critic_options)
     optimizer = torch.optim.Adam(loss.parameters(), lr=LR, eps=1e-5, fused=True)
-    step = update_step(loss, optimizer, max_grad_norm=0.5)
+    step = update_step(loss, optimizer, max_grad_norm=0.5, compile=compile)
     returns: list[float] = []
     start = time.perf_counter()
     for batch in tqdm(collector, total=total // ROWS, unit=" batches", disable=None):
@@ -60,9 +65,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-envs", type=int, default=32, help="number of envs (default: %(default)s)")
     parser.add_argument("--frames", type=int, default=500_000, help="number of frames (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, actions and envs (%(default)s)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the updates (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gains
-    result = train(args.env, args.frames, args.seed, args.num_envs)
+    result = train(args.env, args.frames, args.seed, args.num_envs, compile=args.compile)
     shown = ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
     print(f"{args.env}, seed {args.seed}: {shown}")
     return 0

@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.peers.sb3 ppo-cheetah --seeds 1 2 3``; without names all tasks. Ours are the programs of
 ``examples/``; the peer has the same frames, envs, networks, minibatches, epochs and learning rates. They take turns,
-seed by seed, in one process with one torch thread. Times are of whole trainings, our last evaluation included. Returns
-are those of the last 100 training episodes; of SAC those of 20 episodes of the most probable actions.
+seed by seed, in one process with one torch thread. Times are of whole trainings, our last evaluation included. With
+``--compile``, ours train once more each, by compiled updates; the seconds that torch.compile takes for them, with its
+cache on disk filled by an earlier training, are part of the times. Returns are those of the last 100 training episodes;
+of SAC those of 20 episodes of the most probable actions.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -25,21 +28,21 @@ from flatroll.examples.common import parse
 
 
 class Task(NamedTuple):
-    """A training by flatroll and by the peer, each from (frames, seed) to a mean return."""
+    """A training by flatroll and by the peer: from (frames, seed), ours (compile, frames, seed), to a return."""
 
     frames: int
-    ours: Callable[[int, int], float]
+    ours: Callable[[bool, int, int], float]
     theirs: Callable[[int, int], float]
 
 
-def program(name: str, result: str, frames: int, seed: int, **more: object) -> float:
+def program(name: str, result: str, frames: int, seed: int, compile: bool, **more: object) -> float:
     """Train with a program of the examples, without checkpoints and evaluations on the way."""
     with tempfile.TemporaryDirectory() as folder:
         never = 2 * frames
         options = {"frames": frames, "seed": seed, "folder": folder, "save-every": never, "eval-every": never}
         words = [
             word for option, value in {**options, **more}.items() for word in (f"--{option}", str(value))
-        ]
+        ] + ["--compile"] * compile
         found = importlib.import_module(f"flatroll.examples.{name}").train(parse(name, words))
     return float(found[result])
 
@@ -162,14 +165,22 @@ def pendulum(frames: int, seed: int) -> float:
 CHEETAH = "envpool:HalfCheetah-v4"
 TASKS = {
     "ppo-cartpole": Task(
-        100_000, lambda frames, seed: ppo.train("CartPole-v1", frames, seed)["return"], cartpole
+        100_000,
+        lambda compile, frames, seed: ppo.train("CartPole-v1", frames, seed, compile=compile)["return"],
+        cartpole,
     ),
     "ppo-cheetah": Task(
         50_000,
-        lambda frames, seed: program("ppo_continuous", "return", frames, seed, env=CHEETAH, episodes=1),
+        lambda compile, frames, seed: program(
+            "ppo_continuous", "return", frames, seed, compile, env=CHEETAH, episodes=1
+        ),
         cheetah,
     ),
-    "sac-pendulum": Task(5_000, lambda frames, seed: program("sac", "evaluation", frames, seed), pendulum),
+    "sac-pendulum": Task(
+        5_000,
+        lambda compile, frames, seed: program("sac", "evaluation", frames, seed, compile),
+        pendulum,
+    ),
 }
 
 
@@ -195,6 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="*", help=f"any of {', '.join(TASKS)}; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--frames", type=int, help="instead of those of the task")
+    parser.add_argument("--compile", action="store_true", help="train by compiled updates, too")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.tasks) - set(TASKS))
     if unknown:
@@ -204,7 +216,10 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.tasks or TASKS:
         task = TASKS[name]
         frames = args.frames or task.frames
-        runs = {"flatroll": task.ours, "stable-baselines3": task.theirs}
+        runs: dict[str, Callable[[int, int], float]] = {"flatroll": partial(task.ours, False)}
+        if args.compile:
+            runs["flatroll, compiled"] = partial(task.ours, True)
+        runs["stable-baselines3"] = task.theirs
         found: dict[str, list[tuple[float, float, float]]] = {who: [] for who in runs}
         for train in runs.values():  # once untimed: imports, compiled kernels
             train(min(frames, 1100), 0)

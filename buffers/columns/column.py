@@ -22,7 +22,7 @@ Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
-_MOST = 2**22  # bytes; larger copies are made in huge pages
+_MOST = 2**22  # bytes; larger samples of a column are copied into huge pages
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -245,12 +245,15 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     return different if different.ndim == 1 else different.flatten(1).any(1)
 
 
-def take_rows(column: Tensor, slots: Tensor) -> Tensor:
-    """Return copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
+def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
+    """Return copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``.
+
+    With ``huge``, the copies of a column in host memory are in huge pages.
+    """
     plain = signed(column) if column.dtype in _UNSIGNED else column
     flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
     source = plain.view(-1) if flat else plain
-    if column.is_cpu and len(slots) * source.shape[1:].numel() * source.element_size() > _MOST:
+    if huge and column.is_cpu:
         out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
         rows = torch.index_select(source, 0, slots, out=out)
     else:
@@ -281,6 +284,7 @@ class TensorColumn(Column):
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.dtype, self.shape = data.dtype, data.shape[1:]
+        self._few = _MOST // max(self.row_bytes, 1)  # computed once: a column is read several times per sample
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -294,7 +298,7 @@ class TensorColumn(Column):
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        return take_rows(self.data, slots.to(self.data.device))
+        return take_rows(self.data, slots.to(self.data.device), slots.numel() > self._few)
 
     @override
     def pool(self) -> "TensorColumn":
