@@ -284,7 +284,9 @@ class TensorColumn(Column):
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.dtype, self.shape = data.dtype, data.shape[1:]
-        self._few = _MOST // max(self.row_bytes, 1)  # computed once: a column is read several times per sample
+        self._few = _MOST // max(
+            self.row_bytes, 1
+        )  # computed once: a column is read several times per sample
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:

@@ -31,10 +31,17 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def shared_names(pids: set[int]) -> set[str]:
+    """The names in shared memory, but for those that torch gave to processes that are not among ``pids``."""
+    names = set(os.listdir("/dev/shm"))
+    return {name for name in names if not name.startswith("torch_") or int(name.split("_")[1]) in pids}
+
+
 def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
     """Collect while workers are killed; return counts of what was wrong, and of what there was."""
     draw = random.Random(seed)
-    segments = set(os.listdir("/dev/shm"))
+    pids = {os.getpid()}
+    segments = shared_names(pids)
     steps: dict[int, int] = {}  # the last step seen of each trajectory
     wrong = rows = 0
     with MultiAsyncCollector(
@@ -43,6 +50,7 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
     ) as collector:  # fmt: skip
         before = 0
         for _ in range(kills):
+            pids |= {worker.pid for worker in nursery.workers}
             os.kill(draw.choice(nursery.workers[-3:]).pid, signal.SIGKILL)
             failures = collector.stats()["failures"]
             while collector.stats()["failures"] == failures or draw.random() < 0.7:
@@ -54,14 +62,17 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
             before = before or descriptors()  # from the first replacement on
         opened = descriptors() - before
         writers = {id >> 40 for id in steps}
-    time.sleep(0.2)
+    left, deadline = shared_names(pids) - segments, time.monotonic() + 10
+    while left and time.monotonic() < deadline:  # names of other programs come and go
+        time.sleep(0.2)
+        left &= shared_names(pids)
     return {
         "kills": kills,
         "rows": rows,
         "wrong": wrong,
         "writers": len(writers),
         "descriptors": opened,
-        "segments": len(set(os.listdir("/dev/shm")) - segments),
+        "segments": len(left),
         "workers": len(nursery.workers),
     }
 
