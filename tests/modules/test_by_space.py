@@ -421,6 +421,11 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         ),
         (lambda: q_network(make(action=ACTIONS["discrete from 5"])), ValueError, "that counts from 0"),
         (lambda: q_network(make(), epsilon=2.0), ValueError, r"epsilon must lie in \[0, 1\], got 2.0"),
+        (
+            lambda: q_network(make(action=ACTIONS["bounded"]), epsilon=0.1),
+            ValueError,
+            r"epsilon=0.1 needs a Discrete action space, got Box",
+        ),
         (lambda: set_epsilon(q_network(make()), -0.1), ValueError, r"epsilon must lie in \[0, 1\], got -0.1"),
         (lambda: set_epsilon(critic(make()), 0.1), ValueError, "network must have an EpsilonGreedy"),
         (

@@ -34,7 +34,8 @@ class _Notice(event.Listener):
         if self.kernels and event.data["dispatcher"] in self.kernels:
             self.kernels = None
             print(
-                "flatroll: compiling kernels, once on this machine (about 12 s; `flatroll compile` does it ahead)",
+                "flatroll: compiling kernels that were not used on this machine before (some seconds; "
+                "`flatroll compile` compiles all ahead)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -260,7 +260,7 @@ def q_network(
             `set_epsilon` changes it during training.
 
     Raises:
-        ValueError: the space is not supported, or see `flatroll.modules.actor`.
+        ValueError: the space is not supported, ``epsilon`` is given for a Box, or see `flatroll.modules.actor`.
 
     >>> import gymnasium as gym
     >>> from tensordict import TensorDict
@@ -274,6 +274,11 @@ def q_network(
     if box and recurrent is not None:
         raise ValueError(
             f"recurrent={recurrent!r} needs a Discrete action space, with one value per action, got {action}"
+        )
+    if box and epsilon != 0:
+        raise ValueError(
+            f"epsilon={epsilon!r} needs a Discrete action space, got {action}: the network only rates the actor's "
+            "actions, and the actor explores"
         )
     if not box and not (isinstance(action, spaces.Discrete) and action.start == 0):
         raise ValueError(
