@@ -7,6 +7,7 @@ from wrong_arguments import every_call, public_cases, run
 
 CLEAN = (  # rooms
     "buffers",
+    "datasets",
     "disk",
     "estimators",
     "export",
@@ -16,6 +17,7 @@ CLEAN = (  # rooms
     "sharing",
     "specs",
     "text",
+    "trainers",
     "trees",
 )
 

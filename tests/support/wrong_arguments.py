@@ -8,6 +8,7 @@ file that is not there, is right, too, as is one of a user's network with a note
 """
 
 import dis
+import importlib
 import inspect
 import math
 import random
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -782,7 +784,12 @@ def _rollouts() -> Iterator[Case]:
         wrappers.RecurrentPrimer,
         lambda: {"env": env(), "policy": modules.GRUModule(3, 4, in_key="observation", out_key="h")},
     )
-    yield Case("as_vector_env", wrappers.as_vector_env, lambda: {"env": env()}, lambda made: made.reset())
+    yield Case(
+        "as_vector_env",
+        wrappers.as_vector_env,
+        lambda: {"env": gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")},
+        lambda made: made.reset(),
+    )
     yield Case(
         "ScriptedVectorEnv",
         testing.ScriptedVectorEnv,
@@ -1118,6 +1125,140 @@ def _sharing() -> Iterator[Case]:
     yield Case("SharedWeights", sharing.SharedWeights, lambda: {"state": {"weight": torch.zeros(3)}})
 
 
+def _datasets() -> Iterator[Case]:
+    from flatroll import datasets
+
+    pandas: Any = importlib.import_module("pandas")
+
+    def converted() -> str:
+        folder = tempfile.mkdtemp() + "/set"
+        datasets.convert([batch()], folder)
+        return folder
+
+    folder = converted()
+    yield Case(
+        "convert",
+        datasets.convert,
+        lambda: {"batches": [batch()], "path": tempfile.mkdtemp() + "/set"},
+        names={"batches": "batch rows"},
+        long=("segment_bytes",),
+    )
+    options = (
+        "root download fetch download_url sampler writer collate_fn pin_memory prefetch transform split_trajs "
+        "priority_key verify generator codec frame_stack progress"
+    )
+    yield Case(
+        "BaseDatasetExperienceReplay",
+        datasets.BaseDatasetExperienceReplay,
+        lambda: {"dataset_id": folder, "batch_size": 4},
+        lambda made: made.sample(),
+        tuple(options.split()),
+        long=("batch_size",),
+        called=("collate_fn", "transform", "fetch"),
+        names={"transform": "transforms"},
+    )
+    data = datasets.BaseDatasetExperienceReplay(folder, batch_size=4)
+    yield Case("BaseDatasetExperienceReplay.sample", data.sample, dict, long=("batch_size",))
+    yield Case(
+        "BaseDatasetExperienceReplay.as_dataset",
+        data.as_dataset,
+        dict,
+        lambda made: next(iter(made)),
+        long=("batch_size",),
+    )
+    steps = {"observations": np.arange(3.0), "actions": np.zeros(3), "rewards": np.ones(3)}
+    d4rl = {**steps, "terminals": np.array([False, True, False])}
+    reads: dict[str, dict[str, Any]] = {
+        "read_atari_dqn": {"path": folder},
+        "read_d4rl": {"source": d4rl},
+        "read_gen_dgrl": {"path": folder},
+        "read_openml": {
+            "features": pandas.DataFrame({"a": [0.0, 1.0, 2.0]}),
+            "label": pandas.Series([0, 1, 0]),
+        },
+        "read_rlds": {
+            "episodes": [[{"observation": 1.0, "reward": 0.5}, {"observation": 2.0, "is_last": True}]]
+        },
+        "read_roboset": {"paths": [folder]},
+        "read_vd4rl": {"paths": [folder]},
+    }
+    for name, arguments in reads.items():
+        yield Case(
+            name,
+            getattr(datasets, name),
+            lambda arguments=arguments: dict(arguments),
+            lambda made: list(made),
+            names={
+                "paths": "paths path file",
+                "path": "file folder",
+                "episodes": "episode step",
+                "source": "path",
+            },
+        )
+    window = {"rewards": torch.arange(6.0).view(3, 2)}
+    yield Case(
+        "TrajectoryReplayBuffer",
+        datasets.TrajectoryReplayBuffer,
+        dict,
+        lambda made: (made.add_trajectories([window]), made.sample(num_chunks=1), made.close()),
+        long=("cache_size", "sample_window_size", "max_size"),
+    )
+
+    def kept() -> Any:
+        buffer = datasets.TrajectoryReplayBuffer(sample_window_size=10)
+        buffer.add_trajectories([window])
+        return buffer
+
+    yield Case(
+        "TrajectoryReplayBuffer.add_trajectories",
+        lambda trajectories: kept().add_trajectories(trajectories),
+        lambda: {"trajectories": [window]},
+        names={"trajectories": "trajectory"},
+    )
+    one = kept()
+    yield Case("TrajectoryReplayBuffer.sample", one.sample, lambda: {"num_chunks": 1}, long=("num_chunks",))
+    yield Case(
+        "TrajectoryReplayBuffer.sample_slices",
+        one.sample_slices,
+        lambda: {"num_slices": 2, "slice_len": 2},
+        long=("num_slices",),
+    )
+    yield Case("TrajectoryReplayBuffer.trajectory", one.trajectory, lambda: {"trajectory_id": 0})
+    yield Case("TrajectoryReplayBuffer.is_ready", one.is_ready, lambda: {"min_size": 1})
+    yield Case(
+        "TrajectoryReplayBuffer.save_checkpoint",
+        one.save_checkpoint,
+        lambda: {"save_path": tempfile.mkdtemp()},
+        called=("barrier",),
+    )
+    yield Case("TrajectoryCache", datasets.TrajectoryCache, dict, long=("max_size",))
+
+
+def _trainers() -> Iterator[Case]:
+    from flatroll.trainers import sb3, sb3_buffer
+
+    yield Case(
+        "FlatVecEnv",
+        sb3.FlatVecEnv,
+        lambda: {"env": gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")},
+        lambda made: made.reset(),
+    )
+    space = gym.spaces.Box(-1.0, 1.0, (3,))
+    yield Case(
+        "FlatReplayBuffer",
+        sb3_buffer.FlatReplayBuffer,
+        lambda: {
+            "buffer_size": 8,
+            "observation_space": space,
+            "action_space": gym.spaces.Discrete(2),
+            "n_envs": 2,
+        },
+        long=("buffer_size", "n_envs"),
+        called=("storage",),
+        names={"compact": "compact compact_obs", "storage": "storage scratch_dir"},
+    )
+
+
 ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "estimators": _estimators,
     "buffers": _buffers,
@@ -1130,6 +1271,8 @@ ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "trees": _trees,
     "export": _export,
     "text": _text,
+    "datasets": _datasets,
+    "trainers": _trainers,
 }
 
 

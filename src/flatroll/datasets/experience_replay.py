@@ -31,7 +31,7 @@ from flatroll.datasets.folders import Batch, convert, recover_place
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import split_trajectories
 
@@ -125,7 +125,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         home = Path.home() / ".cache/flatroll" / self.kind
-        self.root = home if root is None else Path(root).expanduser().absolute()
+        self.root = home if root is None else file_path("root", root).expanduser().absolute()
+        named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
+        flags(**named, progress=False if options.get("progress") is None else options["progress"])
+        if options.get("writer") is not None:
+            expect("writer", options["writer"], Writer, "a Writer")
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
@@ -159,7 +163,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         storage = DiskStorage(path=self.data_path, read_only=True, verify=verify)
         self.pin_memory = bool(options.pop("pin_memory", False))
         self.split_trajs = bool(options.pop("split_trajs", False))
-        options["writer"] = options.get("writer") or ImmutableDatasetWriter()
+        if options.get("writer") is None:
+            options["writer"] = ImmutableDatasetWriter()
         size, longest = self._rows_asked, 0
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
@@ -266,7 +271,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     @override
     def next_sample(self, batch_size: int | None) -> Made:
-        rows = None if batch_size is None else batch_size * (self._longest if self.split_trajs else 1)
+        rows = None
+        if batch_size is not None:
+            rows = whole_number("batch_size", batch_size) * (self._longest if self.split_trajs else 1)
         return super().next_sample(rows)
 
     @override
@@ -351,6 +358,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         size = self._rows_asked if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be given here or to the data set")
+        flags(shuffle=shuffle)
         return RowsDataset(open_rows, self.data_path, whole_number("batch_size", size), shuffle)
 
 

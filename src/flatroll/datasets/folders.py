@@ -25,6 +25,7 @@ from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Ragged, column_name, files
 from flatroll.disk.folder import Listing
 from flatroll.disk.manifest import manifest_name
+from flatroll.layout import checks
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 
@@ -194,6 +195,10 @@ def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[N
         if batch.batch_dims != 1:
             raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
         return leaves(batch)
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches must be flat batches or mappings, got {checks.shown(batch)} as number {number}"
+        )
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
         return cast(Columns, batch)
     found: dict[NestedKey, Tensor | Array] = {}
@@ -426,11 +431,17 @@ def convert(
     (6, 6)
     """
     # Iterating over them yields rows, or samples without end.
-    if isinstance(batches, TensorDictBase | ReplayBuffer):
+    if isinstance(batches, TensorDictBase | Tensor | ReplayBuffer):
         raise TypeError(
             f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: pass [batch], or "
             "[buffer.oldest_first()] for the rows of a buffer"
         )
+    checks.expect("batches", batches, Iterable, "a list or an iterator of flat batches")
+    checks.flags(overwrite=overwrite, progress=False if progress is None else progress)
+    checks.whole_number("segment_bytes", segment_bytes)
+    if facts is not None:
+        facts = dict(checks.expect("facts", facts, Mapping, "a dict"))
+    place = checks.file_path("path", path)
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
     kinds |= dict.fromkeys(options.codec, ZstdForm)
@@ -444,5 +455,5 @@ def convert(
             yield piece
             bar.update(len(next(iter(piece.columns.values()))))
 
-    with progress_bar(None, progress, f"converting {Path(path).name}") as bar:
+    with progress_bar(None, progress, f"converting {place.name}") as bar:
         return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end

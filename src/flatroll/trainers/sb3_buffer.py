@@ -17,7 +17,7 @@ from flatroll import buffers
 from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.steps.staging import window_of
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import expect, file_path, flags, torch_device, whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -164,11 +164,20 @@ class FlatReplayBuffer(ReplayBuffer):
         sampler: buffers.Sampler | None = None,
         transform: TransformLike | None = None,
     ) -> None:
+        flags(optimize_memory_usage=optimize_memory_usage)
         if optimize_memory_usage:
             raise ValueError(
                 "optimize_memory_usage=True is not needed: FlatReplayBuffer already stores each observation "
                 "once, including the last ones of episodes, which SB3's option loses. Leave it out"
             )
+        for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+            expect(name, space, spaces.Space, "a space of Gymnasium")
+        if not (isinstance(device, str) and device == "auto"):
+            torch_device("device", device)
+        flags(compact=compact, handle_timeout_termination=handle_timeout_termination)
+        if not callable(storage):
+            file_path("storage", storage)
+        whole_number("buffer_size", buffer_size)
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
         self.optimize_memory_usage = False
@@ -224,7 +233,7 @@ class FlatReplayBuffer(ReplayBuffer):
         options: dict[str, Any] = {}
         for name, value in (("frame_stack", frame_stack), ("codec", codec)):
             if isinstance(value, Mapping):
-                if unknown := [key for key in value if key not in self._names]:
+                if unknown := [key for key in dict(value) if key not in self._names]:
                     raise ValueError(
                         f"{name} names {unknown}, the observation space has the keys {self._names}"
                     )
@@ -232,6 +241,7 @@ class FlatReplayBuffer(ReplayBuffer):
             elif value is not None:
                 options[name] = dict.fromkeys(self._observations, value)
         for key, frames in options.get("frame_stack", {}).items():
+            whole_number("frame_stack", frames)
             shape = self._observations[key].stored[1:]
             if shape[:1] != (frames,):
                 raise ValueError(

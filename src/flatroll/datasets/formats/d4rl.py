@@ -12,6 +12,7 @@ from typing_extensions import override
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in
+from flatroll.layout.checks import file_path, flags
 from flatroll.layout.export import optional_package
 from flatroll.layout.hdf5 import h5_columns
 
@@ -45,6 +46,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
     >>> [len(episode) for episode in read_d4rl({**steps, "terminals": np.array([False, True, False])})]
     [2, 1]
     """
+    flags(drop_unknown=drop_unknown)
     if isinstance(source, Mapping):
         arrays = {
             name: np.asarray(values) for name, values in source.items() if name.split("/")[0] != "metadata"
@@ -52,7 +54,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
         yield from _episodes(arrays, "the data set", drop_unknown)
         return
     h5py = optional_package("h5py", "h5", "read_d4rl")
-    with damage_in(source), h5py.File(source, "r") as file:
+    with damage_in(file_path("source", source)), h5py.File(source, "r") as file:
         yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
 
 

@@ -17,6 +17,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in, naming
 from flatroll.datasets.formats.npy import read_header
 from flatroll.datasets.ids import unknown_id
+from flatroll.layout.checks import file_path, whole_number
 from flatroll.layout.export import Array
 
 _NAMES = ("observations", "actions", "rewards", "dones")
@@ -68,7 +69,8 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
     """
     number = 0
-    with damage_in(path), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
+    whole_number("max_bytes", max_bytes)
+    with damage_in(file_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
         for member in archive:
             if member.isdir():
                 continue

@@ -27,7 +27,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.datasets.formats.episodes import episode_of, named_leaves
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import shown, whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
 
@@ -60,8 +60,15 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
     ([2.0], [[0.5]], [[True]])
     """
+    if isinstance(episodes, Tensor | TensorDictBase) or not isinstance(episodes, Iterable):
+        raise TypeError(f"episodes must be an iterable of episodes, got {shown(episodes)}")
     for number, episode in enumerate(episodes):
-        steps = list(episode["steps"] if isinstance(episode, Mapping) else episode)
+        steps = episode.get("steps") if isinstance(episode, Mapping) else episode
+        steps = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, Tensor) else [steps]
+        if wrong := [step for step in steps if not isinstance(step, Mapping)]:
+            raise TypeError(
+                f"each of the episodes must be steps that are mappings, got {shown(wrong[0])} in one"
+            )
         if len(steps) < 2:
             raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
         if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:

@@ -14,6 +14,7 @@ from flatroll.buffers import Compose, Resize, ToTensorImage
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
 from flatroll.datasets.formats.npy import read_whole
+from flatroll.layout.checks import whole_number
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 
@@ -46,6 +47,7 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     Source: Lu et al., Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations (2022).
     """
     number = 0
+    whole_number("max_bytes", max_bytes)
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
         with damage_in(path):
             for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):

@@ -39,7 +39,7 @@ from flatroll.datasets.trajectories.sources import (
     share,
 )
 from flatroll.disk import Version, files
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import file_path, flags, one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
 _WITHOUT_END = 2**40  # capacity of a buffer without a limit
@@ -180,6 +180,7 @@ class TrajectoryReplayBuffer:
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
+        flags(auto_save=auto_save, enable_cache=enable_cache, allow_pickle=allow_pickle)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
@@ -353,6 +354,7 @@ class TrajectoryReplayBuffer:
                 raise RuntimeError(
                     "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
+            flags(strict=strict)
             draw = index.draw(
                 whole_number("num_slices", num_slices),
                 whole_number("slice_len", slice_len),
@@ -366,6 +368,7 @@ class TrajectoryReplayBuffer:
 
         While it is in the cache, the same tensors are returned: clone what you want to change.
         """
+        whole_number("trajectory_id", trajectory_id, 0)
         with self._turn:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
             if record is None:
@@ -407,7 +410,7 @@ class TrajectoryReplayBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are at least ``min_size`` trajectories."""
-        return self.size >= min_size
+        return self.size >= whole_number("min_size", min_size, 0)
 
     async def is_ready_async(self, min_size: int) -> bool:
         """As :meth:`is_ready`, to be awaited."""
@@ -455,7 +458,7 @@ class TrajectoryReplayBuffer:
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("barrier must be given for several ranks, such as torch.distributed.barrier")
-        path = Path(save_path)
+        path = file_path("save_path", save_path)
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
