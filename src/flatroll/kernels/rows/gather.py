@@ -431,10 +431,6 @@ class HostColumns(Generic[K]):
         return block
 
 
-_AHEAD = 16  # prefetch distance in stretches
-_LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
-
-
 @compiled()
 def gather_pieces(
     firsts: Array, source: Array, ends: Array, size: Array, unit: Array, rows: Array, target: Array
