@@ -127,13 +127,13 @@ def test_the_first_error_is_raised_once_all_have_ended() -> None:
 
 
 def test_an_interrupted_call_ends() -> None:
-    caller, begun = threading.get_ident(), threading.Event()
+    caller, together = threading.get_ident(), threading.Barrier(2)
 
     def run(first: int, stop: int) -> None:
+        if first < 2:  # each thread has one of these blocks
+            together.wait(30)
         if threading.get_ident() == caller:
-            begun.wait(30)
             raise KeyboardInterrupt
-        begun.set()
 
     with pytest.raises(KeyboardInterrupt):
         run_blocks(run, range(100), 2)
