@@ -127,9 +127,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         home = Path.home() / ".cache/flatroll" / self.kind
         self.root = home if root is None else file_path("root", root).expanduser().absolute()
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
-        flags(**named, progress=False if options.get("progress") is None else options["progress"])
-        if options.get("writer") is not None:
-            expect("writer", options["writer"], Writer, "a Writer")
+        progress = options.get("progress")
+        flags(**named, progress=False if progress is None else progress)
+        if (writer := options.get("writer")) is not None:
+            expect("writer", writer, Writer, "a Writer")
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:

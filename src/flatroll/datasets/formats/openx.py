@@ -63,8 +63,9 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     if isinstance(episodes, Tensor | TensorDictBase) or not isinstance(episodes, Iterable):
         raise TypeError(f"episodes must be an iterable of episodes, got {shown(episodes)}")
     for number, episode in enumerate(episodes):
-        steps = episode.get("steps") if isinstance(episode, Mapping) else episode
-        steps = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, Tensor) else [steps]
+        given: Any = episode.get("steps") if isinstance(episode, Mapping) else episode
+        several = isinstance(given, Iterable) and not isinstance(given, Tensor)
+        steps: list[Any] = list(given) if several else [given]
         if wrong := [step for step in steps if not isinstance(step, Mapping)]:
             raise TypeError(
                 f"each of the episodes must be steps that are mappings, got {shown(wrong[0])} in one"
