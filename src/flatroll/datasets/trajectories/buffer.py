@@ -39,7 +39,7 @@ from flatroll.datasets.trajectories.sources import (
     share,
 )
 from flatroll.disk import Version, files
-from flatroll.layout.checks import file_path, flags, one_of, whole_number
+from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
 _WITHOUT_END = 2**40  # capacity of a buffer without a limit
@@ -175,12 +175,13 @@ class TrajectoryReplayBuffer:
         sampler: Sampler | None = None,
         **storage_options: Any,
     ) -> None:
+        expect("allow_pickle", allow_pickle, bool, "True or False")
         if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
-        flags(auto_save=auto_save, enable_cache=enable_cache, allow_pickle=allow_pickle)
+        flags(auto_save=auto_save, enable_cache=enable_cache)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
