@@ -14,11 +14,10 @@ from flatroll.buffers.ensemble import collate_members, set_ids
 from flatroll.buffers.ray_buffer import RayReplayBuffer, Weight
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import TRAJ_IDS
+from flatroll.layout.keys import ID_BITS, TRAJ_IDS
 from flatroll.sharing.worker import WorkerDied
 
 _LOG = logging.getLogger("flatroll.buffers")
-_COUNT_BITS = 40  # of a trajectory id; the bits above are the writer's number
 PRIORITY_WEIGHT = "priority_weight"
 
 
@@ -131,7 +130,7 @@ class RayReplayBufferEnsemble(Facts):
             self._turn += 1
             homes = torch.full((len(data),), self._turn - 1)
         else:  # consecutive trajectories of a writer go to different shards
-            homes = (ids.reshape(-1) >> _COUNT_BITS) + (ids.reshape(-1) & ((1 << _COUNT_BITS) - 1))
+            homes = (ids.reshape(-1) >> ID_BITS) + (ids.reshape(-1) & ((1 << ID_BITS) - 1))
         homes = homes.cpu() % len(self.shards)
         left, count = torch.ones(len(homes), dtype=torch.bool), len(homes)
         while bool(left.any()):  # again for the rows of shards that are lost meanwhile

@@ -248,9 +248,8 @@ def _where(error: RuntimeError) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
     own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
-    first = " ".join(
-        lines[: 2 if lines[0].endswith(":") else 1]
-    )  # "backend='inductor' raised:" and what it raised
+    # "backend='inductor' raised:" and what it raised
+    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     reason = next((line for line in lines if line.startswith("Explanation: ")), first)
     place = " at {}:{}".format(*own[-1]) if own else ""
     return f"{place}: {reason.removeprefix('Explanation: ')}"

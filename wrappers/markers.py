@@ -19,6 +19,7 @@ from flatroll.layout.checks import need_keys, whole_number, writer_number
 from flatroll.layout.inspect.text import html_table
 from flatroll.layout.keys import (
     EPISODE_REWARD,
+    ID_BITS,
     IS_INIT,
     STEP_COUNT,
     TRAJ_IDS,
@@ -272,8 +273,8 @@ class TrajId(MarkerWrapper):
             numbers: Any = np.arange(self._first, self._first + self.num_envs)
             if isinstance(first, Tensor):
                 numbers = torch.from_numpy(numbers).to(first.device)
-            # The writer is in bits 40 and up, episode * E + env below: adding E gives the id of the next episode.
-            self._ids = numbers + (self.writer << 40) + self._episode * self._total
+            # The writer is in bits ID_BITS and up, episode * E + env below: adding E gives the id of the next episode.
+            self._ids = numbers + (self.writer << ID_BITS) + self._episode * self._total
         else:
             self._ids = self._ids + rows * self._total  # a new array: the caller may keep the old one
         info[self.info_name] = copy_of(self._ids)
@@ -312,7 +313,7 @@ class TrajId(MarkerWrapper):
         """Return the highest episode number in use, so that ids continue above it after a restart."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
-        top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
+        top = int(self._ids.max()) - (self.writer << ID_BITS)  # episode * E + env of the newest episode
         return {"writer": self.writer, "episode": top // self._total + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

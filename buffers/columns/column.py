@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.kernels.rows.host_memory import host_memory
+from flatroll.kernels.rows.host_memory import HUGE_FROM, host_memory
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
 
@@ -22,7 +22,6 @@ Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index these only through `signed` views
-_MOST = 2**22  # bytes; larger samples of a column are copied into huge pages
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -284,9 +283,8 @@ class TensorColumn(Column):
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.dtype, self.shape = data.dtype, data.shape[1:]
-        self._few = _MOST // max(
-            self.row_bytes, 1
-        )  # computed once: a column is read several times per sample
+        # Computed once: a column is read several times per sample.
+        self._few = HUGE_FROM // max(self.row_bytes, 1)
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:

@@ -12,6 +12,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.steps.staging import FLAGS, StagedColumn
 from flatroll.layout.keys import (
     DONE,
+    ID_BITS,
     IS_INIT,
     OBSERVATION,
     TERMINATED,
@@ -43,7 +44,7 @@ class Episodes:
         self.num_envs = num_envs
         self.fresh: Array = np.ones(num_envs, np.bool_)
         # Ids grow by E per episode. The first row of each episode adds E, even in the very first episode.
-        self.ids: Array = np.arange(num_envs) + (writer << 40) + (first - 1) * num_envs
+        self.ids: Array = np.arange(num_envs) + (writer << ID_BITS) + (first - 1) * num_envs
         self._warned: set[str] = set()
         self.begin((), ())
 

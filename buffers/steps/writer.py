@@ -29,6 +29,7 @@ from flatroll.buffers.transforms.transform import (
 from flatroll.layout.checks import whole_number, writer_number
 from flatroll.layout.keys import (
     DONE,
+    ID_BITS,
     IS_INIT,
     TERMINATED,
     TRAJ_IDS,
@@ -475,7 +476,7 @@ class StepWriter:
         The rows are in ``buffer.state_dict()``; call that afterwards.
         """
         self.flush()
-        newest = int(self._episodes.ids.max()) - (self.writer << 40)  # episode * E + env
+        newest = int(self._episodes.ids.max()) - (self.writer << ID_BITS)  # episode * E + env
         return {"writer": self.writer, "episode": newest // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

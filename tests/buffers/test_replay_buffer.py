@@ -320,7 +320,7 @@ def test_columns_copied_together_and_one_by_one_give_the_same(
     first, second = (world.to_batch(world.episode(0, i, 100)) for i in range(2))
     buffer.extend(first)
     with monkeypatch.context() as patch:
-        for limit in ("_MOST", "_WIDE"):  # as for a large sample of images
+        for limit in ("HUGE_FROM", "_WIDE"):  # as for a large sample of images
             patch.setattr(f"flatroll.kernels.rows.gather.{limit}", 0)
         patch.setattr(torch, "get_num_threads", lambda: 2)
         other = copy.deepcopy(buffer)

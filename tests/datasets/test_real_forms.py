@@ -15,10 +15,13 @@ from flatroll.datasets import (
     LeRobotExperienceReplay,
     RobosetExperienceReplay,
     VD4RLExperienceReplay,
+    convert,
     read_d4rl,
+    read_rlds,
     read_roboset,
     read_vd4rl,
 )
+from flatroll.datasets.formats.episodes import files_in
 from flatroll.layout import audit
 
 h5py = pytest.importorskip("h5py")
@@ -258,3 +261,15 @@ def test_lerobot_flags(tmp_path: Path, flags: dict[str, list[bool]], terminated:
     assert rows["next", "reward"].shape == (5, 1) and rows["task_index"].view(-1).tolist() == [0, 0, 0, 1, 1]
     assert rows["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 1]
     assert not {"language", "timestamp", "index", "episode_index"} & set(rows.keys())
+
+
+@pytest.mark.parametrize("wrong", [3, None, torch.zeros(2)])
+def test_what_is_no_iterable_is_refused_by_name(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="episodes must be an iterable of episodes"):
+        list(read_rlds(wrong))
+    with pytest.raises(TypeError, match="episodes must be an iterable of steps, or a mapping with 'steps'"):
+        list(read_rlds([wrong]))
+    with pytest.raises(TypeError, match="paths must be a path, or an iterable of paths"):
+        files_in(wrong, (".h5",))
+    with pytest.raises(TypeError, match="batches must be a list or an iterator"):
+        convert(wrong, tmp_path / "set")

@@ -29,7 +29,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
         return run_blocks(run, bounds, count)
 
     monkeypatch.setattr(gather, "run_blocks", noted)
-    monkeypatch.setattr(gather, "_MOST", 0)
+    monkeypatch.setattr(gather, "HUGE_FROM", 0)
     monkeypatch.setattr(gather, "_THREAD_BYTES", 64)
     yield seen
 

@@ -272,10 +272,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     @override
     def next_sample(self, batch_size: int | None) -> Made:
-        rows = None
-        if batch_size is not None:
-            rows = whole_number("batch_size", batch_size) * (self._longest if self.split_trajs else 1)
-        return super().next_sample(rows)
+        if batch_size is not None and self.split_trajs:
+            batch_size = whole_number("batch_size", batch_size) * self._longest
+        return super().next_sample(batch_size)
 
     @override
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:

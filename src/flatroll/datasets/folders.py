@@ -431,12 +431,12 @@ def convert(
     (6, 6)
     """
     # Iterating over them yields rows, or samples without end.
-    if isinstance(batches, TensorDictBase | Tensor | ReplayBuffer):
+    if isinstance(batches, TensorDictBase | ReplayBuffer):
         raise TypeError(
             f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: pass [batch], or "
             "[buffer.oldest_first()] for the rows of a buffer"
         )
-    checks.expect("batches", batches, Iterable, "a list or an iterator of flat batches")
+    checks.iterable("batches", batches, "a list or an iterator of flat batches")
     checks.flags(overwrite=overwrite, progress=False if progress is None else progress)
     checks.whole_number("segment_bytes", segment_bytes)
     if facts is not None:

@@ -7,6 +7,7 @@
 | `one_of` | one of some choices |
 | `did_you_mean` | (adds the nearest name to an error) |
 | `expect` | an instance of a type |
+| `iterable` | an iterable, but no tensor or tensordict |
 | `function` | something that can be called |
 | `flags` | each argument True or False |
 | `need_keys` | each argument the name of an entry: a string or a tuple of strings |
@@ -142,11 +143,7 @@ def number(
         raise TypeError(_text(name, "be a number", shown(value), hint))
     try:
         real = float(value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # an array of several numbers, or an empty one
+    except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers, or an empty one
         raise TypeError(_text(name, "be a number", shown(value), hint)) from error
     low = least if above is None else above
     high = most if below is None else below
@@ -219,6 +216,22 @@ def expect(
     """
     if not isinstance(value, kind):
         raise TypeError(_text(name, f"be {wanted}", type(value).__name__, hint))
+    return value
+
+
+def iterable(name: str, value: T, wanted: str, *, hint: str = "") -> T:
+    """Return an argument after checking that it can be iterated over; a tensor or tensordict would yield its rows.
+
+    Raises:
+        TypeError: it cannot, or is a tensor or tensordict; ``wanted`` says what it should be.
+
+    >>> iterable("episodes", torch.zeros(3), "an iterable of episodes", hint="give it [episode]")
+    Traceback (most recent call last):
+    ...
+    TypeError: episodes must be an iterable of episodes, got a torch.float32 Tensor of shape (3,): give it [episode]
+    """
+    if isinstance(value, torch.Tensor | TensorDictBase) or not isinstance(value, Iterable):
+        raise TypeError(_text(name, f"be {wanted}", shown(value), hint))
     return value
 
 

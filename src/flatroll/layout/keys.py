@@ -28,6 +28,8 @@ TERMINATED = ("next", "terminated")  #: Bool: the episode ended, and its next va
 TRUNCATED = ("next", "truncated")  #: Bool: the episode was stopped from outside, and its next value counts.
 DONE = ("next", "done")  #: Bool: terminated or truncated.
 TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
+#: The low bits of a trajectory's number, which count episodes; those above are the writer's number.
+ID_BITS = 40
 AGENT = ("collector", "agent")  #: The number of the row's agent among those of its game.
 GAME = ("collector", "game")  #: The number of the row's game among those that the collector plays.
 GAME_STEP = ("collector", "game_step")  #: A number shared by the rows of one game step.

@@ -27,6 +27,7 @@ from flatroll.layout.keys import (
     GAME,
     GAME_STEP,
     HAS_STATE,
+    ID_BITS,
     NEXT_KNOWN,
     NUM_AGENTS,
     TERMINATED,
@@ -272,7 +273,7 @@ class Window:
             agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
             # One number per game and vector step, with the writer bits of the trajectory ids.
             step = (cells // self.num_envs + self.before) * self._games + game
-            writer = columns[keys.traj] >> 40 << 40 if keys.has_ids else 0
+            writer = columns[keys.traj] >> ID_BITS << ID_BITS if keys.has_ids else 0
             columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
             columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
         if not keys.has_ids and self.num_envs > 1:

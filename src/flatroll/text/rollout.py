@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
 from flatroll.layout.checks import expect, flags, function, number, one_of, shown, whole_number, writer_number
+from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
@@ -21,8 +22,6 @@ from flatroll.text.sampling import (
     token_log_probs,
 )
 from flatroll.text.sequences import Sequences, noted
-
-_ID_BITS = 40  # as in TrajId, a trajectory id is writer * 2**40 + number
 
 
 class RolloutFromModel:
@@ -110,7 +109,7 @@ class RolloutFromModel:
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
         self.generator = generator
-        self.sequences = Sequences(writer_number(writer) << _ID_BITS)
+        self.sequences = Sequences(writer_number(writer) << ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
 
     @torch.no_grad()

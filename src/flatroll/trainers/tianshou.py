@@ -34,6 +34,7 @@ from flatroll.layout import (
 from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
+from flatroll.layout.keys import ID_BITS
 from flatroll.trainers.versions import trainer_imports
 
 with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of its own"):
@@ -220,7 +221,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     for key, flag in (*flags.items(), (IS_INIT, is_init)):
         batch.set(key, torch.from_numpy(flag).unsqueeze(-1))
     batch.set(REWARD, torch.from_numpy(reward.astype(np.float32)).unsqueeze(-1))
-    ids = (first | after_end).cumsum() - 1 + writer_number(writer) * 2**40
+    ids = (first | after_end).cumsum() - 1 + (writer_number(writer) << ID_BITS)
     batch.set(TRAJ_IDS, torch.from_numpy(ids))
     if buffer.options["ignore_obs_next"]:
         batch.set(NEXT_KNOWN, ~run_ends(batch))

@@ -28,7 +28,7 @@ from flatroll.layout.keys import (
     without_next,
 )
 from flatroll.layout.tensordict_seam import get_entry, nest
-from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
+from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns, room_for
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
 
@@ -323,7 +323,7 @@ class MCTSForest:
             stored = {key: column[first] for key, column in stored.items()}
         reward = self._rewards(columns, rows)
         if before + new > len(self._rewards_of):
-            room = max(64, 1 << (before + new - 1).bit_length())
+            room = room_for(before + new)
             numbers, rewards = np.empty((4, room), np.int64), np.empty(room)
             numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
             self._numbers, self._rewards_of = numbers, rewards

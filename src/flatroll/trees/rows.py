@@ -169,7 +169,7 @@ class GrowingColumns:
             self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
         for key, stored in self._columns.items():
             if rows > stored.shape[0]:
-                larger = stored.new_empty(max(64, 1 << (rows - 1).bit_length()), *stored.shape[1:])
+                larger = stored.new_empty(room_for(rows), *stored.shape[1:])
                 larger[: self._count] = stored[: self._count]
                 self._columns[key], self._host = larger, None
         if self._host is None and all(column.is_cpu for column in self._columns.values()):
@@ -196,6 +196,11 @@ class GrowingColumns:
         """Replace all rows by those of ``rows`` (``[N]``)."""
         self.clear()
         self.set(torch.arange(len(rows)), flat_columns(rows))
+
+
+def room_for(rows: int) -> int:
+    """Return how many rows to allocate for so many: a power of two, at least 64."""
+    return max(64, 1 << (rows - 1).bit_length())
 
 
 def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) -> dict[NestedKey, Tensor]:

@@ -66,7 +66,7 @@ def test_rows_that_follow_are_read_with_the_others() -> None:
 
 
 def test_large_batches_and_compact_samples_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "_MOST", 32)
+    monkeypatch.setattr(block, "HUGE_FROM", 32)
     plain = plain_columns({"x": TensorColumn(torch.zeros(20))})
     assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
     assert torch.equal(plain.take(torch.arange(9))["x"], torch.tensor([1.0] * 8 + [0.0]))

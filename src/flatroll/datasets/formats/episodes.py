@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 from tensordict import TensorDict
-from torch import Tensor
 
-from flatroll.layout.checks import file_path
+from flatroll.layout.checks import file_path, iterable
 from flatroll.layout.export import Array, from_numpy
 from flatroll.layout.keys import TRAJ_IDS
 
@@ -157,9 +156,7 @@ def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) 
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
     if not isinstance(paths, str | Path):
-        several = (
-            paths if isinstance(paths, Iterable) and not isinstance(paths, Tensor | TensorDict) else [paths]
-        )
+        several = iterable("paths", paths, "a path, or an iterable of paths")
         return [file_path("paths", path).absolute() for path in several]
     path = Path(paths).absolute()
     if not path.is_dir():

@@ -27,7 +27,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.datasets.formats.episodes import episode_of, named_leaves
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import shown, whole_number
+from flatroll.layout.checks import iterable, shown, whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
 
@@ -60,12 +60,11 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
     ([2.0], [[0.5]], [[True]])
     """
-    if isinstance(episodes, Tensor | TensorDictBase) or not isinstance(episodes, Iterable):
-        raise TypeError(f"episodes must be an iterable of episodes, got {shown(episodes)}")
-    for number, episode in enumerate(episodes):
+    for number, episode in enumerate(iterable("episodes", episodes, "an iterable of episodes")):
         given: Any = episode.get("steps") if isinstance(episode, Mapping) else episode
-        several = isinstance(given, Iterable) and not isinstance(given, Tensor)
-        steps: list[Any] = list(given) if several else [given]
+        steps: list[Any] = list(
+            iterable("each of the episodes", given, "an iterable of steps, or a mapping with 'steps'")
+        )
         if wrong := [step for step in steps if not isinstance(step, Mapping)]:
             raise TypeError(
                 f"each of the episodes must be steps that are mappings, got {shown(wrong[0])} in one"

@@ -1,7 +1,7 @@
 """Converts trajectories ``[T, B]`` and flat batches to rows with trajectory marks, and back."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout import run_starts
-from flatroll.layout.checks import expect
+from flatroll.layout.checks import iterable
 from flatroll.layout.keys import NEXT, NestedKey
 
 _MARKS = "_trajectory"  # the root of the marks
@@ -81,14 +81,12 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
         TypeError: a field is neither a tensor nor a mapping of them, or ``trajectories`` is not a list.
         ValueError: a field is not ``[T, B, ...]``, or trajectories differ in their entries.
     """
-    if isinstance(trajectories, Mapping | TensorDictBase | Tensor) or hasattr(
-        trajectories, "__dataclass_fields__"
-    ):
+    if isinstance(trajectories, Mapping | TensorDictBase) or hasattr(trajectories, "__dataclass_fields__"):
         raise TypeError(
             f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
             "add_trajectories([trajectory])"
         )
-    expect("trajectories", trajectories, Iterable, "a list of trajectories")
+    iterable("trajectories", trajectories, "a list of trajectories")
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
     for trajectory in trajectories:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
-from flatroll.kernels.rows.host_memory import host_memory
+from flatroll.kernels.rows.host_memory import HUGE_FROM, host_memory
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes, numbers
 from flatroll.kernels.rows.spans import Spans
 from flatroll.kernels.threads import run_blocks
@@ -26,7 +26,6 @@ K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # prefetch distance in stretches
-_MOST = 2**22  # bytes; larger copies use huge pages, and several threads if torch does
 _THREAD_BYTES = 2**21  # fewest bytes per thread
 _BLOCKS = 4  # per thread, so that a thread that starts late gets fewer
 _WIDE = 2**12  # bytes of a row; `index_select` copies wider ones as fast, in threads that torch keeps
@@ -209,7 +208,7 @@ class HostBlock:
         [tensor([3, 4, 8]), tensor([23, 24, 28]), tensor([24, 25,  7])]
         """
         rows, asked = len(slots), slots.numpy()
-        if follow is None and rows * self.row_bytes > _MOST:
+        if follow is None and rows * self.row_bytes > HUGE_FROM:
             return self._take_many(asked)
         # 1 µs per column; torch.empty takes 1.7
         copies = [
@@ -219,10 +218,8 @@ class HostBlock:
         if follow is None or patch is None:
             wrong = gather(self.address, self.address, target, self.size, self.rows, asked, _NONE)
         else:
-            entries, addresses = (
-                min(map(len, pool)),
-                np.array([column.data_ptr() for column in pool], np.int64),
-            )
+            entries = min(map(len, pool))
+            addresses = np.array([column.data_ptr() for column in pool], np.int64)
             following = follow.numpy(), patch.numpy(), addresses, entries
             wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
             wrong = -2 - wrong
@@ -313,7 +310,7 @@ class HostColumns(Generic[K]):
         block = self._joint[names] if names in self._joint else self._join(names)
         if block is None:
             return {}
-        if len(slots) * block.row_bytes > _MOST and torch.get_num_threads() > 1:
+        if len(slots) * block.row_bytes > HUGE_FROM and torch.get_num_threads() > 1:
             names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
             block = self._joint[names] if names in self._joint else self._join(names)
             if block is None:
@@ -329,7 +326,7 @@ class HostColumns(Generic[K]):
         ``next_keys``.
         """
         block = self._both
-        if block is None or len(slots) * block.row_bytes > _MOST:
+        if block is None or len(slots) * block.row_bytes > HUGE_FROM:
             return {}
         return dict(zip(self._names, block.take(slots, follow, patch, pool), strict=True))
 
@@ -340,7 +337,7 @@ class HostColumns(Generic[K]):
         """
         names = tuple([key for key in values if key in self.columns])
         block = self._joint[names] if names in self._joint else self._join(names)
-        if block is None or rows * block.row_bytes > _MOST:
+        if block is None or rows * block.row_bytes > HUGE_FROM:
             return ()
         columns = [values[key] for key in names]
         fit = min(rows, capacity - slot)  # rows up to the last slot
@@ -415,7 +412,7 @@ class HostColumns(Generic[K]):
         It wraps around at the end. Return False, with nothing copied, if there is too much to copy for one thread.
         """
         block = self._all
-        if block is None or rows * block.row_bytes > _MOST:
+        if block is None or rows * block.row_bytes > HUGE_FROM:
             return False
         if not (0 <= slot < self.rows and 0 <= rows <= self.rows):
             raise IndexError(f"{rows} rows from slot {slot} on do not fit into {self.rows} slots")

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+#: Bytes; larger copies use huge pages, and several threads if torch does.
+HUGE_FROM = 2**22
+
 
 def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a new cache-aligned tensor ``[rows, *shape]`` in NumPy memory, which uses huge pages.

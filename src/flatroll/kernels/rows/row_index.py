@@ -138,9 +138,8 @@ class HashedRows(Numbering):
         if rows <= len(self._keys):
             return self._table, self._keys, self._hashes
         room = 1 << (rows - 1).bit_length()
-        if (
-            self.count and room < _LARGE
-        ):  # rows that come in small batches: new memory costs more than they do
+        # Of rows that come in small batches, new memory costs more than the rows.
+        if self.count and room < _LARGE:
             room *= 2
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
         keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]

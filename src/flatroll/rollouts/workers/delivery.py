@@ -143,20 +143,17 @@ def _join_tables(
         parts = [table[key] for table in tables]
         if padded and len({part.shape[1] for part in parts}) > 1:
             longest = max(part.shape[1] for part in parts)
-            parts = [_pad_time(part, longest) for part in parts]
+            # Zeros after the last step: pad() counts dimensions from the last one.
+            parts = [
+                torch.nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, longest - part.shape[1]))
+                for part in parts
+            ]
         made[key] = torch.cat(parts) if len(parts) > 1 else parts[0] if owned else parts[0].clone()
     return made
 
 
 def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
     return "none" if form is None else f"{form[0]} {form[1]}"
-
-
-def _pad_time(column: Tensor, length: int) -> Tensor:
-    """Pad ``[n, T, *S]`` with zeros to ``[n, length, *S]``."""
-    made = column.new_zeros(len(column), length, *column.shape[2:])
-    made[:, : column.shape[1]] = column
-    return made
 
 
 @dataclass
