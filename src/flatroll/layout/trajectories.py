@@ -1,6 +1,6 @@
 """Converts a flat batch to one entry per trajectory (padded or nested tensors), and back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import expect, need_keys, need_rows, shown
+from flatroll.layout.checks import expect, iterable, need_keys, need_rows, shown
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     DONE,
@@ -126,9 +126,7 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     tensor([1, 2, 3, 4])
     """
     if not isinstance(parts, TensorDictBase):
-        if not isinstance(parts, Iterable) or isinstance(parts, Tensor):
-            raise TypeError(f"parts must be a tensordict or a sequence of them, got {shown(parts)}")
-        trajectories = list(parts)
+        trajectories = list(iterable("parts", parts, "a tensordict or a sequence of them"))
         if not trajectories:
             raise ValueError("parts must hold at least one trajectory, got an empty sequence")
         for i, part in enumerate(trajectories):
