@@ -69,7 +69,7 @@ TASKS = [
     Task("sac", "envpool:Pendulum-v1", 20_000, "", "", "-157 ± 89"),
     Task("sac", "envpool:HalfCheetah-v4", 50_000, MUJOCO_SAC),
 ]
-CAPTION = "Returns of training episodes over the seeds; the dashed line is the published mean at the end of a training"
+CAPTION = "Returns of training episodes over the seeds; the dashed line is the published mean at the end of training"
 
 
 def finished(folders: list[Path]) -> dict[Task, list[dict[str, Any]]]:

@@ -270,15 +270,15 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
             if expected is None or got is None:
                 has, lacks = (first, member) if got is None else (member, first)
                 raise ValueError(
-                    f"member {has} returns {_shown(key)} and member {lacks} does not: give their samples the "
-                    "same form with transforms of the members (stack=False needs the same entries as well)"
+                    f"member {has} returns {_shown(key)} and member {lacks} does not: transform the members' "
+                    "samples to the same form (stack=False needs the same entries as well)"
                 )
             # The number of rows may differ unless they are stacked.
             if expected[0] != got[0] or expected[1][1:] != got[1][1:] or len(expected[1]) != len(got[1]):
                 raise ValueError(
                     f"member {first} returns {_shown(key)} as {expected[0]} {list(expected[1])}, member "
-                    f"{member} as {got[0]} {list(got[1])}: give them the same form with transforms of the "
-                    "members"
+                    f"{member} as {got[0]} {list(got[1])}: transform the members' samples to the "
+                    "same form"
                 )
             if stack and expected[1] != got[1]:
                 raise ValueError(
@@ -743,8 +743,8 @@ class ReplayBufferEnsemble(Facts):
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
                 raise ValueError(
-                    f"{'no' if state is None else 'one'} buffer was saved, not an ensemble: load it the way it "
-                    "was saved"
+                    f"{'a run without a buffer' if state is None else 'a single buffer'} was saved, not an "
+                    "ensemble: load it the way it was saved"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is not the state of an ensemble")
@@ -785,7 +785,7 @@ def _members(
 ) -> tuple[ReplayBuffer, ...]:
     """Create the members from their parts."""
     if storages is None:
-        raise TypeError("ReplayBufferEnsemble needs its members, or storages")
+        raise TypeError("ReplayBufferEnsemble needs members, or storages=")
     for name, parts in (("samplers", samplers), ("writers", writers)):
         if parts is not None and len(parts) != len(storages):
             raise ValueError(f"{name} has {len(parts)} members, storages has {len(storages)}")

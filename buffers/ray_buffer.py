@@ -18,7 +18,7 @@ from flatroll.sharing.worker import Failure, WorkerDied
 
 
 class Weight(NamedTuple):
-    """What a buffer counts for in an ensemble of buffers.
+    """The weight of a buffer in an ensemble of buffers.
 
     Attributes:
         total: number of rows, or the sum of P = ``(priority + eps) ** alpha`` of the rows that can be drawn.

@@ -291,7 +291,7 @@ class RayReplayBufferEnsemble(Facts):
         return {"shards": [None if state is None else state[0] for state in states]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the shards' states, but those of lost ones. Pending samples are dropped."""
+        """Load the shards' states, except those of lost shards. Pending samples are dropped."""
         if len(state["shards"]) != len(self.shards):
             raise ValueError(f"the state has {len(state['shards'])} shards, not {len(self.shards)}")
         for shard, saved in enumerate(state["shards"]):

@@ -302,7 +302,7 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
 
 
 def shortened(value: Any) -> Any:
-    """Replace consecutive positions by a range, which saves a kilobyte per 128 rows."""
+    """Replace consecutive positions with a range, which saves a kilobyte per 128 rows."""
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
         first, last = int(value[0]), int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
@@ -311,7 +311,7 @@ def shortened(value: Any) -> Any:
 
 
 def send_quietly(post: Post, *answer: Any) -> None:
-    """Send an answer; ignore that the client is gone."""
+    """Send an answer; do nothing if the client is gone."""
     with suppress(Closed):
         post.send(answer)
 

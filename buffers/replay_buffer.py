@@ -580,6 +580,7 @@ class ReplayBuffer(Facts):
     # -- what it holds -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        """Return the number of rows stored."""
         return len(self.ring)
 
     @property
@@ -902,7 +903,7 @@ class ReplayBuffer(Facts):
                 )
             if isinstance(state, dict) and "members" in state:
                 raise ValueError(
-                    "an ensemble was saved: load it into a ReplayBufferEnsemble with as many members"
+                    "an ensemble was saved: load it into a ReplayBufferEnsemble with the same number of members"
                 )
             if not isinstance(state, dict) or not isinstance(state.get("storage"), dict):
                 raise damaged(f"it is a {type(state).__name__}")
@@ -1167,6 +1168,7 @@ class ReplayBuffer(Facts):
         return other
 
     def _store_steps(self) -> None:
+        """Store the waiting steps of the step writers."""
         # A step writer may be copied after its buffer, so store its waiting steps first.
         for writer in list(self.step_writers):
             writer.flush()

@@ -40,7 +40,7 @@ class ParameterScheduler(ABC):
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         self.param_name = expect("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
-            raise AttributeError(f"obj has no attribute {param_name!r}, got {type(self.obj).__name__}")
+            raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
         self.min_value = -math.inf if min_value is None else min_value
         self.max_value = math.inf if max_value is None else max_value
         self.initial_value = float(number(param_name, getattr(self.obj, param_name)))

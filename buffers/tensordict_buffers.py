@@ -112,8 +112,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if not bool(((priority >= 0) & (priority < math.inf)).all()):
                 raise ValueError(
                     f"batch[{self.priority_key!r}] must be finite and not negative, got "
-                    f"{float(priority.min())} ... {float(priority.max())} in rows {part}: it is the priority_key, pass "
-                    "abs(td_error), or another priority_key"
+                    f"{float(priority.min())} ... {float(priority.max())} in rows "
+                    f"[{part.start or 0}:{part.stop or ''}]: it is the priority_key; pass abs(td_error), or "
+                    "another priority_key"
                 )
         return priorities
 
@@ -168,7 +169,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if dims < 0:
             raise ValueError(
                 f"data has batch size {list(data.batch_size)}, items have {inner} batch dimensions of their own: pass "
-                "the sample in its shape"
+                "the sample in its original shape"
             )
         self.update_priority(
             _one_each(index, dims, inner),
@@ -275,7 +276,7 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
     # All steps of an item must refer to the same stored item.
     if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
-            f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
-            "pass the sample in its shape [N, T]"
+            f"data refers to several items of the buffer along its last {inner} batch dimensions, which must belong "
+            "to one item: pass the sample in its original shape [N, T]"
         )
     return first

@@ -171,13 +171,13 @@ class TensorDictMaxValueWriter(Writer):
             )
         if has_priorities(sampler):
             raise TypeError(
-                f"{type(sampler).__name__} keeps the priorities of rows in a ring, TensorDictMaxValueWriter keeps "
-                "the best rows anywhere: use RandomSampler or SamplerWithoutReplacement"
+                f"{type(sampler).__name__} keeps priorities in the order of a ring, but TensorDictMaxValueWriter "
+                "keeps the best rows in any order: use RandomSampler or SamplerWithoutReplacement"
             )
         if sampler.follows_writes:
             raise TypeError(
-                f"{type(sampler).__name__} overrides claimed or entered, and TensorDictMaxValueWriter keeps rows out "
-                "of the ring's order: ask the ring in draw instead"
+                f"{type(sampler).__name__} overrides claimed or entered, but TensorDictMaxValueWriter does not "
+                "keep rows in the order of the ring: read the ring in draw() instead"
             )
 
     @override

@@ -1,6 +1,5 @@
 """Draws the rooms of the library and who imports whom, from the imports: ``python -m docs.draw_rooms``."""
 
-import textwrap
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,7 +9,7 @@ from matplotlib.patches import Rectangle
 from benchmarks.shape.imports import Graph, grouped, import_graph
 
 PICTURE = Path(__file__).parent / "img" / "rooms.png"
-WIDTH, GAP, ROW_GAP, LINE = 4.6, 0.5, 1.1, 0.21  # a card, between cards, between their rows, a line of text
+WIDTH, GAP, ROW_GAP, LINE = 2.4, 0.4, 0.7, 0.3  # a card, between cards, between their rows, a line of text
 COLOURS = {
     "sharing": "#E8E8E8",
     "layout": "#E8E8E8",
@@ -42,27 +41,18 @@ def levels(graph: Graph) -> dict[str, int]:
     return found
 
 
-def card_lines(room: str, graph: Graph) -> list[tuple[str, bool]]:
-    """The text of a room's card, sub-rooms before what they import; True for the name of a sub-room."""
-    files = sorted(file for file in graph if file.startswith(f"{room}."))
-    by_folder: dict[str, list[str]] = {}
-    for file in files:
-        _, *folder, name = file.split(".", 2)
-        by_folder.setdefault(folder[0] if folder else "", []).append(name.replace(".", "/"))
-    level = levels(grouped({file: graph[file] for file in files}, 2))
-    order = sorted((name for name in by_folder if name), key=lambda name: (-level[f"{room}.{name}"], name))
-    lines: list[tuple[str, bool]] = []
-    for folder in ["", *order] if "" in by_folder else order:
-        if folder:
-            lines.append((f"{folder}/", True))
-        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 62)]
-    return lines
+def folders(room: str, graph: Graph) -> list[str]:
+    """The folders of a room, each before those that it imports."""
+    files = {file: targets for file, targets in graph.items() if file.startswith(f"{room}.")}
+    inside = {file.split(".")[1] for file in files if file.count(".") > 1}
+    level = levels(grouped(files, 2))
+    return sorted(inside, key=lambda folder: (-level[f"{room}.{folder}"], folder))
 
 
 def draw(axes: Axes, graph: Graph) -> None:
     """Cards in rows, each room above the rooms that it imports.
 
-    An arrow that follows from two others is left out; each card says all that its room imports.
+    An arrow that follows from two others is left out.
     """
     rooms = grouped(graph, 1)
     level = levels(rooms)
@@ -71,7 +61,7 @@ def draw(axes: Axes, graph: Graph) -> None:
     floor = 0.0
     corners: dict[str, tuple[float, float, float]] = {}  # left edge, lower edge, upper edge
     for row in rows:
-        heights = {room: LINE * (len(card_lines(room, graph)) + 3) for room in row}
+        heights = {room: LINE * (len(folders(room, graph)) + 1.8) for room in row}
         ceiling = floor + max(heights.values())
         indent = (columns - len(row)) * (WIDTH + GAP) / 2
         for i, (room, height) in enumerate(heights.items()):
@@ -81,14 +71,9 @@ def draw(axes: Axes, graph: Graph) -> None:
 
     for room, (left, low, high) in corners.items():
         axes.add_patch(Rectangle((left, low), WIDTH, high - low, facecolor=COLOURS[room], edgecolor="0.4"))
-        imports = ", ".join(sorted(rooms[room]))
-        axes.text(left + 0.12, high - 1.3 * LINE, f"flatroll.{room}", weight="bold", size=11)
-        if imports:
-            size = 7.5 if len(imports) < 32 else 6.5
-            axes.text(left + WIDTH - 0.12, high - 1.3 * LINE, f"imports {imports}", size=size, ha="right")
-        for i, (line, bold) in enumerate(card_lines(room, graph), 1):
-            weight = "bold" if bold else "normal"
-            axes.text(left + (0.12 if bold else 0.3), high - (i + 1.5) * LINE, line, size=7.5, weight=weight)
+        axes.text(left + 0.12, high - 1.1 * LINE, room, weight="bold", size=19)
+        for i, folder in enumerate(folders(room, graph), 1):
+            axes.text(left + 0.3, high - (i + 1.2) * LINE, f"{folder}/", size=15)
         arrows = sorted(rooms[room] - {far for near in rooms[room] for far in rooms[near]})
         for below in arrows:
             shift = 0.2 * (
@@ -108,11 +93,11 @@ def draw(axes: Axes, graph: Graph) -> None:
 
 def main() -> None:
     """Save the picture under docs/img."""
-    figure = Figure(figsize=(20, 17), layout="constrained")
+    figure = Figure(figsize=(11, 10), layout="constrained")
     # Without the trainers, which may import every room: their arrows would cross all cards.
     shown = {file: targets for file, targets in import_graph().items() if not file.startswith("trainers")}
     draw(figure.add_subplot(), shown)
-    figure.savefig(PICTURE, dpi=90, bbox_inches="tight")
+    figure.savefig(PICTURE, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -97,18 +97,19 @@ def sentence(file: str, name: str) -> str:
     if isinstance(value, property):
         value = value.fget
     owner = getattr(importlib.import_module(value.__module__), parts[0])
-    text = (
-        inspect.getdoc(getattr(owner, parts[-1]) if len(parts) > 1 else value) or inspect.getdoc(value) or ""
-    )
-    if not text or (parts[-1] in ("__init__", "__call__") and len(parts) > 1 and not value.__doc__):
+    of_object = (
+        getattr(object, parts[-1], None) is not None and not value.__doc__
+    )  # says nothing about this one
+    text = inspect.getdoc(getattr(owner, parts[-1]) if len(parts) > 1 and not of_object else value) or ""
+    if parts[-1] in ("__init__", "__call__") and len(parts) > 1 and not value.__doc__:
         text = inspect.getdoc(owner) or ""
     text = (
         re.sub(r":\w+:(?=`)", "", text.split("\n\n")[0].replace("\n", " "))
         .replace("``", "`")
         .replace("|", r"\|")
     )
-    first = re.split(r"(?<=[a-z`)\]\d])\. ", text)[0].rstrip(".:")
-    return first + "." if first else ""  # a lambda has none
+    first = re.split(r"(?<=[a-z`)\]\d])\. ", text)[0].rstrip(":")
+    return first if not first or first.endswith(".") else f"{first}."
 
 
 def page(head: str, stages: list[str], calls: dict[str, Callable[[], object]]) -> str:

@@ -26,7 +26,7 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
 
 
 def require_critic(name: str, network: TensorDictModuleBase | None) -> None:
-    """Raise TypeError unless the network, the argument ``name``, is None or has ``in_keys``."""
+    """Raise TypeError unless the network (argument ``name``) is None or has ``in_keys``."""
     if network is not None and not hasattr(network, "in_keys"):
         raise TypeError(
             f"{name} must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
@@ -115,7 +115,7 @@ def log_prob_of(
         if lost is not None and (count := int(lost.sum())):
             warn(
                 f"{count} of {lost.numel()} numbers of the batch's actions are so close to an end of tanh that their "
-                "log-probability is wrong or NaN: collect with a policy of return_log_prob=True, for which a "
+                "log-probability is wrong or NaN: collect with return_log_prob=True in the policy, so that the "
                 "Collector keeps the value before tanh ('base_sample')"
             )
     if log_prob is None or log_prob.shape != shape:

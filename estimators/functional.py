@@ -291,8 +291,8 @@ def td_lambda_return_estimate(
     """
     if rolling_gamma is False:
         raise ValueError(
-            "rolling_gamma=False (one row's gamma for all later rewards) is not a recursion: leave it out, and "
-            "give each run one gamma, for which both are the same"
+            "rolling_gamma=False (one row's gamma for all later rewards) is not supported, as it is no recursion: "
+            "leave it out, and use one gamma in each run, where True and False give the same"
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
@@ -328,11 +328,11 @@ def td_lambda_advantage_estimate(
     return returns - state_value
 
 
-vec_generalized_advantage_estimate = generalized_advantage_estimate  #: The references' name.
-vec_td1_return_estimate = td1_return_estimate  #: The references' name.
-vec_td1_advantage_estimate = td1_advantage_estimate  #: The references' name.
-vec_td_lambda_return_estimate = td_lambda_return_estimate  #: The references' name.
-vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate  #: The references' name.
+vec_generalized_advantage_estimate = generalized_advantage_estimate  #: Alias with TorchRL's name.
+vec_td1_return_estimate = td1_return_estimate  #: Alias with TorchRL's name.
+vec_td1_advantage_estimate = td1_advantage_estimate  #: Alias with TorchRL's name.
+vec_td_lambda_return_estimate = td_lambda_return_estimate  #: Alias with TorchRL's name.
+vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate  #: Alias with TorchRL's name.
 
 
 class TimeColumns:
@@ -389,7 +389,7 @@ class TimeColumns:
         fits = x.ndim <= len(self.shape) and x.shape[:rows] == self.shape[:rows]
         if not fits or any(n not in (1, m) for n, m in zip(x.shape[rows:], self.shape[rows:], strict=False)):
             raise ValueError(
-                f"{name} must have the reward's shape {tuple(self.shape)}, or 1 for its features, "
+                f"{name} must have the reward's shape {tuple(self.shape)}, where feature dims may be 1 or missing, "
                 f"got {tuple(x.shape)}"
             )
         # Append missing feature dims with size 1, then expand, which copies nothing.

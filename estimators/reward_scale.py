@@ -114,7 +114,7 @@ class RewardScale(TensorDictModuleBase):
         return tensordict
 
     def scaled(self, reward: Tensor) -> Tensor:
-        """Scale rewards of any shape; the dtype stays.
+        """Scale rewards of any shape, keeping their dtype.
 
         >>> RewardScale(clip=1.0).scaled(torch.tensor([0.5, 7.0]))
         tensor([0.5000, 1.0000])

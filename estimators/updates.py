@@ -123,7 +123,7 @@ class UpdateStep:
 
     @property
     def compiled(self) -> bool:
-        """Whether updates run compiled; False again where compiling failed."""
+        """Whether updates run compiled; False again if compiling failed."""
         return self._graph is not None
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
@@ -170,7 +170,8 @@ class UpdateStep:
             )
         if not columns or not len(rows):
             raise ValueError(
-                f"rows must be rows that {type(self.loss).__name__} reads, got {list(rows.shape)}"
+                f"rows must not be empty and must have entries that {type(self.loss).__name__} reads, got "
+                f"{list(rows.shape)}"
             )
         place = next(iter(columns.values())).device
         found: list[TensorDict] = []
@@ -198,7 +199,7 @@ class UpdateStep:
                 losses = self._eager(batch)  # the eager call raises its own error
                 self._graph = None
                 text = (
-                    f"update_step goes on uncompiled, since torch.compile failed{_where(error)}\n"
+                    f"update_step continues uncompiled, because torch.compile failed{_where(error)}\n"
                     "torch.compile(loss, fullgraph=True)(batch) shows torch's whole message"
                 )
                 warnings.warn(text, UserWarning, stacklevel=3)
@@ -233,7 +234,7 @@ class UpdateStep:
         losses = [value for key, value in numbers.items() if key.startswith("loss")]
         if not losses or losses[0].ndim:
             raise ValueError(
-                f"loss must return scalars named 'loss' or 'loss_*', got {[*numbers]} of "
+                f"loss must return scalars named 'loss' or 'loss_*', got {[*numbers]} from "
                 f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): use 'mean' or 'sum'"
             )
         total = losses[0]
@@ -256,7 +257,7 @@ def _where(error: RuntimeError) -> str:
 
 
 def clip_factor(norms: Sequence[Tensor], most: float) -> Tensor:
-    """Return what ``clip_grad_norm_`` multiplies gradients of these norms by, to bring their joint norm to ``most``."""
+    """Return the factor by which ``clip_grad_norm_`` scales gradients to limit their joint norm to ``most``."""
     factor: Tensor = most / (torch.stack([*norms]).norm() + 1e-6)
     return factor.clamp(max=1.0)
 

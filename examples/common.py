@@ -34,7 +34,7 @@ SHARED: dict[str, tuple[Any, str]] = {
 
 
 def programs() -> dict[str, str]:
-    """The names of the programs, and the first line of each one's text."""
+    """Return the names of the programs, with the first line of each docstring."""
     found = {}
     for file in sorted(FOLDER.glob("*.py")):
         source = file.read_text()
@@ -44,7 +44,7 @@ def programs() -> dict[str, str]:
 
 
 def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> argparse.Namespace:
-    """Parse the command line of a program, which may have more options than its table."""
+    """Parse the command line of a program; ``more`` adds options to those of its table."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     tables = [
         node.value
@@ -80,7 +80,7 @@ def parse(name: str, argv: list[str] | None = None, **more: tuple[Any, str]) -> 
 
 
 def make_env(name: str, num_envs: int, seed: int | None = None, **options: Any) -> Any:
-    """Create a vector env with float32 observations by a Gymnasium id, or ``envpool:ID``, which takes the seed now.
+    """Create a vector env with float32 observations from a Gymnasium id, or from ``envpool:ID``, which is seeded here.
 
     With ``render_mode=`` it is always Gymnasium's: envpool draws nothing.
     """
@@ -188,7 +188,7 @@ class Log:
 
 
 class Run:
-    """The frame of a training: evaluations, log, checkpoints and resuming.
+    """What all training programs share: evaluations, log, checkpoints and resuming.
 
     Args:
         args: of `parse`.

@@ -36,7 +36,7 @@ def find_logs(folders: Sequence[str | Path]) -> dict[str, list[Path]]:
 
 
 def over_seeds(logs: Sequence[Path], name: str = "return", points: int = 100) -> Curve:
-    """Read one number from the logs of several seeds; between two lines of a log it is interpolated.
+    """Read one number from the logs of several seeds, interpolated between the lines of each log.
 
     The curve covers the frames that all seeds have.
 
@@ -60,7 +60,7 @@ def over_seeds(logs: Sequence[Path], name: str = "return", points: int = 100) ->
 
 
 def draw(curves: Mapping[str, Curve], label: str = "return", axes: Any = None) -> Any:
-    """Draw a line for each curve, its interval as a band, in a figure of matplotlib, or in some axes of one."""
+    """Draw a line for each curve, and its interval as a band, in a new matplotlib figure or in ``axes``."""
     if axes is None:
         figure = optional_package("matplotlib.figure", "plot", "curves").Figure((7, 4), layout="constrained")
         axes = figure.add_subplot()

@@ -59,7 +59,7 @@ def reward(achieved_goal: Tensor, desired_goal: Tensor, info: Any) -> Tensor:
 
 
 class Values(nn.Module):
-    """The Q-network: the value of flipping each bit, given the bits and those that they should be."""
+    """The Q-network: the value of flipping each bit, given the bits and the goal bits."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

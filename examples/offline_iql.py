@@ -52,7 +52,7 @@ def swing_up(seen: Tensor) -> Tensor:
 
 
 def make_set(args: argparse.Namespace, folder: Path) -> Path:
-    """Write whole episodes of `swing_up` as a Minari set in a folder; return where it is."""
+    """Write whole episodes of `swing_up` as a Minari data set in a folder; return its path."""
     env = make_env("Pendulum-v1", args.episodes_made)
     batch = Collector(env, swing_up, frames_per_batch=200 * args.episodes_made, seed=args.seed).rollout()
     spaces = {name: getattr(env, f"single_{name}") for name in ("observation_space", "action_space")}

@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 class Warehouse(gym.Env[Any, Any]):
-    """A floor of 5 x 5 cells with one parcel: 1 for each that is picked up, and the next one appears; 50 steps."""
+    """A floor of 5 x 5 cells with one parcel at a time: picking it up gives 1, and the next appears; 50 steps."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
     moves = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])

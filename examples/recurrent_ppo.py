@@ -62,7 +62,7 @@ def look(name: str, num_envs: int, seed: int | None = None, **options: Any) -> A
 
 
 def make_env(name: str, num_envs: int, seed: int, scale: float = 0.1) -> gym.vector.VectorEnv[Any, Any, Any]:
-    """The env to learn in: its returns are counted, its rewards scaled."""
+    """Create the training env, which records returns and scales rewards."""
     env = RewardSum(look(name, num_envs, seed))
     return gym.wrappers.vector.TransformReward(env, lambda reward: scale * reward)
 

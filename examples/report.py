@@ -11,7 +11,7 @@ _ROWS = 512
 
 
 def demo(argv: list[str] | None = None) -> int:
-    """Train, print the tables, save the pictures; 0 if the target was reached (or not to be expected)."""
+    """Train, print the tables, save the pictures; return 0 if the target was reached or none was expected."""
     with TemporaryDirectory() as folder:  # where the run is kept until the pictures are drawn
         args = parse(
             "recurrent_ppo", ["--folder", folder, *(argv or [])], out=("out", "folder for the pictures")

@@ -41,7 +41,7 @@ def make_env(task: str, num_envs: int, device: str, seconds: float = 10.0) -> An
 def train(
     env: Any, frames: int, seed: int, step_reward: float = 1.0, episode: int = STEPS
 ) -> list[tuple[int, float]]:
-    """Train on an env with observations ``"actor"`` and ``"critic"``; return frames and mean rewards of a step.
+    """Train on an env with observations ``"actor"`` and ``"critic"``; return frames and mean rewards per step.
 
     Rewards are shown and learnt from in units of ``step_reward``, the greatest of a step. Each mean is over the last
     ``episode`` steps: all envs begin together, and the first steps of an episode are the easiest.
@@ -76,7 +76,7 @@ def train(
 
 
 def save(curve: list[tuple[int, float]], folder: Path) -> None:
-    """Save the curve as numbers and, where matplotlib is, as a picture."""
+    """Save the curve as numbers and, if matplotlib is installed, as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "simulator_curve.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("frames", "reward"), *curve])

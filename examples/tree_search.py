@@ -39,7 +39,7 @@ class Maze(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self.walls = self.np_random.random((self.size, self.size)) < 0.2
         self.at, self.goal, self.steps = (0, 0), (self.size - 1, self.size - 1), 0
-        for i in range(self.size):  # keeps a path along two sides open
+        for i in range(self.size):  # keeps a path open along two sides
             self.walls[i, 0] = self.walls[-1, i] = False
         return np.array(self.at), {}
 
@@ -108,7 +108,7 @@ class Search:
         return int(edges[best]), tried[best]
 
     def act(self, env: Maze, seen: Any, simulations: int) -> int:
-        """Search from the env's state, and return the action with the highest mean return; of equal ones the first."""
+        """Search from the env's state, and return the action with the highest mean return (the first if equal)."""
         for _ in range(simulations):
             self.simulate(env, seen)
         edges = self.forest.children(int(self.forest.states(observation(seen))))
@@ -121,7 +121,7 @@ def observation(seen: Any) -> TensorDict:
 
 
 def play_at_random(env: Maze, random: np.random.Generator) -> float:
-    """The discounted return of random actions, for a while at most."""
+    """Return the discounted return of up to LOOK_AHEAD random actions; 0.0 if the episode does not end."""
     for step in range(LOOK_AHEAD):
         _, reward, terminated, truncated, _ = env.step(random.integers(4))
         if terminated or truncated:

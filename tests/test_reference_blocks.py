@@ -122,7 +122,7 @@ def test_data_package_sharing_replay_buffers_across_processes() -> None:
     rb.extend(TensorDict({"a": torch.zeros(10)}, [10]))
     proc = mp.get_context("fork").Process(target=extend_elsewhere, args=(rb,))
     proc.start()
-    proc.join(60)
+    proc.join(600)
     assert len(rb) == 20
     assert (rb["_data", "a"][:10] == 0).all()
     assert (rb["_data", "a"][10:20] == 1).all()
@@ -558,7 +558,7 @@ def test_data_layout_one_buffer_per_worker_differs() -> None:
     with pytest.raises(RuntimeError, match="an ensemble cannot choose one of its 4 members"):
         rb.extend(batch)
     with pytest.raises(
-        ValueError, match=r"ndim=2: .* got \[20\]; for a collector's flat batches leave ndim out"
+        ValueError, match=r"ndim=2: .* got \[20\]; leave ndim out for a collector's flat batches"
     ):
         rb[0].extend(batch)
     # What runs: a collector for each member.

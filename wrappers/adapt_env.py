@@ -164,7 +164,7 @@ def _choose_source(
     if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the "
-            "envs inside it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or the env "
+            "envs inside it with gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or the env "
             "that FlatVecEnv was made from"
         )
     functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
@@ -176,7 +176,7 @@ def _choose_source(
         count = getattr(env, "num_envs", num_envs)
         if count is None:
             raise TypeError(
-                f"num_envs is needed: {functional.name} is a single env made of pure functions, which is "
+                f"num_envs is needed: {functional.name} is a single env made of pure functions, which must be "
                 "batched: call as_vector_env(env, num_envs=...) before you pass it to a collector or wrapper"
             )
         return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
@@ -186,8 +186,8 @@ def _choose_source(
     left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
     if left_alone and (wrapped or mode is not AutoresetMode.DISABLED):
         raise TypeError(
-            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and keeps the limit "
-            "of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
+            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and applies the time "
+            "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
             "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
         )
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
@@ -200,7 +200,7 @@ def _choose_source(
             )
         if env is not base:
             raise TypeError(
-                f"env is {type(env).__name__} around an envpool, whose batched spaces are the single ones: put "
+                f"env is {type(env).__name__} around an envpool, whose spaces are those of a single env: put "
                 "as_vector_env(envpool_env) inside, and the wrapper around it"
             )
         if mode not in (None, AutoresetMode.NEXT_STEP):
@@ -332,7 +332,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
     # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
     if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
         raise ValueError(
-            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of every other env when one env "
+            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of all other envs when one env "
             "resets, even inside a wrapper: adapt the env first, wrapper(as_vector_env(phys2d_env))"
         )
     for layer in layers(env):

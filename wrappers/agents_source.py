@@ -411,7 +411,7 @@ class Games:
         now = self._check_living([], [], env.agents)
         if not now:
             raise ValueError(
-                f"{type(env).__name__} has no agents after reset: it must begin with one at least"
+                f"{type(env).__name__} has no agents after reset: it must begin with at least one"
             )
         self._living[game] = now
         self._place(game, now, (), shown, infos)

@@ -210,8 +210,8 @@ class _Place:
 _PLACES: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 _BY_HAND = (
-    "env is an envpool in async mode (batch_size={} of num_envs={}), which returns rows of other envs at every step: "
-    "Collector and rollout tell them apart, a loop by hand needs one in sync mode (batch_size == num_envs)"
+    "env is an envpool in async mode (batch_size={} of num_envs={}), which returns different envs at every step: "
+    "use Collector or rollout, which tell them apart, or a pool in sync mode (batch_size == num_envs)"
 )
 
 
@@ -261,7 +261,7 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
 
 
 def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Replace the bounds that envpool gives to unbounded Box spaces by infinite ones.
+    """Replace the bounds that envpool gives to unbounded Box spaces with infinite ones.
 
     Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and ``high = finfo.max``
     for unbounded spaces, so negative observations fall outside.

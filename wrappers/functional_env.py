@@ -70,11 +70,11 @@ def as_functional(
     family = family_of(env)
     if family is None:
         raise TypeError(
-            "env must be of gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium's, "
+            "env must be from gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium, "
             f"got {type(env).__name__}: write its two functions, flatroll.wrappers.FunctionalEnv(reset, step, ...)"
         )
     if params is not None and family is not _convert_gymnax:
-        raise TypeError(f"params= is for envs of gymnax and craftax, got an env {type(env).__name__}")
+        raise TypeError(f"params= is for envs of gymnax and craftax, got {type(env).__name__}")
     reset, step, action_space = family(env, params) if family is _convert_gymnax else family(env)
     if max_episode_steps is None and family is _convert_gymnasium_vector:
         max_episode_steps = (

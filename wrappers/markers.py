@@ -524,6 +524,7 @@ def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
         return
     if known.shape != value.shape or not torch.equal(known.to(value), value):
         raise ValueError(
-            f"the recurrent state {key!r} is declared twice: {tuple(known.shape)} and {tuple(value.shape)} per "
-            "row, or with other values: give each recurrent module its own state keys (in_keys, out_keys)"
+            f"the recurrent state {key!r} is declared twice, with shapes {tuple(known.shape)} and "
+            f"{tuple(value.shape)} per row, or with different values: give each recurrent module its own state "
+            "keys (in_keys, out_keys)"
         )

@@ -166,7 +166,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     @property
     def action_spec(self) -> spaces.Space[Any]:
-        """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
+        """Alias of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
         return self.single_action_space
 
     @property
@@ -338,7 +338,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.at >= 0 or self.capabilities.batch_size is not None:
             raise ValueError(
                 f"{type(self.source.env).__name__} cannot be moved to {device}: only an env that was never "
-                "reset can, and not an envpool in async mode"
+                "reset can be moved, and an envpool in async mode cannot"
             )
         self.source = TorchView(self.source, device)
         self.capabilities = can = self.source.capabilities
@@ -427,7 +427,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
-        # On a device `any` syncs, but only if this stream resets rows: those envs need the row numbers anyway.
+        # On a device `any` syncs, but only if this stream resets rows: their env needs the row numbers anyway.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
@@ -462,7 +462,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             names = sorted(key for key in info if not key.startswith("_"))
             raise ValueError(
                 f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
-                f"has {names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
+                f"has {names}. Name the key, or pass final_obs='auto' (search info) or None (the env hides them)"
             )
         return self.source.final_obs(info, obs, ended, given)
 

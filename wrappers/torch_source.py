@@ -195,7 +195,7 @@ class TorchSource(VectorSource):
         if any(shared):
             raise ValueError(
                 f"the final observations of {type(self.env).__name__} are in the same memory as those that step "
-                "returns, so the reset has overwritten them: clone them before it"
+                "returns, so the reset has overwritten them: clone them before the reset"
             )
 
     def _with_privileged(self, obs: Tree) -> Tree:

@@ -57,7 +57,7 @@ class VmasSource(VectorSource):
         of_game = rows.view(self.env.num_envs, -1)
         if bool((of_game.any(1) != of_game.all(1)).any()):
             raise ValueError(
-                "options['reset_mask'] must have all agents of a game or none: a game is reset whole"
+                "options['reset_mask'] must have all agents of a game or none: a game is reset as a whole"
             )
         for game in of_game[:, 0].nonzero().squeeze(-1).tolist():
             self.env.reset_at(game, return_observations=False)

@@ -179,7 +179,7 @@ class H5Writer:
 
     def replace(self, columns: Mapping[str, Column], first: int) -> NoReturn:
         """Raise RuntimeError: there are no segments."""
-        raise RuntimeError(f"no rows of {self._path} can be rewritten")
+        raise RuntimeError(f"the rows of {self._path} cannot be rewritten")
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
@@ -232,7 +232,7 @@ class _H5Rows:
                 continue
             fits = lengths.ndim == 1 and lengths.dtype is torch.int64 and not bool((lengths < 0).any())
             if not fits or bool((lengths > len(values)).any()) or int(lengths.sum()) != len(values):
-                raise DamagedFileError(f"the lengths of {name!r} do not add up to its values")
+                raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
             columns[name] = Ragged(values[int(lengths[: self._skip].sum()) :], lengths[self._skip :])
         return columns
 
@@ -255,7 +255,9 @@ def _read(h5: Any) -> LoadedVersion:
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DamagedFileError(f"it holds no buffer ({error})") from None
     if not 0 <= first <= end or not first <= head <= end:
-        raise DamagedFileError(f"it claims rows {first} ... {end - 1}, of which those from {head} on count")
+        raise DamagedFileError(
+            f"its row numbers do not fit together: rows {first} ... {end - 1}, valid from row {head} on"
+        )
     segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 
@@ -268,7 +270,8 @@ def _read_dataset(name: str, data: Any) -> Tensor:
         dtype = getattr(torch, noted.decode("ascii", "replace"), None)
     elif dtype is torch.int16:
         raise DamagedFileError(
-            f"an earlier version wrote {name!r}, int16 or bfloat16: save it again with that one"
+            f"{name!r} was written by an earlier version and may be int16 or bfloat16: load and save it with that "
+            "version again"
         )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} has an unknown dtype")

@@ -482,7 +482,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
         columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
         if not columns:
             raise KeyError(
-                f"{type(self).__name__} needs rows with a marker of trajectories, one of {markers}: use "
+                f"{type(self).__name__} needs rows with a trajectory marker, one of {markers}: use "
                 "FlatStorageCheckpointer"
             )
         batch = nest(columns, *slots.shape)
@@ -702,7 +702,7 @@ def _to_bytes(item: object, name: str) -> bytes:
         value = packer.value(item, "state", 0)
     except TypeError as error:
         raise TypeError(
-            f"{name}: {error}. ListStorage keeps any object in memory, but saves only these to disk"
+            f"{name}: {error}. ListStorage keeps any object in memory, but cannot save this one to disk"
         ) from None
     text = to_text(value).encode()
     return len(text).to_bytes(8, "little") + text + save(packer.tensors)

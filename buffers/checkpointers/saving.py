@@ -190,6 +190,7 @@ class RowCopy:
         saved.saving = True
 
     def close(self) -> None:
+        """Release the target; another save may begin."""
         self._saved.saving = False
         self._writer.close()
 
@@ -220,6 +221,7 @@ class RowCopy:
             self._parts.append((first, self._dump(torch.arange(first, stop) % self._ring.capacity)))
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
+        """Write the remaining rows and publish them together with the contents of ``packer``."""
         for first, columns in self._parts:
             if first < self._writer.end:
                 self._writer.replace(columns, first)

@@ -68,7 +68,7 @@ class BoundaryKeys:
             if not parts or not all(isinstance(part, str) for part in parts):
                 raise damaged(f"one of its markers is named {key!r}")
         if type(plain["in_order"]) is not bool:
-            raise damaged("its markers have other names")
+            raise damaged(f"its entry in_order is {plain['in_order']!r:.40}, not a bool")
         return cls(**{**plain, "more_done": tuple(more)})
 
 
@@ -138,7 +138,7 @@ class Fragments(NamedTuple):
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
             raise ValueError(
                 f"row {-count} of the batch does not follow row {-count - 1} in its trajectory: {keys.step_count!r} is "
-                f"{now} after {before}. Keep trajectories whole, or set {keys.is_init!r} or another id where one begins"
+                f"{now} after {before}. Keep trajectories whole, or set {keys.is_init!r} or a new id where each begins"
             )
         firsts, lasts, names, step_first, step_last = numbers[:, :count]
         joined, first_init, last_done = marks[:, :count]

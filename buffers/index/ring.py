@@ -109,6 +109,7 @@ class Ring:
         self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
+        """Return the number of readable rows."""
         # Another process may move the counters meanwhile. Read head first: if it were read after written, it
         # could exceed it.
         head = self.head

@@ -97,8 +97,8 @@ class SavedFragments(NamedTuple):
 
     @classmethod
     def read(cls, counters: Any, state: dict[str, Any]) -> "SavedFragments":
-        """Read the fragments of ``state``, whose record ``counters`` has right counts of rows; ValueError if they are
-        not those of these rows."""
+        """Read the fragments of ``state``, whose record ``counters`` has valid row counts; ValueError if the fragments
+        do not match these rows."""
         table, chains = state["fragments"], state["chains"]
         check_table("fragments", table, FRAGMENT)
         check_table("trajectories", chains, CHAIN)
@@ -130,7 +130,7 @@ class SavedFragments(NamedTuple):
 
 
 def _free_places(following: Array, first: int, used: int, chain: Array) -> Array:
-    """The places below ``used`` that no fragment's ``chain`` names, in the order of the list from ``first`` on.
+    """Return the places below ``used`` that no ``chain`` names, in the order of the linked list from ``first`` on.
 
     ``following[c]`` is 1 + the place after place c, as ``first`` is; 0 ends the list. ValueError if they are others.
     """

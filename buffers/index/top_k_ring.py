@@ -71,7 +71,7 @@ class RankedRing(Ring):
 
     def claim(self, rows: int) -> int:
         """Raise TypeError: which rows are dropped depends on the ranks of the new ones, see :meth:`choose`."""
-        raise TypeError("a RankedRing is written by choose and publish")
+        raise TypeError("a RankedRing cannot claim rows: write to it with choose and publish")
 
     @property
     @override

@@ -359,8 +359,8 @@ class TrajectoryIndex(Ring):
         return draw
 
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
-        """Return the slots (int64) of rows at which a slice of ``length`` rows can start only since the rows
-        from number ``first`` on were written. With the oldest row as ``first``, these are all starts."""
+        """Return the slots (int64) of rows at which a slice of ``length`` rows could not start before the rows
+        from number ``first`` on were written, but can now. If ``first`` is the oldest row, these are all starts."""
         if not len(self):  # no fragments exist before the first write, or during a write of all rows
             return NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
@@ -369,8 +369,8 @@ class TrajectoryIndex(Ring):
         return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
-        """Return first slots (int64) of the trajectories that have fewer than ``length`` rows, but some, since the ring
-        dropped the rows from number ``head`` on; possibly also of trajectories that were shorter before."""
+        """Return the first slots (int64) of trajectories that have at least one row but fewer than ``length`` since the
+        ring dropped the rows starting at number ``head``; trajectories that were shorter before may be included."""
         claimed, count = self._claimed
         # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
@@ -579,4 +579,5 @@ class TrajectoryIndex(Ring):
 
 
 def _power_of_two(least: int) -> int:
+    """Return the smallest power of two that is at least ``least``, and at least 64."""
     return 1 << max(6, (least - 1).bit_length())

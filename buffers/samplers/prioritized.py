@@ -277,8 +277,8 @@ class PrioritizedSampler(RandomSampler):
         )
         if outside >= 0:
             raise IndexError(
-                f"index[{outside}] is {index[outside]}, but {len(ring)} rows are stored in positions from 0 on, of "
-                f"{ring.capacity}"
+                f"index[{outside}] is {index[outside]}, where no row has been stored: the buffer has {len(ring)} "
+                f"rows of at most {ring.capacity}"
             )
         if bad >= 0:
             raise ValueError(
@@ -516,7 +516,9 @@ class Priorities:
             or blocks != -(-size // _BLOCK)
             or state["drawable"].dtype != np.bool_
         ):
-            raise ValueError(f"the pickle is damaged: priorities of {size}, {sizes[0]} and {sizes[1]} slots")
+            raise ValueError(
+                f"the pickle is damaged: its tables have {size}, {sizes[0]} and {sizes[1]} slots"
+            )
         vars(self).update(state)
 
     @property

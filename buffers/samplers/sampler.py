@@ -136,7 +136,7 @@ class Freshness:
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
-                    f"of {drawn} slices drawn, {found} have rows of version {least} and later only, {count} were "
+                    f"only {found} of {drawn} slices drawn have no row older than version {least}, but {count} were "
                     "requested: allow a larger max_policy_lag, or draw shorter slices"
                 )
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
@@ -151,7 +151,7 @@ class Freshness:
         """Return the error for no fresh row."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
-            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with a newer policy"
+            f"{self.max_lag} allows only versions from {self.newest - self.max_lag} on: collect with the newest policy"
         )
 
 

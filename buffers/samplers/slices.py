@@ -187,7 +187,7 @@ class SliceSampler(Sampler):
         if self.start_key is not None:
             if self.start_key != HAS_STATE:
                 require(batch, self.start_key)
-            why_not = self._not_at or ("span asks for others" if any(self.span) else "")
+            why_not = self._not_at or ("span allows other start rows" if any(self.span) else "")
             if batch.get(self.start_key, None) is not None:
                 marker(batch, self.start_key)  # raises TypeError unless bool
                 if why_not:

@@ -38,8 +38,8 @@ class PassSampler(Sampler):
             left = begin()
             if self.drop_last and self._amount(left, count) < count:
                 raise RuntimeError(
-                    f"drop_last=True leaves nothing to sample: a pass has {self._amount(left, count)} {things}, a "
-                    f"batch {count}: use drop_last=False, smaller batches, or store more"
+                    f"drop_last=True leaves nothing to sample: a pass has {self._amount(left, count)} {things}, fewer "
+                    f"than the {count} of a batch. Use drop_last=False, smaller batches, or store more"
                 )
         taken, left = self._split(left, count)
         self.ran_out = self._amount(left, count) < (count if self.drop_last else 1)
@@ -192,7 +192,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     """
 
-    _not_at = "the slices of a pass lie where they were cut"
+    _not_at = "its slices are cut once for the whole pass"
     _form = (2,)
 
     def __init__(

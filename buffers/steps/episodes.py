@@ -49,7 +49,7 @@ class Episodes:
         self.begin((), ())
 
     def begin(self, given: Collection[NestedKey], keys: Iterable[NestedKey]) -> None:
-        """Begin with rows that continue none and have the entries ``given``.
+        """Begin with rows that do not continue earlier rows and have the entries ``given``.
 
         The values of ``keys`` are compared with the next values of the previous row; all except observations must
         have matched once before they count.
@@ -91,7 +91,7 @@ class Episodes:
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
-        """Fill in the missing markers of the waiting rows ``first ... stop - 1``; earlier rows have theirs."""
+        """Fill in the missing markers of the waiting rows ``first ... stop - 1``; earlier rows already have them."""
         flags = {key: staged[key].rows[:, first:stop] for key in FLAGS if key in staged}
         done, ids = flags[DONE], staged[TRAJ_IDS].rows[:, first:stop]
         for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):

@@ -158,8 +158,8 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         below, above = capacity // rows * rows, -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
         raise ValueError(
-            f"a capacity of {capacity} rows is not a multiple of windows of {length} steps of {num_envs} envs, "
-            f"{rows} rows: make the storage for {nearest} rows"
+            f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "
+            f"{num_envs} envs): make the storage for {nearest} rows"
             + ("" if window is None else ", or change window")
         )
     return length

@@ -314,7 +314,7 @@ class StepWriter:
                 for part in (steps, envs)
             )
             if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
-                raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
+                raise TypeError(f"steps and envs must be integers, got {step.dtype} and {env.dtype}")
             if step.shape != env.shape:
                 # Copies: NumPy 1 warns about these views when Numba checks whether they are writable.
                 step, env = map(np.array, np.broadcast_arrays(step, env))
@@ -327,11 +327,13 @@ class StepWriter:
                 raise IndexError(
                     f"steps {first} to {last} were requested, {oldest} to {self.steps - 1} are available"
                 )
-            raise IndexError(f"envs are 0 to {self.num_envs - 1}, got {env.tolist()}")
+            raise IndexError(
+                f"envs must be from 0 to {self.num_envs - 1}, got {int(env.min())} to {int(env.max())}"
+            )
         return torch.from_numpy(places)
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
-        """Draw rows of this writer, also waiting ones, uniformly with replacement; otherwise as :meth:`read`.
+        """Draw this writer's rows, including waiting ones, uniformly with replacement; otherwise like :meth:`read`.
 
         Args:
             batch_size: number of rows, default the buffer's. The buffer's generator draws them.
@@ -401,7 +403,7 @@ class StepWriter:
         rows = self._take(places, [*keys, TRAJ_IDS])
         if not torch.equal(rows.pop(TRAJ_IDS), ids):
             raise ValueError(
-                f"an env came back to a {TRAJ_IDS!r} that it had left, so its goals cannot be found by step: set "
+                f"an env reused the {TRAJ_IDS!r} of an earlier episode, so its goals cannot be found by step: set "
                 f"{IS_INIT!r} in that step, or give each episode its own id"
             )
         return rows

@@ -317,7 +317,7 @@ class ColumnStorage(Storage):
                 )
             if kept.dtype is not column.dtype or kept.shape != column.shape[1:]:
                 raise ValueError(
-                    f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
+                    f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage has kept "
                     f"{kept.dtype} {tuple(kept.shape)} since the first extend"
                 )
         if len(columns) != len(self.columns):  # all keys are known, so some are missing
@@ -495,8 +495,8 @@ class ColumnStorage(Storage):
         }
 
     def columns_like(self, state: dict[str, Any]) -> dict[NestedKey, Column]:
-        """Return the columns, or, before the first batch, blank ones of the form that the tables in ``state`` have;
-        ValueError if the tables make no rows, or are of other shapes, dtypes or kinds than the columns."""
+        """Return the columns, or, before the first batch, blank ones like those that the tables in ``state`` describe;
+        ValueError if the tables are invalid, or differ from the columns in shape, dtype or kind."""
         for key, (dtype, shape) in state["like"].items():
             names = key if isinstance(key, tuple) else (key,)
             if not names or not all(isinstance(name, str) for name in names):
@@ -543,7 +543,7 @@ class ColumnStorage(Storage):
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
             raise ValueError(
-                f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
+                f"the state is of a storage with lanes {list(lanes)} after the time dim, this one has ndim={self.ndim}"
                 f"{'' if own is None else f' and lanes {list(own)}'}"
             )
         whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states

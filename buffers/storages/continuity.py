@@ -108,7 +108,7 @@ class Compared(NamedTuple):
     def of(
         cls, storage: Storage, pool: NextPool | None, plain: "HostColumns[NestedKey] | None"
     ) -> "Compared":
-        """Find them for a storage with columns, the ``plain`` ones in host memory, and its `NextPool`, if any."""
+        """Find the compared columns of ``storage``, its `NextPool` (if any) and its ``plain`` host columns."""
         columns = storage.columns
         if pool is not None:  # only the pairs that are stored once
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
@@ -193,7 +193,7 @@ class LinkCheck:
             if trusted and named:
                 row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])
                 raise ValueError(
-                    f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is "
+                    f"row {row} of the batch has the id of trajectory {traj} but does not continue it: its {key!r} is "
                     f"not the {next_key(key)!r} of the last stored row with that id. If two collectors write, "
                     "give one of them writer=1"
                 )

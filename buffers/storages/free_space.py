@@ -31,7 +31,7 @@ def free_memory(device: torch.device) -> int:
 def check_memory(
     rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
 ) -> None:
-    """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
+    """Raise MemoryError, suggesting ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
     if device.type not in ("cpu", "cuda"):  # other devices do not report free memory
         return
     free = free_memory(device)

@@ -32,14 +32,14 @@ class Structure(ABC):
 
     @abstractmethod
     def columns(self, batch: object) -> Columns:
-        """Return the tensors of ``batch`` by key; ValueError or TypeError if its structure is another."""
+        """Return the tensors of ``batch`` by key; ValueError or TypeError if it has a different structure."""
 
     @abstractmethod
     def build(self, columns: Columns, shape: torch.Size) -> Any:
         """A batch of batch shape ``shape`` from columns ``[*shape, ...]``."""
 
     def columns_of_rows(self, data: object, shape: torch.Size) -> Columns:
-        """Return the tensors of ``data`` by key, its batch shape ``shape`` flattened: ``[N, ...]``."""
+        """Return the tensors of ``data`` by key, with its batch shape ``shape`` flattened to ``[N, ...]``."""
 
         def flat(leaf: object) -> Any:
             rows = as_tensor(leaf)
@@ -273,12 +273,16 @@ def dense(batch: object) -> Any:
 
 def _check_alike(items: list[Any]) -> None:
     """ValueError unless all items are tensordicts with the first one's entries."""
-    form = _forms(items[0]) if items else None
+    form: frozenset[Any] = _forms(items[0]) if items else frozenset()
     for i, item in enumerate(items):
-        if not isinstance(item, TensorDictBase) or _forms(item) != form:
+        if not isinstance(item, TensorDictBase):
             raise ValueError(
-                "items must have the same entries, shapes and dtypes to be stored in tensors: item 0 is "
-                f"{items[0]}, item {i} {item}"
+                f"items must all be tensordicts if item 0 is one, but item {i} has the type {type(item).__name__}"
+            )
+        if differing := _forms(item) ^ form:
+            raise ValueError(
+                "items must have the same entries, shapes and dtypes to be stored in tensors: item 0 and "
+                f"item {i} differ in {sorted(str(entry) for entry in differing)}"
             )
 
 
@@ -329,7 +333,7 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
 
 
 def entry(batch: object, names: tuple[Any, ...]) -> Any:
-    """The entry of this name, or path of names, in a tensordict or a tree.
+    """Return the entry with this name, or path of names, in a tensordict or a tree.
 
     >>> entry({"a": (torch.zeros(1), torch.ones(1))}, ("a", 1))
     tensor([1.])
@@ -344,14 +348,16 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         # The entries of a named tuple can also be selected by field name.
         named = isinstance(batch, tuple) and isinstance(name, str)
         if isinstance(batch, list) and not isinstance(name, int):
-            raise TypeError(f"index {name!r} names an entry, and rows are lists, whose entries have numbers")
+            raise TypeError(
+                f"index {name!r} names an entry, but rows are lists: use the position of the entry instead"
+            )
         place: Any = batch
         batch = getattr(place, str(name)) if named else place[name]
     return batch
 
 
 def shown(key: NestedKey) -> str:
-    """A key for an error message."""
+    """Format a key for an error message."""
     return "the data" if key == VALUE else f"batch[{key!r}]"
 
 

@@ -72,7 +72,9 @@ class ListStorage(Storage):
         several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is split into its items
         items = apart(data) if shape and several else [data]
         if (shape and not several) or len(items) != len(draw.slots):
-            raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
+            raise ValueError(
+                f"data must be a list of {len(draw.slots)} items, one for each slot, got {data!r:.80}"
+            )
         self.put(draw.slots, Rows(len(items), items=items))
 
     @override

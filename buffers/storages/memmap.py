@@ -179,7 +179,7 @@ class LazyMemmapStorage(ColumnStorage):
         old = [file for file in files if file.exists()]
         if old and not self.existsok:
             raise FileExistsError(
-                f"{old[0]} already exists: pass another scratch_dir, or existsok=True to overwrite them"
+                f"{old[0]} already exists: pass another scratch_dir, or existsok=True to overwrite such files"
             )
         return old
 
@@ -244,7 +244,7 @@ class LazyMemmapStorage(ColumnStorage):
         self._counters = np.frombuffer(mapped_bytes(self.folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyMemmapStorage":
-        """A storage of its own, in temporary files; TypeError with a frame stack. The buffer holds the lock."""
+        """Return a separate copy in temporary files; TypeError if it has a frame stack. The buffer holds the lock."""
         if self.frame_stack:
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)

@@ -166,7 +166,7 @@ class NextPool:
         tails: Columns,
         first: int,
     ) -> tuple[Array, Array]:
-        """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`compare_heads` said."""
+        """Store next observations that no row will hold (`Storage.keep_next`); :meth:`compare_heads` gave ``agree``."""
         pool, kept, released = index.keep(before, agree)
         # The remaining tails get free entries, which become readable once the rows are published.
         taken, size = pool[kept], index.pool_size

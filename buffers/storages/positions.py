@@ -18,7 +18,7 @@ Index: TypeAlias = Tensor | int | tuple[Tensor, ...]  # row positions, or coordi
 
 
 def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
-    """``data`` laid flat, its first ``ndim`` dimensions one, ``dim`` (time) first; and the others' sizes, the lanes.
+    """Flatten the first ``ndim`` dimensions of ``data``, ``dim`` (time) first; also return the lanes (other sizes).
 
     >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
     (tensor([1, 4, 2, 5, 3, 6]), torch.Size([2]))
@@ -30,7 +30,7 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
         if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
-                f"got {list(values.shape)}; for a collector's flat batches leave ndim out: ids keep envs apart"
+                f"got {list(values.shape)}; leave ndim out for a collector's flat batches, where ids tell envs apart"
             )
         sizes.add(values.shape[:ndim])
         values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
@@ -76,7 +76,7 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
     for i, size in enumerate(lanes):
         if bool((places[..., i + 1] >= size).any()):
             raise IndexError(
-                f"index has {int(places[..., i + 1].max())} in dimension {i + 1}, of {size} lanes"
+                f"index has {int(places[..., i + 1].max())} in dimension {i + 1}, which has {size} lanes"
             )
         slots = slots * size + places[..., i + 1]
     return torch.where((places < 0).any(-1), -1, slots)

@@ -70,7 +70,7 @@ class Links:
 
 @runtime_checkable
 class StorageOwner(Protocol):
-    """What a storage asks of the buffer that it belongs to: that part of `flatroll.buffers.Buffer`.
+    """The part of `flatroll.buffers.Buffer` that a storage uses of the buffer it belongs to.
 
     Attributes:
         ring: counts the rows and names their slots; another object after ``empty`` and ``load_state_dict``.
@@ -175,7 +175,7 @@ class Storage(Facts, ABC):
         self.set(index, data)
 
     def __iter__(self) -> Iterator[Any]:
-        """One item after the other."""
+        """Iterate over the items."""
         return map(self.get, range(len(self)))
 
     def get(self, index: object) -> Any:
@@ -258,8 +258,8 @@ class Storage(Facts, ABC):
         expected = torch.arange(len(ring), len(ring) + len(new))
         if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
             raise IndexError(
-                f"positions {slots.tolist()} are not all among the {len(ring)} stored rows and those right after "
-                f"them, of {self.max_size}"
+                f"positions must be those of the {len(ring)} stored rows or follow them without a gap, below "
+                f"max_size={self.max_size}, got {slots.tolist()}"
             )
         self.put(slots, rows)
         ring.publish(len(new))
@@ -299,7 +299,7 @@ class Storage(Facts, ABC):
 
     @property
     def most_rows(self) -> int:
-        """What ``max_size`` may be rounded up to by lanes that are not known yet, at most."""
+        """The largest value to which ``max_size`` may be rounded up once the lanes are known."""
         return self.max_size if self.ndim == 1 or self.lanes else 2 * self.max_size - 1
 
     def room(self, lanes: torch.Size) -> int:
@@ -307,27 +307,29 @@ class Storage(Facts, ABC):
         return -(-self._asked // lanes.numel()) * lanes.numel()
 
     def lay_flat(self, data: object, time: int, started: bool) -> Any:
-        """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``,
-        and round ``max_size`` up to whole steps of them.
+        """Flatten the batch dimensions of ``data`` into one, dimension ``time`` first. Unless ``started``, record the
+        lanes and round ``max_size`` up to whole steps of all lanes.
 
         Raises:
             ValueError: the lanes are not those of the first batch, or too many.
         """
         data, lanes = time_first(data, self.ndim, time)
         if started and lanes != self.lanes:
-            raise ValueError(f"batches must have the first one's lanes {list(self.lanes)}, got {list(lanes)}")
+            raise ValueError(
+                f"batches must have the lanes of the first one, {list(self.lanes)}, got {list(lanes)}"
+            )
         if lanes.numel() > self._asked:
-            raise ValueError(f"max_size={self._asked} holds no step of {list(lanes)} lanes")
+            raise ValueError(f"max_size={self._asked} is too small for one step of {list(lanes)} lanes")
         if not started:
             self.lanes, self.max_size = lanes, self.room(lanes)
         return data
 
     def fill(self, write: Callable[[Any, None], Any]) -> None:
-        """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
+        """Call the buffer's ``write(batch, None)`` for rows that exist from the start, so that it counts them."""
         return
 
     def counts(self) -> dict[str, int]:
-        """Return what ``stats()`` of the buffer shows besides."""
+        """Return additional entries for the buffer's ``stats()``."""
         return {}
 
     def write_lock(self) -> AbstractContextManager[Any]:
@@ -358,7 +360,7 @@ class Storage(Facts, ABC):
         return
 
     def enter_process(self) -> None:
-        """React to a ``fork``, in the child process; RuntimeError if the storage does not work there."""
+        """Called in the child process after a ``fork``; RuntimeError if the storage does not work there."""
         return
 
     @abstractmethod
@@ -481,8 +483,8 @@ class Storage(Facts, ABC):
 
     @abstractmethod
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
-        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, are of another storage; this
-        comes before :meth:`check_state_dict`."""
+        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, do not fit this storage.
+        Called before :meth:`check_state_dict`."""
 
     @abstractmethod
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:

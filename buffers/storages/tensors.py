@@ -45,7 +45,7 @@ class Encodings:
         for name, value, example in (("frame_stack", frame_stack, 4), ("codec", codec, "zstd")):
             if value is not None and not isinstance(value, Mapping):
                 raise TypeError(
-                    f"{name} must name entries, {name}={{'observation': {example!r}}}, got {value!r}"
+                    f"{name} must be a dict by entry, e.g. {name}={{'observation': {example!r}}}, got {value!r}"
                 )
         stacks = {
             plain_key(key): frames for key, frames in ({} if frame_stack is None else frame_stack).items()

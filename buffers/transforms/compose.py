@@ -80,12 +80,12 @@ class Compose(Transform):
         return max(map(looks_ahead, self._transforms), default=0)
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Any]) -> Columns:
-        """The columns of a sample as the members that look ahead change them, see `MultiStepTransform.read`."""
+        """Return a sample's columns as changed by the members that look ahead; see `MultiStepTransform.read`."""
         return read_others(self._transforms, columns, ahead, None, get)
 
     @property
     def chooser(self) -> RowChooser | None:
-        """The member that chooses rows of trajectories, `HindsightTransform`; None without one."""
+        """The member that chooses rows of trajectories (a `HindsightTransform`), or None."""
         return chooser_of(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:

@@ -165,5 +165,5 @@ def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
         if not isinstance(key, str) and not (
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)
         ):
-            raise TypeError(f"{name} must be strings or tuples of strings, one by one, got {key!r}")
+            raise TypeError(f"{name} must be strings or tuples of strings, passed one by one, got {key!r}")
     return [plain_key(key) for key in keys]

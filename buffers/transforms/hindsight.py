@@ -34,7 +34,7 @@ RELABELLED = "relabelled"
 
 
 class HindsightTransform(Transform):
-    """Replaces the goals of sampled rows by goals that their trajectory reached, and recomputes rewards.
+    """Replaces the goals of sampled rows with goals that their trajectory reached, and recomputes rewards.
 
     For observations with ``"achieved_goal"`` and ``"desired_goal"``, as Gymnasium-Robotics' envs have. The buffer
     stores what happened. In a sample, each row (each slice, if slices are drawn) is relabelled with probability
@@ -126,7 +126,7 @@ class HindsightTransform(Transform):
 
     @property
     def chooser(self) -> Self:
-        """Itself: the buffer lets it choose rows."""
+        """This transform, which chooses rows for the buffer."""
         return self
 
     def choose(self, at: Array, count: Array, generator: torch.Generator | None) -> tuple[Array, Array]:
@@ -183,7 +183,7 @@ class HindsightTransform(Transform):
             if rest:
                 raise ValueError(
                     f"a transform reads {len(positions)} rows for a sample of {count} rows with hindsight "
-                    "goals: it must read equally many for each row, next to each other"
+                    "goals: it must read the same number for each row, next to each other"
                 )
             present = {TRUNCATED, *self.info_keys} & columns.keys()
             others = get(positions, list({*keys, *changed, achieved, *present}))
@@ -275,7 +275,7 @@ class HindsightTransform(Transform):
         values = self._check_result("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
             raise TypeError(
-                f"reward_fn returns {values.dtype}, which {self.reward_key!r}, {reward.dtype}, cannot hold"
+                f"reward_fn must return a dtype that {self.reward_key!r} ({reward.dtype}) can hold, got {values.dtype}"
             )
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:

@@ -86,7 +86,7 @@ class ToTensorImage(_ImageTransform):
         self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
-            raise ValueError(f"dtype must be floating, got {self.dtype}: or pass from_int=False")
+            raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         """Return images ``[..., H, W, C]`` as ``[..., C, H, W]``.
@@ -98,7 +98,7 @@ class ToTensorImage(_ImageTransform):
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
                 f"ToTensorImage takes [..., H, W, C], and images {list(value.shape)} look like [..., C, H, W]: pass "
-                "shape_tolerant=True, which leaves such images in shape"
+                "shape_tolerant=True, which keeps the shape of such images"
             )
         if not self.shape_tolerant or value.shape[-1] == 3:
             value = value.movedim(-1, -3)

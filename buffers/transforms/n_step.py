@@ -72,7 +72,7 @@ class NStep(Transform):
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
 
     def to_n_step(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns of N rows as n-step transitions, as :class:`MultiStepTransform` says.
+        """The columns of N rows as n-step transitions; see :class:`MultiStepTransform`.
 
         A buffer calls it, as ``read``, on a sample before the sampler marks the rows.
 
@@ -137,7 +137,9 @@ class NStep(Transform):
             if done.dtype is not torch.bool:
                 raise TypeError(f"batch[{self.done_key!r}] must be bool, got {done.dtype}: use .bool()")
             if done.numel() != rows * n:
-                raise ValueError(f"batch[{self.done_key!r}] needs one value per row, has {done.shape[1:]}")
+                raise ValueError(
+                    f"batch[{self.done_key!r}] needs one value per row, got {list(done.shape[1:])}"
+                )
             used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # a window ends at a done row
         used = used.long().cumprod(1).bool()  # False from the first row on that is not in the window
         steps = used.sum(1, keepdim=True)
@@ -167,7 +169,7 @@ class NStep(Transform):
     def of_batch(
         self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
     ) -> TensorDictBase:
-        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that end with their run at the latest.
+        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that do not extend past their run.
 
         ``final`` holds next observations of a compact batch; ``more``, bool of the batch's shape, marks run ends
         besides those that `run_ends` finds by ``keys``.
@@ -220,8 +222,8 @@ class NStep(Transform):
         if lacking or final is not None or more is not None:
             name = lacking[0] if lacking else "final" if final is not None else "the sample"
             raise ValueError(
-                f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, {name!r} "
-                "not one row for each of them: give each row one done flag, or leave the entry out with .exclude"
+                f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, but "
+                f"{name!r} does not have one row for each: give each row one done flag, or leave it out with .exclude"
             )
         wide: Any = td.clone(recurse=False)
         wide.batch_size = shape

@@ -180,7 +180,7 @@ class Transform(nn.Module):
 
 
 def batch_of(transform: object, td: object) -> TensorDictBase:
-    """Return ``td`` if it is a tensordict; TypeError that names the transform if it is not."""
+    """Return ``td`` if it is a tensordict; else raise a TypeError that names the transform."""
     if not isinstance(td, TensorDictBase):
         raise TypeError(f"{name_of(transform)} needs tensordicts, got {type(td).__name__}")
     return td
@@ -320,7 +320,7 @@ def read_others(
 
 
 def check_row_count(transforms: Iterable[object], data: object, rows: int) -> None:
-    """ValueError unless ``data``, if it is a tensordict, still has the ``rows`` rows that transforms were given."""
+    """Raise ValueError if ``data`` is a tensordict that no longer has the ``rows`` rows that transforms were given."""
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
         names = ", ".join(map(name_of, transforms))
         raise ValueError(
@@ -330,7 +330,7 @@ def check_row_count(transforms: Iterable[object], data: object, rows: int) -> No
 
 
 class Inverted(Transform):
-    """The other way round: what ``transform`` does to samples is done to what is stored, and its ``inv`` to samples.
+    """Swaps the directions of ``transform``: its ``forward`` is applied to batches to store, its ``inv`` to samples.
 
     Raises:
         ValueError: a transform that needs to know the sample's trajectories.
@@ -367,7 +367,7 @@ def insert_transform(
 
 
 def check_transform(transform: object, name: str = "transform") -> None:
-    """TypeError unless ``transform``, an argument of this name, is a function or has ``forward``."""
+    """Raise TypeError unless ``transform``, passed as the argument ``name``, is a function or has ``forward``."""
     if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
         got = f"the class {transform.__name__}" if isinstance(transform, type) else type(transform).__name__
         raise TypeError(f"{name} must have forward(td) or be a function of td, got {got}")

@@ -2,7 +2,7 @@
 
 * A ``>>>`` example becomes a fenced block; without a fence, Markdown reads ``[1.0, 2.0]`` in its output as a link.
 * ``a, b: text`` under ``Args:`` becomes an entry for each name; the renderer looks each up in the signature.
-* `` `Name` `` of a public name becomes a link to its entry; ``:class:`` and the like are taken off before.
+* `` `Name` `` of a public name that has an entry becomes a link to it; ``:class:`` and the like are taken off before.
 * A ``#:`` comment becomes the docstring of the name in its line, or in the line below.
 * A function that has the name of its file is the function, not the file.
 """
@@ -28,7 +28,11 @@ class SiteDocstrings(griffe.Extension):
         owners = list(objects_of(pkg))  # those in shadowed files, too
         for room in rooms:
             unshadow(room)
-        public = {str(name): room.path for room in reversed(rooms) for name in room.exports or ()}
+        pages = {page.stem for page in (Path(__file__).parents[1] / "api").glob("*.md")}
+        documented = [
+            room for room in rooms if room.path.split(".")[1:2] and room.path.split(".")[1] in pages
+        ]
+        public = {str(name): room.path for room in reversed(documented) for name in room.exports or ()}
         for owner in owners:
             if owner.is_attribute and owner.docstring is None and (comment := comment_of(owner)):
                 owner.docstring = griffe.Docstring(comment, lineno=owner.lineno, parent=owner)

@@ -319,7 +319,7 @@ class OffPolicyLoss(LossModule):
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
-                "count more than once: make_value_estimator('td0'), or leave the n-step transform out"
+                "count more than once: call make_value_estimator('td0'), or leave the n-step transform out"
             )
         ends = self.ends(inputs)
         if inputs.unknown is not None:
@@ -442,7 +442,7 @@ def critic_ensemble(
 
 
 def action_space_of(space: object) -> ActionSpace | None:
-    """Return the name of an action space given as a name, spec or space; None means by the action's shape.
+    """Return the name of an action space given as a name, spec or space; None: the action's shape decides.
 
     >>> import gymnasium as gym
     >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
@@ -478,7 +478,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
         )
     if action.is_floating_point() or action.dtype is torch.bool:
         raise TypeError(
-            f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
+            f"actions that are indices of {value.shape[-1]} values must be integers, got {action.dtype}"
         )
     index = action.long()
     index = index if action.ndim == value.ndim else index.unsqueeze(-1)

@@ -440,7 +440,7 @@ class LossModule(TensorDictModuleBase):
 
 
 def copy_network(network: N) -> N:
-    """Return a deep copy that shares running statistics with ``network``, which are updated by their owner."""
+    """Return a deep copy that shares the running statistics of ``network``; only their owner updates them."""
     return deepcopy(network, {id(part): part for part in network.modules() if isinstance(part, Moments)})
 
 
@@ -594,7 +594,9 @@ class SoftUpdate(TargetNetUpdater):
     ) -> None:
         super().__init__(loss_module)
         if (eps is None) == (tau is None):
-            raise ValueError(f"pass one of eps (share of the old) and tau (1 - eps), got {eps} and {tau}")
+            raise ValueError(
+                f"pass either eps (the share of the old parameters) or tau (1 - eps), got {eps} and {tau}"
+            )
         name, number = ("eps", cast(float, eps)) if tau is None else ("tau", tau)
         checks.number(name, number, least=0, most=1)
         self.eps = number if tau is None else 1.0 - number

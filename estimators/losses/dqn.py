@@ -172,7 +172,7 @@ class DQNLoss(OffPolicyLoss):
             raise ValueError(
                 f"batch[{STEPS!r}] says that its next observations are several rows ahead, but a recurrent "
                 "network (or a batch without next observations) needs those of the next row: leave the n-step "
-                "transform out, and make_value_estimator('td_lambda') for longer returns"
+                "transform out, and call make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
         online = self._over_stream(self.value_network, inputs.readable, at)

@@ -161,7 +161,7 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
 
 
 def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = False) -> dict[str, Coefficient]:
-    """Return the limits of probability ratios by the names of their buffers: one of both sides, or a pair.
+    """Return the limits of probability ratios by the names of their buffers: one for both sides, or a pair.
 
     ``single``: ``clip_value=True`` requires a single limit.
 
@@ -763,7 +763,7 @@ class KLPENPPOLoss(PPOLoss):
         super().__init__(actor_network, critic_network, **options)
         if not hasattr(self.actor_network, "build_dist_from_params"):
             raise TypeError(
-                "actor_network must have build_dist_from_params, as a ProbabilisticTensorDictSequential has, "
+                "actor_network must have build_dist_from_params, like a ProbabilisticTensorDictSequential, "
                 f"got {type(self.actor_network).__name__}"
             )
         self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
@@ -904,7 +904,7 @@ class ReinforceLoss(PolicyGradientLoss):
         for name in _OF_ENTROPY:
             if name in options:
                 raise TypeError(
-                    f"{type(self).__name__} has no entropy term, so no {name}=: use A2CLoss for one"
+                    f"{type(self).__name__} has no entropy term and does not take {name}=: use A2CLoss instead"
                 )
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         critic = self.critic_network

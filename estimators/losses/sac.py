@@ -153,7 +153,7 @@ class SoftActorCritic(OffPolicyLoss):
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
-        """Change the keys of entries; ``action`` may be a list, of an action of several parts."""
+        """Change the keys of entries; ``action`` may be a list of keys, for an action of several parts."""
         super().set_keys(**cast(Any, keys))
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
         state_value: Any = getattr(self, "value_network", None)
@@ -161,7 +161,7 @@ class SoftActorCritic(OffPolicyLoss):
         for network in networks:
             if NetworkInputs.of(network, self.key("is_init")).recurrent:
                 raise TypeError(
-                    f"{type(self).__name__} reads rows independently, but a recurrent module needs the rows before: "
+                    f"{type(self).__name__} reads rows independently, but a recurrent module needs the preceding rows: "
                     "let the policy write its features while collecting, and pass networks that read those"
                 )
         actor: Any = self.actor_network

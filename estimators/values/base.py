@@ -166,7 +166,7 @@ class ValueEstimator(TensorDictModuleBase):
         differentiable: let gradients through, into the parameters of the network as well. Default: False.
         shifted: one call of the network over the extended stream (N + K rows, K the runs that do not end
             terminated) instead of two calls on 2 N rows; the same numbers. Inside a run ``("next", obs)`` of
-            a row must be the observation of the row behind it, so no n-step rewards. Default: False. A
+            a row must be the observation of the next row, so no n-step rewards. Default: False. A
             recurrent network, and a batch without next observations, always take this path: no other is right.
         shifted_budget: the stream has exactly T + this many places for each series of T rows: static shapes,
             for ``torch.compile`` and CUDA graphs. Rows that do not fit are left out (``"shifted_valid"``), and
@@ -275,7 +275,9 @@ class ValueEstimator(TensorDictModuleBase):
             return
         dense_tensor(name, x)
         if not x.numel():
-            raise ValueError(f"{name} must be a number or one per row, got none (shape {tuple(x.shape)})")
+            raise ValueError(
+                f"{name} must be a number or one per row, got an empty tensor of shape {tuple(x.shape)}"
+            )
         for bound in x.aminmax():
             unit_interval(name, bound)
         self.register_buffer(name, x if device is None else x.to(torch_device("device", device)))
@@ -607,7 +609,9 @@ def check_finite(
             raise ValueError(f"the reward of row {named} is {shown}")
         entries = {key: batch.get(key, None) for key in read}
         bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
-        of_input = f"{bad[0]!r} is not finite there" if bad else "what it reads there is finite"
+        of_input = (
+            f"{bad[0]!r} is not finite there" if bad else "the inputs of value_network are finite there"
+        )
         raise ValueError(
             f"the value of the {words} of row {named} is {shown}, and {of_input}: "
             + ("fix the data" if bad else "value_network has diverged, or divides by zero")

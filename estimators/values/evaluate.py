@@ -175,7 +175,7 @@ class ValueInputs:
         skip_existing: use values that are in the batch.
         final: the next observations that no row of a compact batch holds.
         parameters: in place of the network's own.
-        n_step: whether the next observation of a row is not that of the row behind it.
+        n_step: whether the next observation of a row is not the observation of the next row.
         warn: called with a message if a row's own observation is used and the run is not terminated.
     """
 
@@ -232,7 +232,7 @@ class Observations:
 
 
 def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Values:
-    """The values of a batch's observations and of those that follow them (``[*B, T, *F]``), if not known already.
+    """Return the values of a batch's observations and next observations, ``[*B, T, *F]``; known ones are kept.
 
     Raises:
         KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
@@ -269,7 +269,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         )
     if inputs.n_step:
         raise ValueError(
-            "n-step rows are followed by an observation several rows on, so one call over the rows (shifted=True, "
+            "n-step rows are followed by an observation several rows later, so one call over the rows (shifted=True, "
             "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
             "before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
@@ -489,9 +489,9 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
         lost = "no final= came with it" if inputs.final is None else "final= holds none"
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run that is not "
-            f"terminated the value of the row's own {key!r} is used as the next value. Pass collector.final as "
-            "final=, keep next observations, or, if a module wrote it, let the value network begin with that "
-            "module, to be exact"
+            f"terminated the value of the row's own {key!r} is used as the next value. For exact values pass "
+            "collector.final as final= or keep next observations; if a module writes the entry, the value network can "
+            "begin with that module instead"
         )
 
 
@@ -507,7 +507,7 @@ def _places_in_final(final_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def fill_missing(
     column: Tensor, root: Tensor, hidden: Tensor | None, warn: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Next observations ``[*B, *F]``, with the root's where they are NaN (number by number) or hidden (rows ``[*B]``).
+    """Next observations ``[*B, *F]``, the root's where they are NaN (elementwise) or hidden (rows ``[*B]``).
 
     ``warn`` is called with the mask of the NaN, if the tensor is on the CPU and there is any.
 

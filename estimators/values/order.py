@@ -29,7 +29,7 @@ _WAY_OUT = (
 
 
 def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask_key: NestedKey) -> bool:
-    """Check that step counts go up by one inside each run; return whether there are any.
+    """Check that step counts go up by one inside each run; return whether the batch has usable step counts.
 
     Args:
         batch: ``[*B, T]``, on the host.
@@ -62,7 +62,7 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
 
 
 def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey]) -> None:
-    """Check some rows inside runs: their next observation must be the observation of the row behind.
+    """Check some rows inside runs: their next observation must be the observation of the next row.
 
     Next observations that match no row are accepted: they may have been changed on purpose, for example by random
     crops.

@@ -1,1 +1,1 @@
-"""Notebooks as plain text (jupytext): run cell by cell, or `jupytext --to ipynb` makes notebooks of them."""
+"""Notebooks as plain text (jupytext): run them cell by cell, or convert them with `jupytext --to ipynb`."""

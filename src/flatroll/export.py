@@ -146,7 +146,7 @@ def _format_of(path: Path, format: str | None) -> str:
 
 
 def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Read a Parquet file of at most ``max_bytes`` (4 GiB) as a flat batch ``[N]``.
+    """Read a Parquet file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_parquet` reads it in chunks.
     """
@@ -155,7 +155,7 @@ def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDic
 
 
 def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Read an Arrow IPC file of at most ``max_bytes`` (4 GiB) as a flat batch ``[N]``.
+    """Read an Arrow IPC file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_arrow` reads it in chunks and documents compressed files.
     """
@@ -164,7 +164,7 @@ def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictB
 
 
 def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
-    """Read a Parquet file that pandas wrote, of at most ``max_bytes`` (4 GiB), as a flat batch ``[N]``.
+    """Read a Parquet file that pandas wrote as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_pandas` reads it in chunks.
     """

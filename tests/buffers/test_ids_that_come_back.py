@@ -322,7 +322,7 @@ def test_rows_left_out_of_a_batch_are_not_joined(compact: bool) -> None:
         (batch[[3, 3]], 1, 3, 3),
     ):
         text = f"row {row} of the batch does not follow row {row - 1} in its trajectory: 'step_count' is {count} after"
-        with pytest.raises(ValueError, match=f"{text} {last}.*is_init.*another id"):
+        with pytest.raises(ValueError, match=f"{text} {last}.*is_init.*a new id"):
             buffer.extend(wrong)
         assert len(buffer) == 3
     after = buffer.state_dict()

@@ -113,7 +113,7 @@ def test_no_thread_and_no_memory_stay_after_the_buffer() -> None:
     try:
         del buffer  # without the garbage collector's help
         for thread in workers:
-            thread.join(30)
+            thread.join(600)
     finally:
         gc.enable()
     assert not threads() & workers and len(sample) == 8
@@ -219,17 +219,17 @@ def test_a_write_does_not_wait_for_transforms() -> None:
 
     def transform(td: TensorDict) -> TensorDict:
         entered.set()
-        assert go.wait(30)
+        assert go.wait(600)
         return td
 
     buffer = made(1, transform=transform)
     buffer.extend(rows(0, 50))
     reader = threading.Thread(target=buffer.sample)
     reader.start()
-    assert entered.wait(30)
+    assert entered.wait(600)
     buffer.extend(rows(50, 10))  # the thread holds one sample; the next one has not begun to be read
     go.set()
-    reader.join(30)
+    reader.join(600)
     assert not reader.is_alive() and int(buffer.sample()["n"].max()) < 50
 
 

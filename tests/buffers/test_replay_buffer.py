@@ -188,12 +188,12 @@ def test_a_batch_that_does_not_fit_changes_nothing(world: Any) -> None:
         (
             good.clone().set("observation", torch.zeros(8, 4)),
             ValueError,
-            r"batch\['observation'\] is torch.float32 \(4,\) per row, the storage keeps torch.float32 \(3,\)",
+            r"batch\['observation'\] is torch.float32 \(4,\) per row, the storage has kept torch.float32 \(3,\)",
         ),
         (
             good.clone().set("observation", torch.zeros(8, 3, dtype=torch.float64)),
             ValueError,
-            r"batch\['observation'\] is torch.float64 \(3,\) per row, the storage keeps torch.float32 \(3,\)",
+            r"batch\['observation'\] is torch.float64 \(3,\) per row, the storage has kept torch.float32 \(3,\)",
         ),
         (
             good.clone().set("is_init", torch.zeros(8, 1)),

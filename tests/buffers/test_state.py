@@ -366,7 +366,7 @@ def states(world: Any) -> dict[str, Any]:
             r"the state has nothing as batch\['step_count'\], this storage keeps torch.int64 \(1,\) per row",
         ),
         ("items", "the state is of a ListStorage, this is a LazyTensorStorage"),
-        ("lanes", r"with lanes \[3\] after the time, this one has ndim=1"),
+        ("lanes", r"with lanes \[3\] after the time dim, this one has ndim=1"),
         ("generator", "was saved with a generator and this buffer has none, or the other way round"),
     ],
 )

@@ -26,7 +26,7 @@ def test_a_copy_takes_no_rows_that_do_not_go_with_its_stored_ones(dtype: torch.d
     writer = writer_of(transform=MultiStepTransform(2, 0.9))
     writer.write(step(0))
     other = copy.deepcopy(writer)
-    with pytest.raises(ValueError, match="the storage keeps"):
+    with pytest.raises(ValueError, match="the storage has kept"):
         other.write(step(1, dtype, size))
     other.write(step(1))
     assert other.read_columns([0, 1], 0)["observation"].flatten().tolist() == [0.0, 1.0]

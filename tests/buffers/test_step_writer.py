@@ -797,7 +797,9 @@ def test_arguments() -> None:
         buffer_of().writer_for(0)
     with pytest.raises(ValueError, match="make the storage for 96 or 120 rows, or change window"):
         buffer_of(100).writer_for(3, window=8)
-    with pytest.raises(ValueError, match="a multiple of windows of 8 steps of 1024 envs"):
+    with pytest.raises(
+        ValueError, match="a multiple of the 8192 rows of a window \\(8 steps of 1024 envs\\)"
+    ):
         buffer_of(1_000_000).writer_for(1024)
     with pytest.raises(ValueError, match=r"writer must be in \[0, 2\*\*23\)"):
         buffer_of().writer_for(2, writer=-1)

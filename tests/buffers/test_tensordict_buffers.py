@@ -231,7 +231,7 @@ def test_a_trajectory_has_one_priority() -> None:
     assert set(found["priority_weight"][:, 0].tolist()) == {0.5, 1.0}
     buffer.update_tensordict_priority(found.reshape(40, 100, 2).set("td_error", torch.zeros(40, 100, 2) + 1))
     assert (buffer.sample()["priority_weight"] == 1).all()
-    with pytest.raises(ValueError, match="several rows of the buffer along its last 1 batch dimensions"):
+    with pytest.raises(ValueError, match="several items of the buffer along its last 1 batch dimensions"):
         buffer.update_tensordict_priority(found.reshape(-1))
     with pytest.raises(ValueError, match=r"data has batch size \[\], items have 1"):
         buffer.update_tensordict_priority(found[0, 0])

@@ -183,7 +183,7 @@ def test_a_row_that_was_replaced_meanwhile_is_drawn_again() -> None:
         and ring.unchanged_since(after)
         and ring.unchanged_since(ring.uniform(64, None))
     )
-    with pytest.raises(TypeError, match="is written by choose and publish"):
+    with pytest.raises(TypeError, match="write to it with choose and publish"):
         ring.claim(1)
 
 
@@ -337,7 +337,7 @@ def test_parts_that_do_not_go_with_ranked_rows_are_refused() -> None:
     writer = TensorDictMaxValueWriter()
     with pytest.raises(ValueError, match="the storage has ndim=2: use ndim=1"):
         ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=writer)
-    with pytest.raises(TypeError, match="PrioritizedSampler keeps the priorities of rows in a ring"):
+    with pytest.raises(TypeError, match="PrioritizedSampler keeps priorities in the order of a ring"):
         ReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0), writer=writer)
 
 

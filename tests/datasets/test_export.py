@@ -556,7 +556,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         export(batch, path, "csv")
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         export(batch, tmp_path / "no" / "rows")
-    with pytest.raises(ValueError, match=r"batch size \[N\], got \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"a batch of size \[N\], got a batch of size \[2, 5\]"):
         export(batch.reshape(2, 5), path)
     with pytest.raises(ValueError, match="no rows"):
         export(batch[:0], path)

@@ -144,7 +144,7 @@ def test_d4rl_from_an_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("kind", "name", "near"),
     [
         (D4RLExperienceReplay, "hoper-medium-v2", "did you mean 'hopper-medium-v2'"),
-        (D4RLExperienceReplay, "???", "179 others, such as 'halfcheetah-random-v2'"),
+        (D4RLExperienceReplay, "???", "179 sets, such as 'halfcheetah-random-v2'"),
         (RobosetExperienceReplay, "DAPG(expert)/dor_v2d-v1", r"did you mean 'DAPG\(expert\)/door_v2d-v1'"),
         (GenDGRLExperienceReplay, "bigfish-1M", "did you mean .*'bigfish-1M_S'"),
     ],

@@ -160,7 +160,7 @@ def test_transforms_collate_info_and_what_a_buffer_has() -> None:
     with pytest.raises(RuntimeError, match="immutable"):
         data.extend(batch)
     data = open_set(batch_size=3, transform=MultiStepTransform(3, 0.9))
-    with pytest.raises(ValueError, match="no transform can read others"):
+    with pytest.raises(ValueError, match="a transform cannot read further rows"):
         data.sample()
 
 

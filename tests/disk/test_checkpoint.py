@@ -208,7 +208,7 @@ def test_the_example_ends_at_the_same_weights_whatever_kills_it(tmp_path: Path) 
         check=True,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={"PYTHONPATH": "src"},
     )
     last = done.stdout.splitlines()[-1]

@@ -112,7 +112,7 @@ def test_a_killed_process_leaves_the_acknowledged_version_or_the_next(tmp_path: 
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(SUPPORT)]), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -271,7 +271,7 @@ def test_reading_a_log_stops_at_the_first_hole(tmp_path: Path) -> None:
         os.remove(tmp_path / str(folder.segments[1].name))
     reader = Folder(tmp_path)
     with pytest.warns(
-        RuntimeWarning, match="rows 4 to 7 are missing; those after them go once rows are appended"
+        RuntimeWarning, match="rows 4 to 7 are missing; those after them are removed once rows are appended"
     ):
         assert reader.recover() == range(4)
     with Folder(tmp_path, write=True) as folder:

@@ -233,7 +233,7 @@ def test_what_is_no_update_is_refused() -> None:
         (TypeError, "batch must be a tensordict", lambda: update_step(loss, adam)([1])),  # type: ignore[arg-type]
         (ValueError, "epochs must be", lambda: update_step(loss, adam).epochs(rows(3), epochs=0)),
         (ValueError, "minibatch must be", lambda: update_step(loss, adam).epochs(rows(3), minibatch=0)),
-        (ValueError, "rows must be rows", lambda: update_step(loss, adam).epochs(rows(0))),
+        (ValueError, "rows must not be empty", lambda: update_step(loss, adam).epochs(rows(0))),
     ]
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):

@@ -93,7 +93,7 @@ def test_the_notebooks_run(
     jupytext = pytest.importorskip("jupytext")
     nbclient = pytest.importorskip("nbclient")
     notebook = jupytext.read(ROOT / "examples" / "notebooks" / f"{name}.py")
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     for text in printed.split("|"):
         assert any(text in output.get("text", "") for output in outputs)

@@ -102,7 +102,7 @@ def test_several_threads_share_at_once(shared: Shared, monkeypatch: pytest.Monke
 
 def test_blocks_run_in_other_threads_and_keep_their_order() -> None:
     together = threading.Barrier(3)  # three blocks wait for one another, so three threads run them
-    assert run_blocks(lambda first, stop: (together.wait(30), first, stop)[1:], [0, 2, 5, 9], 3) == [
+    assert run_blocks(lambda first, stop: (together.wait(600), first, stop)[1:], [0, 2, 5, 9], 3) == [
         (0, 2),
         (2, 5),
         (5, 9),
@@ -131,7 +131,7 @@ def test_an_interrupted_call_ends() -> None:
 
     def run(first: int, stop: int) -> None:
         if first < 2:  # each thread has one of these blocks
-            together.wait(30)
+            together.wait(600)
         if threading.get_ident() == caller:
             raise KeyboardInterrupt
 

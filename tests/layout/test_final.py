@@ -32,7 +32,7 @@ def test_all_entries_or_those_asked_for() -> None:
         (
             TensorDict({"reward": torch.ones(1)}, [1]),
             ValueError,
-            "final['reward'] must be ('next', <entry of",
+            "final has an entry 'reward', expected only 'row' and ('next', <entry of",
         ),
         (
             TensorDict({"next": {"pos": torch.ones(1)}}, [1]),

@@ -152,6 +152,6 @@ def test_no_package_is_needed():
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout.strip() == "<svg", done.stderr

@@ -184,7 +184,9 @@ def test_bad_input(kind):
         pytest.raises(ValueError, match=r"num_layers x hidden_size = 2 x 5\), got"),
     ):
         module(batch_of([1, 0], layers=1))
-    with pytest.raises(ValueError, match=r"decay must be two rising numbers between 0 and 1, got \(0.9, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"decay must be two floats between 0 and 1 in ascending order, got \(0.9, 1\)"
+    ):
         LinearRecurrentModule(3, 5, decay=(0.9, 1), **keys)
 
 

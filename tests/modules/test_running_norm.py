@@ -389,7 +389,7 @@ def test_other_input_that_is_refused() -> None:
         RunningNorm("pos", shape=(3,)).update(batch)
     with pytest.raises(ValueError, match="other must be for shape"):
         norm.merge(RunningNorm("observation", shape=()))
-    with pytest.raises(ValueError, match="squares that float64 holds"):
+    with pytest.raises(ValueError, match="float64 to hold its squares"):
         huge = torch.tensor([[1e300], [-1e300]], dtype=torch.float64).expand(2, 3)
         norm.update(TensorDict({"observation": huge}, [2]))
     for wrong in ({"clip": 0.0}, {"epsilon": 0.0}, {"epsilon": math.inf}):

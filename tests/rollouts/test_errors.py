@@ -53,11 +53,11 @@ ARGUMENTS = {
         TypeError,
         "frames_per_batch must be an integer, got '10'",
     ),
-    "no total": ({"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no end, got 0"),
+    "no total": ({"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no limit, got 0"),
     "odd total": (
         {"total_frames": -2},
         ValueError,
-        "total_frames must be positive, or -1 for no end, got -2",
+        "total_frames must be positive, or -1 for no limit, got -2",
     ),
     "no trajectories": (
         {"trajs_per_batch": 0},

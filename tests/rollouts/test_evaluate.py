@@ -85,7 +85,7 @@ def test_entries_of_info_are_those_of_the_last_step(mode: str) -> None:
     found = evaluate(env, episodes=4, seed=0, info_keys=["is_success", "position"])
     assert found.info["is_success"].tolist() == [True, False, True, False]
     assert found.info["position"][:, 0].tolist() == [2.0, 103.0, 4.0, 101.0]
-    with pytest.raises(KeyError, match="info_keys has 'nothing', which was in the info of no step"):
+    with pytest.raises(KeyError, match="info_keys has 'nothing', which was in no step's info"):
         evaluate(env, episodes=2, info_keys=["nothing"])
 
 

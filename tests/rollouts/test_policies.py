@@ -164,12 +164,12 @@ def test_a_fork_acts_though_another_thread_was_acting():
 
     def waits(obs):
         inside.set()
-        go.wait(60)
+        go.wait(600)
         return torch.zeros(3, dtype=torch.int64)
 
     thread = threading.Thread(target=rollout, args=(make(), waits, 1))
     thread.start()
-    inside.wait(60)
+    inside.wait(600)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of a fork beside threads
         pid = os.fork()

@@ -169,7 +169,7 @@ def test_one_state_cannot_start_in_two_ways() -> None:
             return SimpleNamespace(defaults={"state": torch.zeros(2)})
 
     env = as_vector_env(make(), policy=Declared())
-    with pytest.raises(ValueError, match=r"'state' is declared twice: \(1,\) and \(2,\) per row"):
+    with pytest.raises(ValueError, match=r"'state' is declared twice, with shapes \(1,\) and \(2,\) per row"):
         as_vector_env(env, policy=Other())
 
 

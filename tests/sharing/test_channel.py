@@ -29,13 +29,13 @@ def test_both_sides_may_send_much_at_once() -> None:
 
     def other_side() -> None:
         there.send("big", big)
-        received.append(there.receive("big", timeout=300))
+        received.append(there.receive("big", timeout=600))
 
     thread = threading.Thread(target=other_side, daemon=True)
     thread.start()
     here.send("big", big)
-    assert torch.equal(here.receive("big", timeout=300), big)
-    thread.join(300)
+    assert torch.equal(here.receive("big", timeout=600), big)
+    thread.join(600)
     assert torch.equal(received[0], big)
 
 

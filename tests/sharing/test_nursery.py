@@ -35,7 +35,7 @@ def running(pid: int) -> bool:
 
 
 def until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def test_messages_that_were_read_cost_no_system_call(
 
 def test_a_worker_is_alone_in_its_process(nursery: Nursery) -> None:
     workers = [nursery.start(facts) for _ in range(3)]
-    told = [worker.receive("facts", timeout=300) for worker in workers]
+    told = [worker.receive("facts", timeout=600) for worker in workers]
     assert all(leads and tasks == threads == sockets == 1 for leads, tasks, threads, _, sockets in told)
     assert len({drawn for *_, drawn, _ in told}) == 3  # each has random numbers of its own
 
@@ -133,16 +133,16 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(nursery: Nursery, error: A
         raise made.get(kind, lambda: getattr(__import__("builtins"), kind)(text))()
 
     worker = nursery.start(fail, number=4, name="the fourth")
-    assert worker.receive("before", timeout=300) == 4
+    assert worker.receive("before", timeout=600) == 4
     with pytest.raises(raised) as caught:
-        worker.receive("after", timeout=300)
+        worker.receive("after", timeout=600)
     expected = text.partition(" object")[0]
     assert expected in str(caught.value) and (raised is ValueError or kind in str(caught.value))
     assert caught.value.__notes__ == [f"raised in the fourth (pid {worker.pid})"]
     assert isinstance(caught.value.__cause__, WorkerTraceback)
     assert "in fail" in str(caught.value.__cause__)
     with pytest.raises(WorkerDied, match="ended with status 1"):
-        worker.receive("after", timeout=300)
+        worker.receive("after", timeout=600)
 
 
 class NoText(Exception):
@@ -169,7 +169,7 @@ def test_an_error_of_any_class_arrives_with_type_text_and_traceback(
     (tmp_path / "only_there.py").write_text("class OnlyThere(Exception): pass")
     worker = nursery.start(raise_here, which=which, folder=str(tmp_path))
     with pytest.raises(RuntimeError, match=f"^{which}: ") as caught:
-        worker.receive("x", timeout=20)
+        worker.receive("x", timeout=600)
     assert which == "NoText" or str(caught.value) == f"{which}: fell over"
     assert "in raise_here" in str(caught.value.__cause__)
     assert caught.value.__notes__ == [f"raised in worker {worker.name.split()[1]} (pid {worker.pid})"]
@@ -177,12 +177,12 @@ def test_an_error_of_any_class_arrives_with_type_text_and_traceback(
 
 def test_a_real_time_signal_has_no_name(nursery: Nursery) -> None:
     worker = nursery.start(echo)
-    worker.receive("echo", timeout=20)
+    worker.receive("echo", timeout=600)
     os.kill(worker.pid, signal.SIGRTMIN + 6)
     with pytest.raises(
         WorkerDied, match=rf"was killed by signal {signal.SIGRTMIN + 6} \(Real-time signal 6\)"
     ):
-        worker.receive("more", timeout=20)
+        worker.receive("more", timeout=600)
 
 
 def test_signals_that_the_parent_blocks_are_not_blocked_in_the_helper() -> None:
@@ -193,15 +193,15 @@ def test_signals_that_the_parent_blocks_are_not_blocked_in_the_helper() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     with nursery:
         worker = nursery.start(echo)
-        worker.receive("echo", timeout=20)
+        worker.receive("echo", timeout=600)
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            worker.receive("more", timeout=20)
+            worker.receive("more", timeout=600)
 
 
 def test_another_process_is_refused_and_ends_nobody(nursery: Nursery) -> None:
     worker = nursery.start(echo)
-    worker.receive("echo", timeout=20)
+    worker.receive("echo", timeout=600)
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -223,18 +223,18 @@ def test_a_killed_worker_is_told_at_once_after_what_it_sent(
 ) -> None:
     monkeypatch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
     worker, silent = nursery.start(echo, x=1), nursery.start(echo)
-    assert nursery.wait([worker], timeout=300) == [worker]
-    silent.receive("echo", timeout=300)
+    assert nursery.wait([worker], timeout=600) == [worker]
+    silent.receive("echo", timeout=600)
     for killed in (worker, silent):
         os.kill(killed.pid, signal.SIGKILL)
     assert nursery.wait([silent], timeout=300) == [silent]
     while not worker.has_ended():
-        nursery.wait([worker], timeout=300)
+        nursery.wait([worker], timeout=600)
     assert worker.receive("echo") == {"x": 1}
     with pytest.raises(
         WorkerDied, match=rf"worker \d+ \(pid {worker.pid}\) was killed by signal 9 \(Killed: SIGKILL\)"
     ):
-        worker.receive("echo", timeout=300)
+        worker.receive("echo", timeout=600)
     worker.send("into nothing")  # no error
     worker.kill()
     assert worker.exitcode == -signal.SIGKILL
@@ -261,10 +261,10 @@ def test_threads_with_workers_of_their_own_do_not_disturb_each_other(nursery: Nu
     def use() -> None:
         for _ in range(40):
             worker = nursery.start(echo, x=1)
-            assert worker.receive("echo", timeout=60) == {"x": 1}
+            assert worker.receive("echo", timeout=600) == {"x": 1}
             worker.kill()
             while not worker.has_ended():
-                assert nursery.wait([worker], timeout=60)
+                assert nursery.wait([worker], timeout=600)
             assert worker.exitcode == -signal.SIGKILL
             nursery.end([worker], timeout=0)
         left.append("done")
@@ -273,7 +273,7 @@ def test_threads_with_workers_of_their_own_do_not_disturb_each_other(nursery: Nu
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     assert left == ["done"] * 2
 
 
@@ -287,29 +287,29 @@ def with_child(channel: Channel) -> None:
 
 def test_the_children_of_a_killed_worker_go_with_it(nursery: Nursery) -> None:
     worker = nursery.start(with_child)
-    child = worker.receive("child", timeout=300)
+    child = worker.receive("child", timeout=600)
     worker.kill()
     with pytest.raises(
         WorkerDied, match="SIGKILL"
     ):  # although the child holds the worker's end of the channel
-        worker.receive("more", timeout=300)
+        worker.receive("more", timeout=600)
     until_gone(child)
 
 
 def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
     for _ in range(40):
         worker = nursery.start(hang)
-        worker.receive("hanging", timeout=300)
+        worker.receive("hanging", timeout=600)
         worker.kill()
         with pytest.raises(WorkerDied):
-            worker.receive("more", timeout=300)
+            worker.receive("more", timeout=600)
         worker.channel.close()
         if worker is nursery.workers[0] or _ == 1:
             files = len(os.listdir("/proc/self/fd"))
             theirs = len(os.listdir(f"/proc/{nursery.helper.pid}/fd"))
     assert len(os.listdir("/proc/self/fd")) <= files
     deadline = (
-        time.monotonic() + 200
+        time.monotonic() + 600
     )  # the helper closes its end of a report after it has said what became of a worker
     while len(os.listdir(f"/proc/{nursery.helper.pid}/fd")) > theirs:
         assert time.monotonic() < deadline
@@ -332,7 +332,7 @@ def test_close_ends_all_in_bounded_time(how: str, monkeypatch: pytest.MonkeyPatc
     nursery = Nursery(preload=())
     workers = [nursery.start(echo, x=1), nursery.start(hang if how == "hanging" else echo)]
     for worker in workers:
-        nursery.wait([worker], timeout=300)
+        nursery.wait([worker], timeout=600)
     if how in ("stopped", "dead"):
         os.kill(workers[1].pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     if how in ("hanging", "stopped"):
@@ -355,10 +355,10 @@ def test_close_ends_all_in_bounded_time(how: str, monkeypatch: pytest.MonkeyPatc
 def test_a_killed_helper_takes_its_workers_along() -> None:
     nursery = Nursery(preload=())
     worker = nursery.start(hang)
-    worker.receive("hanging", timeout=300)
+    worker.receive("hanging", timeout=600)
     nursery.helper.kill()
     with pytest.raises(WorkerDied, match="was killed, since the process that starts workers is gone"):
-        worker.receive("more", timeout=300)
+        worker.receive("more", timeout=600)
     until_gone(worker.pid)
     nursery.close()
 
@@ -366,11 +366,11 @@ def test_a_killed_helper_takes_its_workers_along() -> None:
 def test_a_nursery_that_is_dropped_ends_its_workers() -> None:
     nursery = Nursery(preload=())
     worker = nursery.start(hang)
-    worker.receive("hanging", timeout=300)
+    worker.receive("hanging", timeout=600)
     del nursery
     assert not running(worker.pid)
     with pytest.raises(WorkerDied):
-        worker.receive("more", timeout=300)
+        worker.receive("more", timeout=600)
 
 
 def test_preloading_what_cannot_be_forked_is_an_error(
@@ -397,7 +397,7 @@ def facts_and_windows(channel: Channel) -> None:
 def test_a_spawned_worker_does_the_same() -> None:
     with Nursery("spawn", num_threads=2) as nursery:
         worker = nursery.start(facts_and_windows)
-        leads, _, threads, _, sockets = worker.receive("facts", timeout=300)
+        leads, _, threads, _, sockets = worker.receive("facts", timeout=600)
         assert leads and threads == 2 and sockets == 1
         box = Inbox(worker.channel)
         steps = []

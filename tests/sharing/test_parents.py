@@ -37,7 +37,7 @@ def busy(channel):
 def nursery_of(*functions, method="fork"):
     nursery = Nursery(method, preload=())
     workers = [nursery.start(function) for function in functions]
-    print(nursery.helper.pid, *(worker.receive("pid", timeout=300) for worker in workers), flush=True)
+    print(nursery.helper.pid, *(worker.receive("pid", timeout=600) for worker in workers), flush=True)
     return nursery, workers
 """
 
@@ -58,13 +58,13 @@ ENDS = {
     "an exception class of the program": """
         def fail(channel): raise OwnError("mine")
         nursery, _ = nursery_of()
-        try: nursery.start(fail).receive("x", timeout=300)
+        try: nursery.start(fail).receive("x", timeout=600)
         except OwnError as error: assert str(error) == "mine"
         else: raise AssertionError
         """,
     "a lambda": """
         nursery, _ = nursery_of()
-        assert nursery.start(lambda channel: channel.send("x", 5)).receive("x", timeout=300) == 5
+        assert nursery.start(lambda channel: channel.send("x", 5)).receive("x", timeout=600) == 5
         """,
     "a fork that closes its copy": """
         nursery, workers = nursery_of(long_step)
@@ -94,7 +94,7 @@ def start(program: str) -> "subprocess.Popen[str]":
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
@@ -128,7 +128,7 @@ def test_a_killed_parent_and_helper_leave_no_worker() -> None:
 @pytest.mark.parametrize("name", ENDS)
 def test_a_program_ends_and_its_workers_with_it(name: str) -> None:
     with start(ENDS[name]) as process:
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
     assert_gone([int(pid) for pid in output.split()])
 
@@ -144,7 +144,7 @@ def test_ctrl_c_is_the_parent_s_alone() -> None:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=600)
     assert (process.returncode, output, errors) == (0, "interrupted\n", "")
     assert_gone(pids)
 
@@ -178,7 +178,7 @@ def test_too_few_file_descriptors_are_named() -> None:
         except OSError as error: print(error)
         """
     with start(program) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=600)
     assert "8 more file descriptors are needed" in output and "ulimit -n" in output, (output, errors)
 
 
@@ -191,11 +191,11 @@ def test_the_fence_of_weights_is_remade_after_a_fork() -> None:
         with weights._FENCE:
             pid = os.fork()
             if pid == 0:
-                signal.alarm(10)
+                signal.alarm(600)
                 shared.publish({"a": torch.ones(3)})
                 os._exit(0)
             assert os.waitpid(pid, 0)[1] == 0
         """
     with start(program) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors

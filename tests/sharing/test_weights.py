@@ -119,4 +119,4 @@ def test_ten_thousand_updates_are_never_read_as_a_mixture(nursery: Nursery) -> N
                 reader.receive("many", timeout=0.0)
                 many = True
     reader.channel.finish()
-    assert reader.receive("seen", timeout=300) == (0, 0, version)
+    assert reader.receive("seen", timeout=600) == (0, 0, version)

@@ -104,5 +104,5 @@ def test_what_is_refused() -> None:
     env = as_vector_env(make("balance"))
     env.reset()
     mask = torch.arange(GAMES * 3) == 0
-    with pytest.raises(ValueError, match="a game is reset whole"):
+    with pytest.raises(ValueError, match="a game is reset as a whole"):
         env.reset(options={"reset_mask": mask})

@@ -462,7 +462,7 @@ class LogStorage(Extend):
         try:
             super().after(result, where)
         except RuntimeError as error:
-            assert where is not None and "again, which has them" in str(error)
+            assert where is not None and "again to use them" in str(error)
             self.storage.close()
             self.buffer = self.made_buffer()
             super().after(result, where)

@@ -120,7 +120,7 @@ def repl() -> str:
     """What an interactive Python prints for classes, functions and variables that were typed there."""
     run = [sys.executable, "-i", "-q", "-W", "ignore"]
     typed = SESSION.replace("{}\n\n", "{}\n\n\n")
-    done = subprocess.run(run, input=typed, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(run, input=typed, capture_output=True, text=True, timeout=600, check=False)
     return done.stdout + ("" if FOUND in done.stdout else done.stderr)
 
 
@@ -144,7 +144,7 @@ def without_shared_folder() -> str | None:
     """)
     run = ["unshare", "-m", "sh", "-c", program, "sh", sys.executable, SESSION]
     try:
-        done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
     except FileNotFoundError:
         return None
     if done.returncode in (1, 77) and "found" not in done.stdout and "Traceback" not in done.stderr:

@@ -62,7 +62,7 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
             before = before or descriptors()  # from the first replacement on
         opened = descriptors() - before
         writers = {id >> 40 for id in steps}
-    left, deadline = shared_names(pids) - segments, time.monotonic() + 10
+    left, deadline = shared_names(pids) - segments, time.monotonic() + 600
     while left and time.monotonic() < deadline:  # names of other programs come and go
         time.sleep(0.2)
         left &= shared_names(pids)

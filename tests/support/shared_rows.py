@@ -116,7 +116,7 @@ def run(seconds: float, writers: int = 2) -> dict[str, int]:
     rows = buffer[:]
     written = buffer.ring.written
     order = torch.arange(max(0, written - 20_000), written).remainder(20_000)
-    end = time.monotonic() + 300
+    end = time.monotonic() + 600
     while open_files() > before and time.monotonic() < end:  # the owner is about to notice that all are gone
         time.sleep(0.01)
     return {
@@ -140,7 +140,7 @@ def shares(method: str) -> int:
     buffer.extend(TensorDict({"a": torch.zeros(10)}, [10]))
     process = multiprocessing.get_context(method).Process(target=example, args=(buffer.handle(),))  # type: ignore[attr-defined]
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 0
     assert bool((buffer["a"][:10] == 0).all()) and bool((buffer["a"][10:20] == 1).all())
     return len(buffer)

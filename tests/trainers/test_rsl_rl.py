@@ -97,7 +97,7 @@ def test_a_time_out_is_worth_the_value_of_its_last_observation(capsys: Any) -> N
 
 
 def test_what_is_refused(capsys: Any) -> None:
-    with pytest.raises(TypeError, match=r"one Box of one dimension, got Discrete\(5\)"):
+    with pytest.raises(TypeError, match=r"a one-dimensional Box as action space, got Discrete\(5\)"):
         FlatVecEnv(make_scripted(Script(2)))
     with pytest.raises(ValueError, match="max_episode_length is needed"):
         FlatVecEnv(make_scripted(SCRIPT))

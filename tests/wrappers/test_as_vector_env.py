@@ -708,7 +708,7 @@ def test_envpool_discrete_observations_have_the_dtype_of_their_space(pool: Any) 
 
 @quiet
 def test_loops_over_async_pools_and_single_env_wrappers_are_refused(pool: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"batch_size=2 of num_envs=4.* needs one in sync mode"):
+    with pytest.raises(RuntimeError, match=r"batch_size=2 of num_envs=4.* a pool in sync mode"):
         as_vector_env(pool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2)).reset()
     wrapped: Any = gym.Wrapper(pool.make_gymnasium("CartPole-v1", num_envs=2))
     with pytest.raises(TypeError, match=r"gymnasium\.Wrapper"):

@@ -51,7 +51,7 @@ SCRIPTS = {
 def test_it_ends_quietly(name: str) -> None:
     script = HEAD + textwrap.dedent(SCRIPTS[name])
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     told = [

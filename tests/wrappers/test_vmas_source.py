@@ -121,5 +121,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="seed must be one number"):
         env.reset(seed=[0] * 6)  # type: ignore[arg-type]
     env.reset()
-    with pytest.raises(ValueError, match="a game is reset whole"):
+    with pytest.raises(ValueError, match="a game is reset as a whole"):
         env.reset(options={"reset_mask": torch.arange(6) == 0})

@@ -64,7 +64,7 @@ def check_vector_env(
 
 
 def is_suspicion(problem: str) -> bool:
-    """Return whether a text of `vector_env_problems` is only a suspicion."""
+    """Return whether a problem from `vector_env_problems` is only a suspicion."""
     return problem.startswith(_SUSPICION)
 
 

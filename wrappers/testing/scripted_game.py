@@ -160,7 +160,7 @@ def _check(plan: Plan) -> None:
         for join, steps, _ in lives:
             if join < free or steps < 1:
                 raise ValueError(
-                    f"{name}'s lives must have steps and follow one another with a step between, got {lives}"
+                    f"{name}'s lives must have steps, with at least one step between them, got {lives}"
                 )
             there.update(range(join, join + steps))
             free = join + steps + 1

@@ -44,7 +44,7 @@ class Form:
     def check_shape(self) -> None:
         """Raise ValueError if there can be no such values."""
         if not all(type(n) is int and n >= 0 for n in self.shape) or prod(self.shape) >= 2**48:
-            raise ValueError(f"values of shape {list(self.shape)}")
+            raise ValueError(f"invalid shape {list(self.shape)} of values")
 
     def encode(self, values: Tensor) -> Tensor | Ragged:
         """Return what a file holds of the values ``[N, *shape]``; rows of it can be joined with those of others."""
@@ -53,7 +53,7 @@ class Form:
     def check(self, column: Tensor | Ragged) -> None:
         """Raise ValueError if a file's ``column`` is not what `encode` gives; nothing is decoded."""
         if isinstance(column, Ragged) or column.dtype is not self.dtype or column.shape[1:] != self.shape:
-            raise damaged(f"a file has other values than {self.dtype} {list(self.shape)}")
+            raise damaged(f"a file has values that are not {self.dtype} {list(self.shape)}")
 
     def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
         """Read ``rows`` of a file to the rows ``at`` (both int64 ``[N]``) of ``target``.
@@ -80,7 +80,7 @@ class FrameForm(Form):
     def check_shape(self) -> None:
         super().check_shape()
         if not self.shape or not self.shape[0]:
-            raise ValueError(f"stacks of shape {list(self.shape)}")
+            raise ValueError(f"invalid shape {list(self.shape)} of stacks")
 
     @override
     def encode(self, values: Tensor) -> Ragged:
@@ -93,9 +93,9 @@ class FrameForm(Form):
     @override
     def check(self, column: Tensor | Ragged) -> None:
         if not isinstance(column, Ragged) or column.values.dtype is not self.dtype:
-            raise damaged(f"a file has other frames than of {self.dtype}")
+            raise damaged(f"a file has frames that are not {self.dtype}")
         if column.values.shape[1:] != self.shape[1:]:
-            raise damaged(f"a file has other frames than {list(self.shape[1:])}")
+            raise damaged(f"a file has frames that are not of shape {list(self.shape[1:])}")
         if len(column.lengths) and int(column.lengths[0]) < self.shape[0]:
             raise damaged("the first row of a file has no complete stack of frames")
 

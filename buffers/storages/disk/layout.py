@@ -41,10 +41,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def from_json(cls, noted: Any) -> "Layout":
-        """Read what a folder notes; ValueError if it is not a folder of a `DiskStorage`."""
+        """Read the layout that a folder records; ValueError if it is not a folder of a `DiskStorage`."""
         if not isinstance(noted, dict):
             raise ValueError(
-                "the folder is not that of a DiskStorage or a data set; a saved buffer is loaded by "
+                "this is not the folder of a DiskStorage or a data set: load a saved buffer with "
                 "buffer.loads or Checkpoint"
             )
         try:
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
             for form in forms.values():
                 form.check_shape()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"the folder is not that of a DiskStorage ({str(error)[:200]})") from None
+            raise ValueError(f"this is not the folder of a DiskStorage ({str(error)[:200]})") from None
         return cls(forms, pairs, seams)
 
     def row_bytes(self) -> int:
@@ -75,5 +75,5 @@ def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
     return (
         None
         if not found or found == expected
-        else f"it has the columns {str(sorted(found))[:400]}, and notes {str(sorted(expected))[:400]}"
+        else f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"
     )

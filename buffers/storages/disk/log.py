@@ -25,7 +25,7 @@ _WAITING = 2  # maximum number of full blocks waiting for the disk; beyond it wr
 
 
 class FlushRule(NamedTuple):
-    """When rows are published, at the latest.
+    """The latest time at which rows are published.
 
     Args:
         rows: when this many have gathered; None for a full block.
@@ -221,7 +221,7 @@ class RowLog:
                 self._refresh()
 
     def cut(self, row: int) -> None:
-        """Let the folder note that what was open before this row is cut there, with the next rows that it gets."""
+        """Mark this row as a cut: trajectories open before it end there. The folder records this with its next rows."""
         assert self.layout is not None
         self.layout.seams.append(row)
         self._noted = False
@@ -271,7 +271,7 @@ class RowLog:
         return [segment.contents for segment in own] == [segment.contents for segment in segments]
 
     def load(self, segments: Sequence[Segment], layout: Layout, head: int, end: int) -> None:
-        """Replace all rows by those of other files, atomically.
+        """Replace all rows with those of other files, atomically.
 
         Args:
             segments: of another folder, end to end.
@@ -332,7 +332,7 @@ class RowLog:
             if self.folder.end > first:
                 raise RuntimeError(
                     "an extend was interrupted after its rows had been written to a file: open "
-                    f"{self.folder.path} again, which has them"
+                    f"{self.folder.path} again to use them"
                 )
             with self._turn:
                 self._blocks = tuple(block for block in self._blocks if block.first <= first)

@@ -42,7 +42,7 @@ _PARTS = 32  # minimum number of files of a full storage: the oldest also holds 
 
 
 class LinkedRows(NamedTuple):
-    """Rows of a version in another folder, checked, that are to be those of a storage.
+    """Checked rows of a version in another folder, which will become the rows of a storage.
 
     Args:
         head: number of the first row, in names of files.
@@ -534,8 +534,8 @@ class DiskStorage(ColumnStorage):
         return self._log.held()
 
     def linkable(self, head: int) -> tuple[list[Segment], int]:
-        """Return the files of the rows from ``head`` of the ring on, to the last one when they were `held`, and the
-        number of the first of them."""
+        """Return the files that contain the rows from the ring's ``head`` to the last row present when the files were
+        `held`, and the number of the first row."""
         first = self._offset + head
         return self._log.held_segments(first, write=not self.read_only), first
 

@@ -119,8 +119,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if unknown := sorted(options.keys() - DatasetOptions.__annotations__):
             raise TypeError(
                 f"{type(self).__name__} takes no argument {', '.join(unknown)}; arguments of all data sets: "
-                f"{', '.join(sorted(DatasetOptions.__annotations__))}. A single process converts a set; "
-                "preprocess(fn, num_workers=) uses several"
+                f"{', '.join(sorted(DatasetOptions.__annotations__))}. To use several processes, call "
+                "preprocess(fn, num_workers=...)"
             )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)

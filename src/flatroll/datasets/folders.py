@@ -79,7 +79,7 @@ class RowPiece(NamedTuple):
 
 
 def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
-    """Yield the rows of all batches in pieces of ``piece_bytes`` (the last one: less).
+    """Yield the rows of all batches in pieces of ``piece_bytes`` (the last one may be smaller).
 
     A piece is valid until the next one is asked for, whose rows take its memory.
 
@@ -197,7 +197,7 @@ def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[N
         return leaves(batch)
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batches must be flat batches or mappings, got {checks.shown(batch)} as number {number}"
+            f"batches must be flat batches or mappings, got {checks.shown(batch)} as batch {number}"
         )
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
         return cast(Columns, batch)
@@ -285,7 +285,7 @@ def _check_place(target: Path, overwrite: bool) -> None:
 
 
 def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, Any] | None) -> None:
-    """Publish the rows of a folder as its only version, and give it the name ``target``; one that has it goes.
+    """Publish the rows of a folder as its only version, and rename it to ``target``, replacing a folder of that name.
 
     Raises:
         BlockingIOError: the existing folder is being written to.
@@ -305,7 +305,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
 
 
 def recover_place(target: Path) -> None:
-    """Finish a replacement of folders that a dead process has begun."""
+    """Finish replacing a folder if the process that began it died."""
     beside, old = place_beside(target)
     # The target is missing here only on systems that cannot exchange names.
     if not target.exists() and old.is_dir() and beside.is_dir():
@@ -315,7 +315,7 @@ def recover_place(target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of rows, if there is one: first what makes it count."""
+    """Remove a folder of rows, if there is one: first its manifests, so that an interruption leaves no version."""
     if path.is_dir() and not path.is_symlink():
         for number in Folder(path).versions():
             files.remove(path / manifest_name(number))
@@ -324,7 +324,7 @@ def remove_folder(path: Path) -> None:
 
 
 def place_beside(target: Path) -> tuple[Path, Path]:
-    """The names that a folder has before it is ``target``, and after another one has taken its place."""
+    """Return the temporary names of a folder: before it becomes ``target``, and after another one has replaced it."""
     return target.parent / f".{target.name}.part", target.parent / f".{target.name}.old"
 
 

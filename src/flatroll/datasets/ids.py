@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 
 def unknown_id(kind: str, name: str, known: Collection[str]) -> ValueError:
-    """Return the error for a name that no set has, with those that are like it.
+    """Return the error for an unknown data set name; it lists similar names.
 
     >>> unknown_id("D4RL", "hoper-medium-v2", D4RL).args[0]
     "D4RL has no set 'hoper-medium-v2': did you mean 'hopper-medium-v2', 'hopper-medium-v1', 'hopper-medium-v0'?"
@@ -13,7 +13,7 @@ def unknown_id(kind: str, name: str, known: Collection[str]) -> ValueError:
     near = get_close_matches(name, known, n=3)
     if near:
         return ValueError(f"{kind} has no set {name!r}: did you mean {', '.join(map(repr, near))}?")
-    return ValueError(f"{kind} has no set {name!r}, but {len(known)} others, such as {next(iter(known))!r}")
+    return ValueError(f"{kind} has no set {name!r}; it has {len(known)} sets, such as {next(iter(known))!r}")
 
 
 def _all(names: str, tails: str, versions: str = "0") -> list[str]:

@@ -102,7 +102,7 @@ class _Work:
         self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep their form
 
     def do(self, piece: list[int]) -> int:
-        """Write the rows of a piece, unless they are there; return how many they are."""
+        """Write the rows of a piece unless they exist already; return their number."""
         first, end = piece
         place = self.parts / str(first)
         if place.exists():
@@ -118,7 +118,8 @@ class _Work:
             kept = {*self.layout.forms, *map(next_key, self.layout.pairs)}
             if kept != set(columns):
                 raise ValueError(
-                    f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
+                    "fn must return the same entries for all rows, not "
+                    f"{sorted(map(str, kept ^ set(columns)))} in some"
                 )
         write_folder(
             [RowPiece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first

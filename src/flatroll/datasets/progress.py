@@ -4,7 +4,7 @@ from typing import Any
 
 
 def progress_bar(total: int | None, progress: bool | None, what: str, unit: str = "row") -> Any:
-    """Return a bar of tqdm, for ``with``; its ``update(count)`` counts.
+    """Return a tqdm bar, to be used in ``with``; ``update(count)`` advances it.
 
     Args:
         total: expected count; None if unknown.

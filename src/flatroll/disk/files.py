@@ -1,4 +1,4 @@
-"""All file operations: the other modules of this room access files only through these functions.
+"""All file operations: the other modules of this package access files only through these functions.
 
 A test replaces them one by one: it records a save, replays the record up to any point, and makes any operation fail.
 Therefore other modules call ``files.write(...)`` and do not import the functions by name.
@@ -32,13 +32,13 @@ _THIS_FOLDER, _EXCHANGE = -100 if sys.platform == "linux" else -2, 2
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
-    """Make a folder and those above it that are missing, each found again after a power loss if ``synced``;
-    NotADirectoryError if one of them is a file."""
+    """Make a folder and its missing parents, which survive a power loss if ``synced``; NotADirectoryError if one of
+    them is a file."""
     if path.is_dir():
         return
     if path.exists():
         raise NotADirectoryError(
-            errno.ENOTDIR, "a file has the name of the folder, choose another", str(path)
+            errno.ENOTDIR, "a file already has the name of this folder: choose another name", str(path)
         )
     make_folder(path.parent, synced=synced)
     with suppress(FileExistsError):
@@ -78,7 +78,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path, target: Path, old: Path) -> None:
-    """Replace a folder by another one; the replaced folder is renamed to ``old``.
+    """Replace a folder with another one; the replaced folder is renamed to ``old``.
 
     At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
     """
@@ -179,7 +179,7 @@ def map_file(descriptor: int, size: int) -> Tensor:
 
 
 def will_need(mapped: Tensor, begin: int, length: int) -> None:
-    """Ask the system to read bytes of a map from disk without waiting for them; ``begin`` is that of a page."""
+    """Ask the system to read bytes of a map from disk without waiting for them; ``begin`` is the start of a page."""
     address = ctypes.c_void_p(mapped.data_ptr() + begin)
     _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
 

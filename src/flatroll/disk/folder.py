@@ -225,6 +225,7 @@ class Folder:
         self.close()
 
     def __del__(self) -> None:
+        """Release the lock of a folder that nobody closed."""
         if hasattr(self, "_lock"):
             self.close()
 
@@ -236,7 +237,7 @@ class Folder:
         if self._lock is not None:
             (descriptor, process), self._lock = self._lock, None
             try:
-                # Even if processes forked meanwhile have the descriptor, too.
+                # Unlock even if processes forked in the meantime also have the descriptor.
                 if process == os.getpid():
                     files.unlock(descriptor)
             finally:
@@ -563,8 +564,8 @@ class Folder:
         return ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
 
     def _begin_change(self, *, change: bool = True) -> None:
-        """Before the first change, refuse to write to what is open for reading, and to what holds something that this
-        run has not loaded; with ``change`` also remove what it does not go on from: rows after its version."""
+        """Before the first change, raise an error if the folder is open only for reading, or holds something that this
+        run has not loaded; with ``change`` also remove the rows after the version that this run continues from."""
         if self._lock is None:
             state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
@@ -610,7 +611,7 @@ class Folder:
             self._remove_unused()
 
     def _settle(self, more: bool = False) -> None:
-        """Sync the names of published rows, and with ``more`` of other files."""
+        """Sync the names of published files of rows, and if ``more``, the names of other files, too."""
         if self._sync and (more or self._unsettled):
             try:
                 files.sync_folder(self.path)
@@ -724,6 +725,7 @@ class Folder:
         return self._read_version(read_manifest(self.path, number))
 
     def _read_version(self, manifest: Manifest) -> LoadedVersion:
+        """Read and check all files that a manifest names."""
         segments = tuple(self._open_rows(manifest))
         tensors = tensor_file.read_all(self.path, *manifest.state) if manifest.state else {}
         return LoadedVersion(
@@ -740,6 +742,7 @@ class Folder:
     def _take(
         self, manifest: Manifest, segments: Iterable[Segment], kept: list[Manifest] | None = None
     ) -> None:
+        """Make a published version the one that the next save extends."""
         if kept is None:
             older = [version for version in self.versions() if version < manifest.version.number]
             kept = [manifest, *self._whole_manifests(older, self._keep - 1)]
@@ -803,7 +806,9 @@ class Folder:
             schema, end = segment.schema, segment.end
         behind = min((name.first for name in candidates if name.first > end), default=None)
         if behind is not None:
-            lose(f"rows {end} to {behind - 1} are missing; those after them go once rows are appended")
+            lose(
+                f"rows {end} to {behind - 1} are missing; those after them are removed once rows are appended"
+            )
         return manifest, line, segments
 
 
@@ -847,7 +852,7 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
 
 
 def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
-    """Return the position of the first of the last segments to merge; the last position if none should be merged.
+    """Return the position from which all segments should be merged; the last position if none should be.
 
     Segments of at least ``whole.rows`` rows or ``whole.bytes`` bytes are not merged. The shorter ones at the end are
     all merged once they form a whole segment together; until then, as many as have `FAN_IN` times the bytes of the

@@ -37,7 +37,7 @@ class LaterFormatError(ValueError):
 
 
 class Version(NamedTuple):
-    """The number of a version, and the id of the runs that wrote it, each continuing the one before."""
+    """The number of a version, and the id of the line of runs that wrote it, each continuing the previous one."""
 
     number: int
     line: str
@@ -152,7 +152,7 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     head, end, number = _count(fields["head"]), _count(fields["end"]), _count(fields["version"])
     line = fields["line"]
     if not isinstance(line, str) or re.fullmatch(LINE, line) is None:
-        raise ValueError(f"its line is {line!r}")
+        raise ValueError(f"its line {line!r} is invalid")
     records = [
         FileRecord(name, _count(size, 2**63), _count(checksum, 2**32))
         for name, size, checksum in [*fields["rows"], *([] if fields["state"] is None else [fields["state"]])]
@@ -188,6 +188,7 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
 
 
 def _count(value: Json, below: int = MOST_ROWS) -> int:
+    """Return ``value``, an integer from 0 to ``below - 1``; refuse anything else."""
     if type(value) is not int or not 0 <= value < below:
         raise ValueError(f"{value!r} is not a number from 0 to {below - 1}")
     return value

@@ -249,7 +249,7 @@ class Segment:
     def open(
         cls, folder: Path, name: RowsName, record: FileRecord | None = None, *, mapped: bool
     ) -> "Segment":
-        """Open a file and check its header, against what a manifest says of it if there is one; map it if asked to.
+        """Open a file and check its header, also against ``record`` if given; map the file if ``mapped``.
 
         Raises:
             DamagedFileError: it is missing, or not what was written.
@@ -270,7 +270,7 @@ class Segment:
 
     @property
     def contents(self) -> tuple[int, ...]:
-        """Numbers of the first row and of the one after the last, bytes, checksum: alike in files of the same rows."""
+        """First row, end row, size in bytes and checksum of the header: equal for files of the same rows."""
         return (*self.name[:2], *self.record[1:])
 
     @cached_property
@@ -351,7 +351,7 @@ class Segment:
                     files.will_need(mapped, begin, length)
 
     def in_memory(self, row: int) -> bool:
-        """Whether a row, counted from the first of the segment, is likely to be in memory: its largest column is."""
+        """Whether a row, counted from the first of the segment, is probably in memory: if its largest column is."""
         begin, size = self._widest
         position = begin + row * size
         return not size or files.in_memory(self._maps[0], position - position % mmap.PAGESIZE)
@@ -418,7 +418,7 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
 
 
 def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int]]:
-    """Positions and lengths, in bytes, of the stretches of a map that hold rows; they begin at pages.
+    """Return the position and length, in bytes, of each stretch of a map that holds rows; each begins at a page.
 
     Args:
         rows: int64, ascending.
@@ -438,7 +438,7 @@ def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int
 
 
 def encode_segment(name: RowsName, parts: Sequence[Mapping[str, Column]]) -> tuple[Header, list[Buffer]]:
-    """The header and bytes of a file of rows that has the rows of several parts end to end."""
+    """Return the header and the bytes of a file that holds the rows of several parts, end to end."""
     pieces: dict[str, list[Tensor]] = {}
     ragged: list[str] = []
     for column, example in parts[0].items():

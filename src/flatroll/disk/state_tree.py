@@ -230,6 +230,7 @@ class Packer:
         return ["tensordict", list(value.batch_size), pairs, *device]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
+        """Return the tree's entry for a tensor, and pack its values unless they were packed before."""
         if value.layout is torch.jagged:
             offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
             return ["jagged", self._tensor(nested_values(value), path), self._tensor(offsets, path)]
@@ -370,9 +371,10 @@ class _Unpacker:
                 return LazyStackedTensorDict.lazy_stack(stacked, dim)
             case ["non_tensor", shape, data]:
                 return NonTensorData(self.value(data, depth), batch_size=_shape(shape))
-        raise ValueError(f"{str(value[1:])[:40]!r}, or an unknown kind")
+        raise ValueError(f"unknown kind, or unexpected {str(value[1:])[:40]!r}")
 
     def _dict(self, pairs: list[Any], depth: int, made: Any) -> Any:
+        """Fill ``made`` with the unpacked pairs and return it; a key may come only once."""
         for key, item in pairs:
             name = self.value(key, depth)
             if not _is_key(name) or name in made:
@@ -398,6 +400,7 @@ class _Unpacker:
 
 
 def _is_key(key: Any) -> bool:
+    """Return whether a state may have this key: a number, a string, bytes, None, or a tuple of them."""
     if type(key) is tuple:
         return all(map(_is_key, key))
     return key is None or type(key) in (bool, int, float, str, bytes)
@@ -411,6 +414,7 @@ def _no_data(value: Any, path: str) -> TypeError:
 
 
 def _shape(sizes: Any) -> torch.Size:
+    """Return the shape that the tree names; raise a flatroll error if it is damaged."""
     if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 2**48 for size in sizes):
         raise damaged(f"its tree has the shape {str(sizes)[:40]}")
     if len(sizes) > _DEEPEST or math.prod(size for size in sizes if size) >= 2**62:
@@ -419,6 +423,7 @@ def _shape(sizes: Any) -> torch.Size:
 
 
 def _dtype(name: Any) -> torch.dtype:
+    """Return the dtype that the tree names; raise a flatroll error if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name) else None
     if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
         raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
@@ -426,7 +431,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _numpy_dtype(descr: Any) -> np.dtype[Any]:
-    """The dtype that `numpy.lib.format` describes so, of plain numbers and text only."""
+    """Return the dtype that `numpy.lib.format` describes by ``descr``; only plain numbers and text are allowed."""
 
     def fields(part: Any, depth: int = 0) -> Any:
         """Convert JSON's lists to tuples."""

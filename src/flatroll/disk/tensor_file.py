@@ -304,8 +304,8 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
 def check_bytes(
     name: str, entry: Entry, view: memoryview, pieces: Iterable[memoryview] | None = None
 ) -> None:
-    """Raise DamagedFileError if the bytes in ``view``, which ``pieces`` (default: all at once) fills, are not those of
-    a tensor."""
+    """Raise DamagedFileError if the bytes in ``view`` are not those of the tensor ``name``; ``pieces`` fills ``view``
+    (default: it is filled already)."""
     if checksum_of(entry.checksum.kind, [view] if pieces is None else pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.

@@ -30,7 +30,7 @@ class _Notice(event.Listener):
         self.kernels: set[Any] | None = set()  # None after the line was printed
 
     def on_start(self, event: Any) -> None:
-        """Called when Numba begins to compile a function, also one of other packages."""
+        """Called when Numba begins to compile a function of this or another package."""
         if self.kernels and event.data["dispatcher"] in self.kernels:
             self.kernels = None
             print(

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def run_blocks(run: Callable[[int, int], T], bounds: Sequence[int], threads: int) -> list[T]:
-    """Return ``run(first, stop)`` for each two adjacent ``bounds``, called by at most ``threads`` threads.
+    """Return ``run(first, stop)`` for each pair of adjacent ``bounds``, called by at most ``threads`` threads.
 
     The calling thread is one of them. The others live for this call only: nothing is left that a fork would break, and
     importing flatroll starts no thread. Each thread takes one block after another, and a thread for which no core is

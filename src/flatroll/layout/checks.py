@@ -57,7 +57,7 @@ def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
 
 
 def shown(value: object) -> str:
-    """Return what came, for an error: its text if that is short, else its type and, of an array, dtype and shape.
+    """Return a value as text for an error: its repr if short, else its type; for an array, its dtype and shape.
 
     >>> shown("3"), shown(torch.zeros(2, 3)), shown(list(range(100)))
     ("'3'", 'a torch.float32 Tensor of shape (2, 3)', 'list')
@@ -252,7 +252,7 @@ def function(name: str, value: T, wanted: str = "a function", *, hint: str = "")
 
 
 def flags(**named: object) -> None:
-    """Check that each argument is True or False; 1 and 0 are, too.
+    """Check that each argument is True or False; 1 and 0 are accepted, too.
 
     Raises:
         TypeError: one is not; a text such as ``"False"`` would be taken for True.
@@ -294,7 +294,7 @@ def need_keys(*, optional: bool = False, **named: object) -> None:
 
 
 def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple[str, ...]]:
-    """Return keys as a list after checking them; the letters of one string would be taken for keys.
+    """Return keys as a list after checking them; a string is refused, as its letters would be taken for keys.
 
     Args:
         name: of the argument, for the error.
@@ -512,7 +512,7 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
 
 
 def need_rows(batch: object, *, values: bool = False) -> None:
-    """Raise TypeError if a batch is not a tensordict, such as a buffer or another library's sample.
+    """Raise TypeError if a batch is not a tensordict but, say, a buffer or another library's sample.
 
     Args:
         batch: the argument.

@@ -151,10 +151,10 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
         ImportError: pandas is missing; the message names the extra.
         ValueError, TypeError: as `to_numpy`.
 
-    Example::
-
-        frame = to_pandas(batch)
-        frame.groupby("collector.traj_ids")["next.reward"].sum()
+    ```python
+    frame = to_pandas(batch)
+    frame.groupby("collector.traj_ids")["next.reward"].sum()
+    ```
     """
     pandas = optional_package("pandas", "pandas", "to_pandas")
     columns: dict[str, Any] = {}
@@ -266,10 +266,10 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
         ImportError: pyarrow is missing; the message names the extra.
         ValueError, TypeError: as `to_numpy`; an entry of complex numbers, or of no numbers at all.
 
-    Example::
-
-        pyarrow.parquet.write_table(to_arrow(batch), "batch.parquet")
-        batch = from_arrow(pyarrow.parquet.read_table("batch.parquet"))
+    ```python
+    pyarrow.parquet.write_table(to_arrow(batch), "batch.parquet")
+    batch = from_arrow(pyarrow.parquet.read_table("batch.parquet"))
+    ```
     """
     pyarrow = optional_package("pyarrow", "arrow", "to_arrow")
     fields, arrays = [], []

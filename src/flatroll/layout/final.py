@@ -59,7 +59,9 @@ def read_final(
             if names == ("row",):
                 continue
             if names[0] != NEXT or len(names) < 2:
-                raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
+                raise ValueError(
+                    f"final has an entry {key!r}, expected only 'row' and ('next', <entry of the batch>)"
+                )
             present[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
     return Final(final.get("row", None), present)
 
@@ -93,7 +95,9 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
     for key, value in final.next.items():
         column = columns.get(key)
         if column is None:
-            raise ValueError(f"final[{next_key(key)!r}] must be ('next', <entry of the batch>)")
+            raise ValueError(
+                f"final[{next_key(key)!r}] must belong to an entry of the batch, which has no {key!r}"
+            )
         if value.shape[1:] != column.shape[1:] or value.dtype != column.dtype:
             raise ValueError(
                 f"final[{next_key(key)!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
@@ -103,7 +107,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
 
 
 def next_values(column: Tensor, row: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """Return the next values of a compact batch's column: those of the next rows, and ``last`` after some rows.
+    """Return the next values of a compact batch's column: those of the next rows, and ``last`` after the rows ``row``.
 
     Args:
         column: observations ``[N, *F]``.

@@ -94,7 +94,7 @@ class KeyNames(dict[str, NestedKey]):
 
 
 def is_entry(kind: type) -> bool:
-    """Whether a value of this class is an entry (``is_leaf`` of ``batch.keys``), tensor or not, and not a folder."""
+    """Whether a value of this class is an entry (``is_leaf`` of ``batch.keys``), tensor or not, but no tensordict."""
     return not issubclass(kind, TensorDictBase) or issubclass(kind, NonTensorData | NonTensorStack)
 
 

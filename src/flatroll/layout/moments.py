@@ -114,13 +114,13 @@ class Moments(nn.Module):
         return (self.var + epsilon).rsqrt().view(self.shape)
 
     def normalized(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
-        """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``, its dtype stays."""
+        """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``; its dtype is kept."""
         # In float64 and cast once, which preserves differences of one part in a million.
         out = (x.double() - self.mean.view(self.shape)) * self._rate(epsilon)
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
     def scaled(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
-        """``x / sqrt(var + epsilon)`` within ``[-clip, clip]``; the dtype of ``x`` stays."""
+        """``x / sqrt(var + epsilon)`` within ``[-clip, clip]``; the dtype of ``x`` is kept."""
         out = x * self._rate(epsilon)
         return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
 
@@ -164,6 +164,6 @@ def _not_finite(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> Value
                 f"{len(rows)}: the running statistics are unchanged. Fix the env, or leave such rows out"
             )
     return ValueError(
-        f"{columns[0][0]} must have squares that float64 holds, got up to "
+        f"{columns[0][0]} must be small enough for float64 to hold its squares, got up to "
         f"{max(rows.abs().max().item() for _, rows, _ in columns if len(rows)):.3g}: scale it in the env"
     )

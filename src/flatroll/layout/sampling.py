@@ -31,11 +31,11 @@ class FromBase(Protocol):
         ...
 
     def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples that base samples make, and their log-probabilities ``[*B]``."""
+        """Return the samples made from base samples, and their log-probabilities ``[*B]``."""
         ...
 
     def to_base(self, value: Tensor) -> Tensor:
-        """The base samples of samples, as far as their digits tell them."""
+        """Return the base samples of samples, as far as the precision of the samples allows."""
         ...
 
 
@@ -184,10 +184,12 @@ def _sum_last(x: Tensor, dims: int) -> Tensor:
 
 
 def _knows_base(dist: Distribution) -> TypeGuard[FromBase]:
+    """Return whether a distribution converts base samples itself (``from_base``)."""
     return hasattr(dist, "from_base")
 
 
 def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
+    """Return whether a distribution scores and samples as `Independent` does."""
     kind = type(dist)
     return (
         isinstance(dist, Independent)
@@ -197,6 +199,7 @@ def _is_independent(dist: Distribution) -> TypeGuard["Independent[Any]"]:
 
 
 def _is_transformed(dist: Distribution) -> TypeGuard[TransformedDistribution]:
+    """Return whether a transformed distribution has ``from_base``, or PyTorch's own scoring and sampling."""
     kind = type(dist)  # a subclass that scores or samples differently does it itself
     return isinstance(dist, TransformedDistribution) and (
         hasattr(kind, "from_base")

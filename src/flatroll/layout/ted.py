@@ -45,7 +45,7 @@ def root_places(ends: Tensor) -> Tensor:
 
 
 def is_shift(root: Tensor, following: Tensor, ends: Tensor) -> bool:
-    """Whether each row's next entry equals, bit by bit, the root entry of the row behind it in its run.
+    """Whether each row's next entry equals, bit by bit, the root entry of the next row in its run.
 
     Args:
         root: ``[N, *F]``.
@@ -419,7 +419,7 @@ _RUN = "traj_"
 class TED2Nested(TED2Flat):
     """Convert rows to nested tensors with one entry per run, the nested form of `TED2Flat`.
 
-    The result has batch size ``[R]``. An entry whose next value is the root value of the row behind has one value more
+    The result has batch size ``[R]``. An entry whose next value is the root value of the next row has one value more
     than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
     a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike.
 

@@ -94,7 +94,7 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
 
 
 def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
-    """Do ``batch.set(key, value)``, in a third of its time where the tensordict is plain and the value fits in.
+    """Do ``batch.set(key, value)``, in a third of the time if the tensordict is plain and the value fits.
 
     >>> batch = TensorDict({"reward": torch.ones(2)}, [2])
     >>> set_entry(batch, "td_error", torch.zeros(2))
@@ -115,7 +115,7 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
 
 
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
-    """Return ``batch.copy()``, nested tensordicts copied, too, in a quarter of its time.
+    """Return ``batch.copy()``, which copies nested tensordicts, too, in a quarter of the time.
 
     >>> batch = TensorDict({"next": {"reward": torch.ones(2)}}, [2])
     >>> copy = shallow_copy(batch)
@@ -134,9 +134,9 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
 
 
 def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attributes of a network of this kind whose call is nothing but that of its ``forward``.
+    """Return the attributes of a network of this kind if calling it does nothing but call its ``forward``.
 
-    Subclasses are not of the kind, but for actors that sample as their base does, as TorchRL's do.
+    Subclasses do not count, except for actors that sample as their base class does, such as TorchRL's.
 
     None if it is another one, or if its attributes are not all like those in ``plain``.
     """
@@ -176,12 +176,12 @@ _SKIPS: Any = getattr(utils, "_skip_existing", None)
 
 
 def _mode_of(holder: Any, public: Callable[[], Any]) -> Any:
-    """A mode of tensordict's, without the lock around one read: 0.1 µs of 1."""
+    """Return a mode of tensordict's without taking its lock: 0.1 µs instead of 1."""
     return holder._mode if hasattr(holder, "_mode") else public()
 
 
 def exchange_interaction_type(kind: InteractionType | None) -> InteractionType | None:
-    """Set tensordict's interaction type, of all threads, and return the one before; 0.1 µs of the 2 of a block's.
+    """Set tensordict's interaction type for all threads; return the old one. Takes 0.1 µs, a ``with`` block 2 µs.
 
     >>> before = exchange_interaction_type(InteractionType.MODE)
     >>> exchange_interaction_type(before)
@@ -259,7 +259,7 @@ def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
 
 
 def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
-    """Whether a sampler is one of tensordict or TorchRL that draws one sample by the generators of torch."""
+    """Return whether a sampler is tensordict's or TorchRL's and draws one sample from torch's default generators."""
     kind, own = type(sampler), sampler.__dict__
     known = kind is ProbabilisticTensorDictModule or (
         kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
@@ -270,7 +270,7 @@ def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
 
 
 def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
-    """What the sampler does, in a third of its time; also keeps the values that transforms make actions of."""
+    """Do what the sampler does, in a third of the time; also keep the base samples, from before the transforms."""
     kind = _mode_of(_TYPE, interaction_type) or sampler.default_interaction_type
     if kind is InteractionType.RANDOM and _samples_once(sampler):
         parts = components(build_distribution(sampler, batch))
@@ -384,7 +384,7 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
 
 
 def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict[NestedKey, Any] | None:
-    """What the network's function returns, by key; None, and nothing has run, if it is more than a function."""
+    """Call the network's function and return its outputs by key; None, without a call, if it does more than that."""
     own = plain_attributes(network, TensorDictModule, _PLAIN_MODULE)
     if own is None:
         return None

@@ -153,7 +153,7 @@ def mark_cuts(
     traj_key: NestedKey = TRAJ_IDS,
     mask_key: NestedKey = MASK,
 ) -> TensorDictBase:
-    """Mark the last row of every run that the batch cuts as truncated and done, in a copy.
+    """Return a copy in which the last row of every run that the batch cuts is marked as truncated and done.
 
     For code that finds run ends by ``done`` alone, such as other libraries' buffers: without the marks it takes the
     first row of the next run for the step after a cut one. With the marks the cut row is bootstrapped from its own
@@ -257,5 +257,5 @@ def _unnest(parts: TensorDictBase) -> TensorDictBase:
 
 
 def nested_values(column: Tensor) -> Tensor:
-    """The values ``[N, *F]`` of a nested tensor, end to end; of the jagged layout they are its own memory."""
+    """Return the values ``[N, *F]`` of a nested tensor, end to end; for the jagged layout, its own memory."""
     return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())

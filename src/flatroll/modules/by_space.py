@@ -78,16 +78,14 @@ def actor(
 ) -> ProbabilisticTensorDictSequential:
     """Build an actor for an env's spaces: a body for the observation and a distribution of actions.
 
-    =================================  ===========================================================================
-    action space                       distribution
-    =================================  ===========================================================================
-    Discrete                           ``torch.distributions.Categorical`` (`JointCategorical` where it has a start)
-    MultiDiscrete                      `JointCategorical`
-    MultiBinary                        `JointBernoulli`
-    Box with bounds                    `SquashedGaussian`
-    Box without, or ``squash=False``   `Gaussian`
-    Dict, Tuple of these               a ``CompositeDistribution`` of them, one log-probability for each part
-    =================================  ===========================================================================
+    | action space                     | distribution |
+    |---|---|
+    | Discrete                         | ``torch.distributions.Categorical`` (`JointCategorical` where it has a start) |
+    | MultiDiscrete                    | `JointCategorical` |
+    | MultiBinary                      | `JointBernoulli` |
+    | Box with bounds                  | `SquashedGaussian` |
+    | Box without, or ``squash=False`` | `Gaussian` |
+    | Dict, Tuple of these             | a ``CompositeDistribution`` of them, one log-probability for each part |
 
     The body concatenates features of each entry: a CNN for images (a Box of three dims, or of unsigned bytes with two
     or four; channels first or last), one-hot vectors for Discrete and MultiDiscrete, flattened numbers for others. An
@@ -412,7 +410,7 @@ def set_epsilon(network: nn.Module, epsilon: float) -> None:
     found = [module for module in network.modules() if isinstance(module, EpsilonGreedy)]
     if not found:
         raise ValueError(
-            "network must have an EpsilonGreedy, as that of q_network for a Discrete space, and has none"
+            "network must have an EpsilonGreedy module, like a q_network for a Discrete space, but has none"
         )
     for module in found:
         module.epsilon.fill_(epsilon)
@@ -590,7 +588,7 @@ def _trunk_of(
     widths = [whole_number("hidden", size) for size in sizes("hidden", hidden)]
     if recurrent is not None and not widths:
         raise ValueError(
-            f"hidden must have at least one size with recurrent={recurrent!r}, that of the memory, got ()"
+            f"hidden must have at least one size, that of the memory, with recurrent={recurrent!r}, got ()"
         )
     has_mask = drop_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
     given = {part.in_key: part for part in norms if isinstance(part, RunningNorm)}

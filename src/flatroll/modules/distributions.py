@@ -335,7 +335,7 @@ class SquashedGaussian(TransformedDistribution):
         return self.loc + self.scale * _draw_noise(sample_shape, self.loc)
 
     def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """The actions that normal numbers make, and their log-probabilities ``[*B]``."""
+        """Return the actions made from normal numbers, and their log-probabilities ``[*B]``."""
         deviations = (base - self.loc) / self.scale
         half = self._half
         if isinstance(half, Tensor):
@@ -353,7 +353,7 @@ class SquashedGaussian(TransformedDistribution):
         return action, log_prob.sum(self._event_axes) if self._event_axes else log_prob
 
     def to_base(self, value: Tensor) -> Tensor:
-        """The normal numbers of actions, as far as their digits tell them; finite at the bounds."""
+        """Return the normal numbers of actions, as far as their precision allows; finite at the bounds."""
         y = (value - self._middle) / self._half
         most = 1.0 - torch.finfo(y.dtype).eps
         return y.clamp(-most, most).atanh()

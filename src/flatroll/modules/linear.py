@@ -70,10 +70,10 @@ class LinearRecurrence(StatefulModule):
 class MinGRUModule(LinearRecurrence):
     """A GRU whose gates do not depend on the state (minGRU), so all rows are computed in parallel.
 
-    .. code-block:: text
-
-        z[t] = sigmoid(W_z x[t] + b_z)
-        h[t] = (1 - z[t]) * h[t - 1] + z[t] * (W_h x[t] + b_h)
+    ```text
+    z[t] = sigmoid(W_z x[t] + b_z)
+    h[t] = (1 - z[t]) * h[t - 1] + z[t] * (W_h x[t] + b_h)
+    ```
 
     It steps in rollouts and runs over flat batches in training as :class:`GRUModule` does, with the same keys, modes
     and boundaries, and its next states are exact on every row. A layer sees the past of its input only through the
@@ -141,10 +141,10 @@ class MinGRUModule(LinearRecurrence):
 class LinearRecurrentModule(LinearRecurrence):
     """A linear recurrent unit: each feature of the state decays at its own learned rate.
 
-    .. code-block:: text
-
-        h[t] = a * h[t - 1] + sqrt(1 - a^2) * (B x[t])     a = exp(-exp(nu)), one number in (0, 1) per feature
-        y[t] = C h[t] + D x[t] + d
+    ```text
+    h[t] = a * h[t - 1] + sqrt(1 - a^2) * (B x[t])     a = exp(-exp(nu)), one number in (0, 1) per feature
+    y[t] = C h[t] + D x[t] + d
+    ```
 
     With :func:`torch.nn.functional.gelu` between layers. The rates are drawn so that ``a`` is uniform between
     ``decay[0]`` and ``decay[1]``. Everything else is as for :class:`MinGRUModule`.
@@ -182,7 +182,7 @@ class LinearRecurrentModule(LinearRecurrence):
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
         rising = isinstance(decay, Sequence) and len(decay) == 2 and all(isinstance(x, float) for x in decay)
         if not (rising and 0 < decay[0] <= decay[1] < 1):
-            raise ValueError(f"decay must be two rising numbers between 0 and 1, got {decay!r}")
+            raise ValueError(f"decay must be two floats between 0 and 1 in ascending order, got {decay!r}")
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.inputs = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **place) for size in sizes)

@@ -102,12 +102,14 @@ class set_recurrent_mode:
         self._outer: list[tuple[bool | None, int]] = []
 
     def __enter__(self) -> None:
+        """Set the mode; the outer one is kept."""
         self._outer.append((_MODE.value, _MODE.burn_in))
         _MODE.value, _MODE.burn_in = self._mode, self._burn_in
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Restore the outer mode."""
         current, outer = _MODE.value, self._outer.pop()
         # another mode than the one entered: a different block is still open, so reset the mode
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)

@@ -20,7 +20,7 @@ def check_sizes(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless a recurrent network can be made of these."""
+    """Raise TypeError or ValueError, naming the argument, unless these can build a recurrent network."""
     whole_number("input_size", input_size)
     whole_number("hidden_size", hidden_size)
     whole_number("num_layers", num_layers)
@@ -102,7 +102,7 @@ class GRU(_OfOperators):
     kind = "GRU"
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows ``[B, T, input_size]`` and state ``[num_layers, B, H]``, default zeros, to outputs and final state."""
+        """Map rows ``[B, T, input_size]`` and state ``[num_layers, B, H]`` (or zeros) to outputs and final state."""
         out, (final,) = self._run(input, None if hx is None else (hx,))
         return out, final
 
@@ -121,7 +121,7 @@ class LSTM(_OfOperators):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Rows ``[B, T, input_size]`` and states ``[num_layers, B, H]``, default zeros, to outputs and final states."""
+        """Map rows ``[B, T, input_size]`` and states ``[num_layers, B, H]`` (or zeros) to outputs and final states."""
         out, (h, c) = self._run(input, hx)
         return out, (h, c)
 
@@ -188,7 +188,7 @@ class GRUCell(nn.GRUCell):
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(self, input: Tensor, hx: Tensor | None = None, is_init: Tensor | None = None) -> Tensor:
-        """Rows ``[B, input_size]`` and state ``[B, hidden_size]`` to the next state."""
+        """Map rows ``[B, input_size]`` and state ``[B, hidden_size]`` to the next state."""
         return super().forward(input, None if hx is None else _reset(hx, is_init))
 
 
@@ -217,7 +217,7 @@ class LSTMCell(nn.LSTMCell):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None, is_init: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows ``[B, input_size]`` and states ``[B, hidden_size]``, default zeros, to the next states."""
+        """Map rows ``[B, input_size]`` and states ``[B, hidden_size]`` (or zeros) to the next states."""
         return super().forward(
             input, None if hx is None else (_reset(hx[0], is_init), _reset(hx[1], is_init))
         )

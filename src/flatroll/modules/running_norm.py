@@ -188,7 +188,7 @@ class RunningNorm(TensorDictModuleBase):
             return
         moments.unlearned -= 1
         if not moments.unlearned:
-            acts = "passes numbers on" if self.clip is None else f"only clips to {self.clip:g}"
+            acts = "passes its input on unchanged" if self.clip is None else f"only clips to {self.clip:g}"
             warnings.warn(
                 f"RunningNorm({self.in_key!r}) was used in many losses and has counted nothing, so it {acts}: "
                 "call its update(batch) for each collected batch, or leave it out (norm=False). TorchRL's "

@@ -32,7 +32,7 @@ def check_counts(**counts: int | None) -> None:
         count = _integer(name, count)
         if name == "total_frames":
             if count == 0 or count < -1:
-                raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
+                raise ValueError(f"total_frames must be positive, or -1 for no limit, got {count}")
         elif count < (least := 0 if name == "init_random_frames" else 1):
             otherwise = " or None" if name in optional else ""
             raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
@@ -104,7 +104,7 @@ def make_devices(
 
 
 def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
-    """How probabilistic modules choose; ValueError for a name that is none of tensordict's."""
+    """Return how probabilistic modules choose; ValueError for a name that tensordict does not have."""
     if isinstance(exploration_type, InteractionType):
         return exploration_type
     kinds: Any = InteractionType
@@ -231,7 +231,7 @@ def make_envs(
     if isinstance(create_env_fn, (list, tuple)):
         if len(create_env_fn) != splits:
             raise ValueError(
-                f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
+                f"splits={splits} needs a list of {splits} envs or functions, got a list of {len(create_env_fn)}"
             )
         envs = [make_env(one, obs_dtype, device, max_steps, undo) for one in create_env_fn]
         made = all(made for _, made in envs)
@@ -242,11 +242,11 @@ def make_envs(
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
                 f"splits={splits} can divide only a gymnasium.vector.AsyncVectorEnv, got "
-                f"{type(whole).__name__}: pass a list of {splits} envs, the parts of a pool, or of functions "
+                f"{type(whole).__name__}: pass a list of {splits} envs (the parts of a pool) or of functions "
                 "that make them"
             )
         if splits > whole.num_envs:
-            raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")
+            raise ValueError(f"splits={splits} needs at least {splits} envs, got {whole.num_envs}")
         moves = moves_of(whole)
         envs = [make_env(part, obs_dtype, device, max_steps, undo) for part in split_async(whole, splits)]
     return [env for env, _ in envs], moves, made

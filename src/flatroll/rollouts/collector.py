@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 
 class Interruptor(Protocol):
-    """Signals that a batch shall end early, like a `threading.Event`."""
+    """Signals that a batch should end early, like a `threading.Event`."""
 
     def is_set(self) -> bool: ...
 
@@ -350,8 +350,8 @@ class Collector(Facts):
     def update_policy_weights_(self, policy_or_weights: Weights | None = None) -> None:
         """Copy weights into the policy and increment `policy_version`.
 
-        Without an argument it only increments: the collector uses the policy object itself, so updates take effect at
-            once.
+        Without an argument, only the version changes: the collector uses the policy object itself, so updates of
+        its weights take effect at once.
 
         Args:
             policy_or_weights: a module, its state dict, or a tensordict of its parameters.
@@ -495,7 +495,7 @@ class Collector(Facts):
             if not runner.started:
                 seed = self._seed
                 if seed is not None and self._frames != self._seeded_at:
-                    # A resumed run must not repeat its first episodes. (Envs without seeds have other ones anyway.)
+                    # A resumed run must not repeat its first episodes. (Unseeded envs have different episodes anyway.)
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
                     streams = map(find_stream, runner.envs)
                     if not any(stream is not None and stream.capabilities.seedable for stream in streams):

@@ -281,7 +281,7 @@ class _Play:
             like = next((info[name] for info in self._infos if name in info), None)
             if like is None:
                 raise KeyError(
-                    f"info_keys has {name!r}, which was in the info of no step: leave it out, or name an entry "
+                    f"info_keys has {name!r}, which was in no step's info: leave it out, or name an entry "
                     "that the env reports"
                 )
             infos[name] = torch.stack([self._infos[i].get(name, torch.zeros_like(like)) for i in order])

@@ -42,7 +42,7 @@ class RandomPolicy:
         self._draws: RandomActions | None = None
 
     def space_in(self, env: VectorEnv[Any, Any, Any]) -> spaces.Space[Any]:
-        """Return the single action space that it draws from in this vector env."""
+        """Return the single action space that the policy draws from in this vector env."""
         if self.action_spec is None or self.action_spec == env.action_space:
             return env.single_action_space
         return self.action_spec
@@ -107,7 +107,7 @@ class RandomActions:
         self._used = _CHUNK
 
     def __call__(self) -> Any:
-        """Return the actions of the next vector step, a tree nested as the space is."""
+        """Return the actions of the next vector step, a tree with the structure of the space."""
         if self._used == _CHUNK:
             self._chunk, self._used = self._draw(self._spec), 0
             self._steps = _unbind(self._chunk, self.as_numpy)

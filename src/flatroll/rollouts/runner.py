@@ -528,7 +528,7 @@ class InfoColumns:
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._seen:
                 self._seen.add(name)
-                # Not seen together with an observation yet, which batches need.
+                # The entry has no root value yet, which batches need.
                 if name not in window.columns:
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
@@ -551,7 +551,7 @@ class InfoColumns:
         return to_torch(value, self._device)
 
     def check_seen(self, info: dict[str, Any]) -> None:
-        """Raise KeyError if no step's info had an entry; ``info`` is the last one."""
+        """Raise KeyError if an entry was in no step's info; ``info`` is the last info."""
         missing = [name for name in self._names if name not in self._seen]
         if missing:
             names = sorted(key for key in info if not key.startswith("_"))

@@ -111,7 +111,7 @@ class BlockColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with a common number of rows: ``[rows, *S]`` each, one behind the other.
+    """Columns with a common number of rows: ``[rows, *S]`` each, one after the other.
 
     Args:
         rows: number of rows that there is room for.
@@ -148,7 +148,7 @@ class Table:
 
 
 def dtype_name(values: Any) -> str:
-    """ "float32" of a float32 tensor or array."""
+    """Return the name of the dtype of a tensor or array, such as "float32"."""
     return str(values.dtype).removeprefix("torch.")
 
 

@@ -134,7 +134,7 @@ class Channel:
         return message[1] if len(kinds) == 1 else message
 
     def pop(self, *kinds: str) -> tuple[str, Any] | None:
-        """The next message of one of these kinds (default: any) that has been read, without waiting; None if none."""
+        """Return the next message of one of these kinds (default: any) already read; None if there is none."""
         for place, message in enumerate(self._messages):
             if not kinds or message[0] in kinds:
                 del self._messages[place]
@@ -209,7 +209,7 @@ class Channel:
         self._shut(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close it, for copies of it in forked processes, too; a second call does nothing."""
+        """Close the channel, also for copies in forked processes; a second call does nothing."""
         if self._socket.fileno() >= 0:
             self._shut(socket.SHUT_RDWR)
         self.forget()
@@ -239,7 +239,7 @@ class _Socket(socket.socket):
 
 
 class Door:
-    """One end of an unnamed socket pair; its holder sends the maker one end of a new channel.
+    """One end of an unnamed socket pair; whoever holds it can send the door's maker one end of a new channel.
 
     Each message is one datagram with one descriptor: it arrives whole or not at all, so any number of processes may
     use copies of a door at once. A copy travels in a message of a `Channel`, as an argument of
@@ -282,8 +282,8 @@ class Door:
             return mine.detach()
 
     def admit(self) -> int | None:
-        """Wait for what comes through the door: the descriptor of a socket; None if it is anything else, or the door is
-        closed."""
+        """Wait for a socket to come through the door, and return its descriptor; None if anything else comes, or the
+        door is closed."""
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, _CLOSE_ON_EXEC)
         except OSError:

@@ -82,7 +82,7 @@ class Outbox:
         self.place = self._number, slot
 
     def take_back(self, number: int, slot: int) -> None:
-        """Reuse a released slot: the content of a message of kind `FREE`, or `place` if the last window was read."""
+        """Reuse a released slot, given by a message of kind `FREE`, or by `place` if the last window was read."""
         self._under_way -= 1
         if number == self._number:
             self._free.append(slot)
@@ -148,7 +148,7 @@ class Window:
         self.tables, self.owned = tables, True
 
     def release(self) -> None:
-        """Release the slot; a second call does nothing. Ignores that the writer is gone."""
+        """Release the slot; a second call does nothing, nor is it an error if the writer is gone."""
         if self._place is not None:
             self._inbox.give_back(self._place)
             self._place, self.tables = None, []

@@ -349,7 +349,7 @@ class _Helper:
     """The parent's handle of the helper process, which starts and kills workers."""
 
     def __init__(self, fork: bool, preload: list[str], threads: int) -> None:
-        self._pids: dict[int, int] = {}  # of workers not known to have ended
+        self._pids: dict[int, int] = {}  # pids of workers not known to have exited
         self._owner = os.getpid()
         self._lock = RLock()  # held by the thread that writes to the helper, or waits until it is ready
         self._control, theirs = Channel.pair()
@@ -432,7 +432,7 @@ class _Helper:
                 self.kill_what_is_left(number)
 
     def kill_what_is_left(self, number: int) -> None:
-        """Kill a worker that a helper that was itself killed could not."""
+        """Kill a worker that the helper cannot kill, because it was killed itself."""
         pid = self._pids.pop(number, None)
         if pid is not None and self.is_mine():
             kill_group(pid)

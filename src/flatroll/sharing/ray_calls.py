@@ -1,5 +1,5 @@
-"""Ray behind a few calls: make an actor, call it, wait, get and put; and batches as its object store takes them.
-Nothing else of flatroll imports Ray."""
+"""A few calls that hide Ray: make an actor, call it, wait, get and put; and batches in a form for its object store.
+Nothing else in flatroll imports Ray."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ class Calls(Protocol):
     ) -> Any:
         """Begin a call; return a reference to its result, or a list of them. Arguments that are references come as
         what they refer to. The calls of one actor run one after the other, in this order; those of a ``group`` that the
-        actor's options name in ``concurrency_groups``, beside the others."""
+        actor's options name in ``concurrency_groups`` run in parallel with the others."""
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Wait for one of these results and return all that are ready; none after ``timeout`` seconds."""
@@ -66,7 +66,7 @@ class Calls(Protocol):
         """Kill an actor, even in the middle of a call."""
 
     def store_bytes(self) -> int:
-        """Size of the object store, that of all nodes together."""
+        """Return the size of the object store, summed over all nodes."""
         ...
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class SharedWeights:
         self._header[_DONE] = version
 
     def fetch_into(self, state: "Mapping[str, torch.Tensor]") -> int:
-        """Copy the newest whole version into these tensors, which is what ``module.state_dict()`` gives.
+        """Copy the newest whole version into these tensors, as returned by ``module.state_dict()``.
 
         Returns:
             Its number.

@@ -98,7 +98,7 @@ class Failure:
         return self._unpickle() or RuntimeError(f"{self.name}: {self.text}")
 
     def throw(self, name: str) -> NoReturn:
-        """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
+        """Raise the error here, noted as raised in ``name``, with the traceback from there as its cause."""
         error = self.error()
         error.add_note(f"raised in {name}")
         raise error from WorkerTraceback(f"\n{self.trace}")
@@ -235,7 +235,7 @@ def prepare_forks(preload: list[str]) -> None:
 
 
 def thread_count() -> int:
-    """Number of threads of this process; where the system does not tell, only those of Python."""
+    """Number of threads of this process; if the system does not report it, of Python threads only."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 

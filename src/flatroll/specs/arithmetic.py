@@ -39,7 +39,7 @@ def as_double(numbers: Tensor) -> Tensor:
 def whole_range(dtype: torch.dtype) -> tuple[int, int]:
     """Return the range in which a dtype represents all integers."""
     if dtype.is_complex:
-        raise ValueError(f"dtype must be one of real numbers, got {dtype}")
+        raise ValueError(f"dtype must be a real dtype, got {dtype}")
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point:

@@ -134,7 +134,7 @@ class Bounded(NumberSpec, Ranged):
         return self._full("high")
 
     def open_where(self, below: Tensor, above: Tensor) -> Self:
-        """Return the spec with integer bounds marked that are only the limits of their dtype, for `rand`.
+        """Return the spec with marks, for `rand`, where integer bounds are only the limits of their dtype.
 
         Args:
             below, above: bool, of the spec's shape, True where there is no lower or no upper bound.
@@ -145,7 +145,7 @@ class Bounded(NumberSpec, Ranged):
 
     @property
     def open_ends(self) -> tuple[bool, bool]:
-        """Whether whole numbers have no lower, no upper bound anywhere."""
+        """Return whether whole numbers have no lower bound anywhere, and whether no upper bound."""
         below, above = (self._parameters.get(f"open_{side}") for side in ("below", "above"))
         return below is not None and bool(below.all()), above is not None and bool(above.all())
 
@@ -258,7 +258,7 @@ class Unbounded(NumberSpec):
 
     @property
     def open_ends(self) -> tuple[bool, bool]:
-        """Whether there is no lower bound, and no upper one, besides those of an unsigned dtype."""
+        """Return whether the lower and the upper end are open: both for a signed dtype, neither for an unsigned one."""
         assert self.dtype is not None
         return self.dtype.is_signed, self.dtype.is_signed
 

@@ -155,7 +155,7 @@ class Composite(TensorSpec):
         del self._specs[first]
 
     def get(self, key: NestedKey, default: Any = _MISSING) -> Any:
-        """An entry, or the default; KeyError without one."""
+        """Return an entry, or the default; KeyError if there is neither."""
         try:
             return self[key]
         except KeyError:
@@ -393,7 +393,7 @@ class Composite(TensorSpec):
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        """Make a tensordict of a dict of arrays, numbers or dicts.
+        """Make a tensordict from a dict of arrays, numbers or dicts.
 
         Raises:
             KeyError: an entry is missing, or none of the spec's.
@@ -402,7 +402,7 @@ class Composite(TensorSpec):
         present, given = self.present(), set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
         if wrong:
-            raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: see {wrong}")
+            raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: {wrong} differ")
         encoded = {}
         for name, spec in present.items():
             try:

@@ -744,7 +744,7 @@ class Binary(Ranged):
 
 
 def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
-    """A whole number from ``least`` to 2**62, also one of NumPy or torch, such as the ``n`` of a Gymnasium space."""
+    """A whole number from ``least`` to 2**62, or one of NumPy's or torch's, such as the ``n`` of a Gymnasium space."""
     try:
         return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least, 2**62)
     except (TypeError, RuntimeError) as error:  # an array of several numbers

@@ -21,7 +21,7 @@ ANY_LENGTH = 16_381
 
 
 def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
-    """A shape given as an int, as a sequence, or as several ints; TypeError with that name if it is invalid.
+    """A shape given as an int, as a sequence, or as several ints; TypeError with ``name`` if it is invalid.
 
     >>> as_shape(3), as_shape((2, 3)), as_shape(2, 3)
     (torch.Size([3]), torch.Size([2, 3]), torch.Size([2, 3]))

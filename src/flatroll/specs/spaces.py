@@ -21,15 +21,15 @@ from flatroll.specs.tensor_spec import Device, TensorSpec, as_dtype
 def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
     """Return the spec of a Gymnasium space.
 
-    ========================  =============================================================================
-    Box                       `Bounded` (a bound may be infinite), or `Unbounded` if all are
-    Discrete                  `Categorical`, with its ``start``: values are the env's own
-    MultiDiscrete             `MultiCategorical`, with its ``start``
-    MultiBinary               `Binary`
-    Dict                      `Composite` of its entries
-    Tuple                     `Composite` with the keys ``"0"``, ``"1"`` ...
-    any other                 `NonTensor` that keeps the space: Text, Sequence, Graph, OneOf, your own
-    ========================  =============================================================================
+    | space         | spec |
+    |---|---|
+    | Box           | `Bounded` (a bound may be infinite), or `Unbounded` if all are |
+    | Discrete      | `Categorical`, with its ``start``: values are the env's own |
+    | MultiDiscrete | `MultiCategorical`, with its ``start`` |
+    | MultiBinary   | `Binary` |
+    | Dict          | `Composite` of its entries |
+    | Tuple         | `Composite` with the keys ``"0"``, ``"1"`` ... |
+    | any other     | `NonTensor` that keeps the space: Text, Sequence, Graph, OneOf, your own |
 
     Args:
         space: the space of one sample, such as ``env.single_observation_space``.

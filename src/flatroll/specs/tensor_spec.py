@@ -221,18 +221,18 @@ class TensorSpec(ABC):
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
-        """Make one dim of several; ``end_dim=-1`` is the last one in front of a value's own dims."""
+        """Merge several dims into one; ``end_dim=-1`` is the last one before a value's own dims."""
         end_dim = end_dim - self.value_dims if end_dim < 0 else end_dim
         start, end = self._outer("flatten", start_dim, end_dim)
         return self.map_dims(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
 
     def unflatten(self, dim: int, sizes: Shape) -> Self:
-        """Make several dims of one."""
+        """Split one dim into several."""
         (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
         return self.map_dims(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
 
     def squeeze(self, dim: int | None = None) -> Self:
-        """Drop a dim, or all dims, of size 1 in front of a value's own dims."""
+        """Drop a dim, or all dims, of size 1 before a value's own dims."""
         if dim is None:
             drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
         else:
@@ -370,7 +370,7 @@ class TensorSpec(ABC):
 
     def allowed(self, value: Tensor) -> Tensor:
         """Which entries of a value of the right shape, dtype and device are in the domain: bool, one for each."""
-        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
+        raise NotImplementedError(f"the values of a {type(self).__name__} are not single tensors")
 
     def all_allowed(self, value: Tensor) -> bool:
         """Whether all entries of a value of the right shape, dtype and device are in the domain."""
@@ -463,11 +463,11 @@ class TensorSpec(ABC):
         return self.closest(value)
 
     def closest(self, value: Tensor) -> Tensor:
-        """The closest values inside, of this dtype."""
-        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
+        """Return the closest values in the domain, in the spec's dtype."""
+        raise NotImplementedError(f"the values of a {type(self).__name__} are not single tensors")
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        """Make a tensor in the domain of an array, a list, a number or a tensor; sizes of 1 may be left out.
+        """Make a tensor in the domain from an array, list, number or tensor; dims of size 1 may be left out.
 
         Args:
             value: what the env or a user gives.
@@ -535,7 +535,7 @@ class TensorSpec(ABC):
         return float("inf")
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """All values ``[cardinality, *shape]``; the batch has the same one everywhere.
+        """All values ``[cardinality, *shape]``; each is repeated over the batch dims.
 
         Args:
             use_mask: leave out what the mask forbids.

@@ -171,7 +171,7 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
         and min(len(row["chosen"].split()), len(row["rejected"].split())) >= min_words
     ]
     if not pairs:
-        raise ValueError(f"no pair of unequal texts with {min_words} words or more is in the data set")
+        raise ValueError(f"the data set has no pair of different texts with at least {min_words} words")
     chosen, rejected = zip(*pairs, strict=True)
     return type(dataset).from_dict({"text": [*chosen, *rejected]})
 

@@ -22,11 +22,11 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
 
     With ``r = log p(token) - log p_ref(token)``, and tokens drawn from ``p``:
 
-    ====== ================ ====================================================
-    ``k1`` ``r``            unbiased, negative for some tokens
-    ``k2`` ``r ** 2 / 2``   biased, never negative, small variance
-    ``k3`` ``exp(-r)-1+r``  unbiased, never negative
-    ====== ================ ====================================================
+    | estimator | value           | properties |
+    |---|---|---|
+    | ``k1``    | ``r``           | unbiased, negative for some tokens |
+    | ``k2``    | ``r ** 2 / 2``  | biased, never negative, small variance |
+    | ``k3``    | ``exp(-r)-1+r`` | unbiased, never negative |
 
     Source: Schulman, "Approximating KL Divergence" (2020).
 
@@ -152,7 +152,7 @@ class AdaptiveKLController(KLControllerBase):
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
     ) -> float:
-        """Change the coefficient by what one or more rollouts had, given in one of two ways.
+        """Update the coefficient from the KL of one or more rollouts, given in one of two ways.
 
         Args:
             kl_values: mean KL *rewards* of the rollouts, ``-coef * KL`` each (entry ``reward_kl``), at the
@@ -183,7 +183,7 @@ class AdaptiveKLController(KLControllerBase):
         assert kl is not None
         kl = kl if isinstance(kl, float) else float(number("kl", kl))
         if not math.isfinite(kl):
-            raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not")
+            raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not finite")
         n_steps = 1 if n_steps is None else number("n_steps", n_steps, above=0)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)

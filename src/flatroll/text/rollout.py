@@ -285,7 +285,7 @@ class RolloutFromModel:
         rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(
-                f"prompt_rindex must have shape {(rows,)} with a row or more, got {tuple(rindex.shape)}"
+                f"prompt_rindex must have shape {(rows,)}, with at least one row, got {tuple(rindex.shape)}"
             )
         first, last = (int(index) for index in rindex.aminmax())
         if first < 0 or last >= length:
@@ -301,7 +301,7 @@ class RolloutFromModel:
         if most is not None and longest > most:
             raise ValueError(
                 f"prompts of up to {last + 1} tokens and max_new_tokens={self.max_new_tokens} make texts "
-                f"of {longest}, but the model reads {most}"
+                f"of {longest} tokens, but the model reads at most {most}"
             )
         lengths: Tensor = rindex + 1
         return lengths
@@ -353,7 +353,9 @@ def _in_vocabulary(model: object, name: str, token: int) -> int:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     whole_number(name, token, -(2**63))
     if token < 0 or (size is not None and token >= size):
-        raise ValueError(f"{name} {token} is not a token of the model ({size}): pass {name}=tokenizer.{name}")
+        raise ValueError(
+            f"{name} {token} is not a token of the model (vocab_size={size}): pass {name}=tokenizer.{name}"
+        )
     return int(token)
 
 

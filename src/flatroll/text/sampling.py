@@ -122,7 +122,7 @@ def generate_tokens(
 
 
 def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
-    """Which tokens are one of those that end a text: bool of the shape of ``tokens``."""
+    """Return which tokens end a text: bool of the shape of ``tokens``."""
     ends = torch.zeros_like(tokens, dtype=torch.bool)
     for token in eos:  # for the few tokens there are, faster than torch.isin
         ends |= tokens == token
@@ -164,7 +164,7 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
     if config.max_new_tokens not in (None, max_new_tokens):
         raise ValueError(
             f"generation_config.max_new_tokens is {config.max_new_tokens}, but max_new_tokens is {max_new_tokens}: "
-            "pass the latter alone"
+            "pass only max_new_tokens"
         )
     if unlike and not allow_off_policy:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Functions from examples of text to tokens."""
+"""Functions that turn examples of text into tokens."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -148,7 +148,7 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
         prompts, labels = _texts(sample, self.key), _texts(sample, "label")
         if len(prompts) != len(labels):
             raise ValueError(
-                f"{len(prompts)} texts in {self.key!r} do not match {len(labels)} in 'label': one label for each"
+                f"{len(prompts)} texts in {self.key!r} do not match {len(labels)} in 'label': pass one for each text"
             )
         columns = self.columns([prompt + label for prompt, label in zip(prompts, labels, strict=True)])
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]

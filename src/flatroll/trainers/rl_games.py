@@ -91,7 +91,7 @@ class FlatVecEnv(IVecEnv):
         return _as_float32(observations), rewards, dones.to(torch.uint8), infos
 
     def reset(self) -> Any:
-        """Reset all envs; with the seed, the first time and after `seed`."""
+        """Reset all envs; the first reset and the one after `seed` use the seed."""
         observations, _ = self.env.reset(seed=self._seed)
         self._seed = None
         return _as_float32(observations)
@@ -115,7 +115,7 @@ class FlatVecEnv(IVecEnv):
 
 
 class FinalObservations:
-    """Base for rl_games' PPO, in front of it: truncated rows are bootstrapped from their true last observations.
+    """Base class, listed before rl_games' PPO: truncated rows are bootstrapped from their true last observations.
 
     Its PPO is `A2CAgent` and `DiscreteA2CAgent`.
 

@@ -52,7 +52,7 @@ class FlatVecEnv(VecEnv):
         adapted = as_vector_env(env, autoreset="same_step", framework="torch", **options)
         actions = adapted.single_action_space
         if not isinstance(actions, spaces.Box) or len(actions.shape) != 1:
-            raise TypeError(f"rsl_rl needs actions that are one Box of one dimension, got {actions}")
+            raise TypeError(f"rsl_rl needs a one-dimensional Box as action space, got {actions}")
         limit = max_episode_length or getattr(adapted.spec, "max_episode_steps", None)
         if limit is None:
             raise ValueError(
@@ -94,7 +94,7 @@ class FlatVecEnv(VecEnv):
 
 
 class FinalObservations:
-    """Base for rsl_rl's PPO, in front of it: truncated rows are bootstrapped from their true last observations.
+    """Base class, listed before rsl_rl's PPO: truncated rows are bootstrapped from their true last observations.
 
     rsl_rl adds ``gamma * V(s_t)``, the value before the last step; this adds ``gamma * V(s_T)``, of
     ``extras["final_obs"]``, so the return of a truncated row is as if its episode went on. Not for recurrent critics.

@@ -150,7 +150,7 @@ class FlatVecEnv(VecEnv):
 
     @override
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of each env; of an env that steps all rows itself, its own."""
+        """Return an attribute of each env, or that of the env if it steps all rows itself."""
         rows = list(self._get_indices(indices))
         if (envs := self._single_envs()) is not None:
             return [envs[i].get_wrapper_attr(attr_name) for i in rows]
@@ -162,7 +162,7 @@ class FlatVecEnv(VecEnv):
 
     @override
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute of each env; of an env that steps all rows itself, its own.
+        """Set an attribute of each env, or that of the env if it steps all rows itself.
 
         Raises:
             ValueError: such an env, and ``indices`` are not all.
@@ -186,7 +186,7 @@ class FlatVecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of each env; of an env that steps all rows itself, its own, once.
+        """Call a method of each env, or once that of the env if it steps all rows itself.
 
         Raises:
             ValueError: ``indices`` are not all, and the envs cannot be called one by one (as those of
@@ -201,7 +201,7 @@ class FlatVecEnv(VecEnv):
 
     @override
     def env_is_wrapped(self, wrapper_class: Any, indices: Indices = None) -> list[bool]:
-        """Whether each env is inside this wrapper; for `Monitor` always True, as this object does what that does."""
+        """Whether each env is inside this wrapper; always True for `Monitor`, whose work this object does."""
         rows = list(self._get_indices(indices))
         if issubclass(wrapper_class, Monitor) or (envs := self._single_envs()) is None:
             return [issubclass(wrapper_class, Monitor)] * len(rows)
@@ -230,7 +230,7 @@ class FlatVecEnv(VecEnv):
 
 
 def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
-    """A vector env's info as one dict for each of ``rows``, without what the env says of other rows.
+    """A vector env's info as one dict for each of ``rows``, without the entries of other rows.
 
     Args:
         info: arrays ``[E, ...]``, dicts of them, and what is the same for all rows; ``"_name"`` (bool ``[E]``) tells

@@ -43,7 +43,7 @@ DISCOUNTS = "discounts"  # entry of n-step rows
 
 
 class Entry(NamedTuple):
-    """What is stored of a space, of observations or actions, for E envs."""
+    """How the observations or actions of E envs are stored."""
 
     name: str  # for error messages
     given: tuple[int, ...]  # shape of the values of a step, [E, ...]
@@ -78,7 +78,7 @@ class NStepReturns:
         self.env: Any = None  # SB3's VecNormalize, which normalizes rewards before they are summed
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Columns]) -> Columns:
-        """The columns of N rows as n-step transitions; ``ahead``, ``[N, n]``: the rows of each, -1 from its end on."""
+        """Return the columns of N rows as n-step transitions; ``ahead`` ``[N, n]`` has the rows of each, then -1."""
         used = ahead >= 0
         column = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [REWARD])[REWARD]
         rewards = column.view(used.shape).numpy(force=True)
@@ -95,7 +95,7 @@ class NStepReturns:
         return changed
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return the sample: :meth:`read` has done it."""
+        """Return the sample unchanged: :meth:`read` has made the transitions."""
         return td
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class FlatReplayBuffer(ReplayBuffer):
         if len(infos) != self.n_envs:
             raise ValueError(
                 f"the step has {len(infos)} envs, but this buffer was made for n_envs={self.n_envs}: use it "
-                "with a model that has as many"
+                "with a model that has the same number of envs"
             )
         step: dict[NestedKey, Any] = {}
         for key, entry in self._observations.items():

@@ -14,7 +14,7 @@ with trainer_imports("skrl", "2.1", "3", "skrl"):
 
 
 def wrap_env(env: Any, **options: Any) -> Any:
-    """Make any environment one for skrl's trainers: every step is a transition, ended rows restart in it.
+    """Adapt any environment to skrl's trainers: every step is a transition, and ended rows restart in the same step.
 
     Agents must take `FinalObservations` as a base, or they take the first observation of the next episode for the last.
 
@@ -42,7 +42,7 @@ def wrap_env(env: Any, **options: Any) -> Any:
 
 
 class FinalObservations:
-    """Base for skrl's agents, in front of their own class: they record the true next observation of ended rows.
+    """Base class, listed before the class of a skrl agent, which then records the true next observation of ended rows.
 
     It takes it from ``infos["final_obs"]``, where the envs of `wrap_env` have it, so what an agent stores and what
     ``time_limit_bootstrap`` values is right. A row that was terminated and truncated counts as terminated.

@@ -83,7 +83,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     if cuts == "refuse" and cut.any():
         raise ValueError(
             f"{int(cut.sum())} runs of the batch are cut, the first at row {int(cut.nonzero()[0])}, and Tianshou would "
-            "take the next row for its next step: collect whole episodes (trajs_per_batch=), or cuts='mark'"
+            "treat the next row as their next step: collect whole episodes (trajs_per_batch=), or cuts='mark'"
         )
     keys = _add_next_observations(marked, final)
     arrays = to_numpy(marked.select(*keys, *map(next_key, keys), ACTION), separator=_SEPARATOR)
@@ -142,7 +142,7 @@ def to_buffer(
     count = len(batch.rew)
     if not count or (size is not None and count > size):
         raise ValueError(
-            f"size must be at least the number of rows, and there must be some: got {count} rows"
+            f"there must be at least one row, and size must be at least the number of rows: got {count} rows"
             + ("" if size is None else f", size={size}")
         )
     columns = ("obs", "act", "rew", "terminated", "truncated", "done", "obs_next")
@@ -188,7 +188,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         raise TypeError(f"buffer must be a Tianshou buffer, got {type(buffer).__name__}")
     if isinstance(buffer, peer.HERReplayBuffer | peer.HERReplayBufferManager):
         raise TypeError(
-            f"{type(buffer).__name__} rewrites goals when it is read: keep the rows in another buffer too"
+            f"{type(buffer).__name__} rewrites goals when it is read: pass a plain buffer with the same rows"
         )
     slots = buffer.sample_indices(0)  # all slots, oldest first, one sub-buffer after another
     if not len(slots) or len(slots) < len(buffer):
@@ -199,7 +199,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     flags = {key: np.asarray(rows[key[-1]], np.bool_) for key in (TERMINATED, TRUNCATED, DONE)}
     reward = np.asarray(rows.rew)
     if reward.shape != (len(slots),):
-        raise ValueError(f"buffer must have one reward for each row, got shape {reward.shape[1:]} a row")
+        raise ValueError(f"buffer must have one reward for each row, got shape {reward.shape[1:]} per row")
     lane = np.searchsorted(buffer.subbuffer_edges, slots, side="right") - 1
     # Whether a row is the first of its sub-buffer, and whether it follows a done row.
     first, after_end = np.ones((2, len(slots)), np.bool_)
@@ -242,7 +242,7 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
         hidden = int((~known & ~marker(batch, TERMINATED)).nonzero()[0])
         raise ValueError(
             f"row {hidden} was not terminated and its next observation is unknown, as the env hides it: "
-            "let the env show its last observations"
+            "collect from an env that reports final observations"
         )
     if missing:
         columns = {key: require(batch, key) for key in missing}

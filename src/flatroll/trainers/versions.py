@@ -30,7 +30,7 @@ def trainer_imports(
 
 
 def require_version(distribution: str, at_least: str, below: str) -> None:
-    """Raise ImportError if the installed version of a trainer is outside of the range that is supported.
+    """Raise ImportError if the installed version of a trainer is outside the supported range.
 
     A trainer without metadata (a folder on the path) is let through: its import tells.
 

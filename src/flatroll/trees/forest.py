@@ -138,7 +138,7 @@ class MCTSForest:
         self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
         self._rows = GrowingColumns()
-        # Of each transition: source, target, pair and count, and the sum of its rewards; with spare room.
+        # For each transition: source, target, pair, count, and the sum of its rewards; with spare capacity.
         self._numbers: Array = np.empty((4, 0), np.int64)
         self._rewards_of: Array = np.empty(0)
         self._graph: Graph | None = None
@@ -457,7 +457,7 @@ class MCTSForest:
 
     @property
     def hashes(self) -> Tensor:
-        """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
+        """A hash of each transition, int64 ``[E]``, computed from values, not numbers, so equal in all forests."""
         return self._get_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
 
 

@@ -199,7 +199,9 @@ class BinaryToDecimal(nn.Module):
         """
         bits = features.shape[-1]
         if not bits or bits % self.num_bits:
-            raise ValueError(f"features must have a multiple of num_bits={self.num_bits} bits, got {bits}")
+            raise ValueError(
+                f"features must have a positive multiple of num_bits={self.num_bits} bits, got {bits}"
+            )
         self._check_bits("the last dim of features", bits)
         ones = features > 0 if self.convert_to_binary else features == 1
         if not self.convert_to_binary and not bool((ones | (features == 0)).all()):

@@ -139,7 +139,7 @@ class QueryModule(TensorDictModuleBase):
         if not hasattr(tensordict, "batch_size"):
             raise TypeError(
                 f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "
-                "TensorDict(observation=..., action=...)"
+                "pass e.g. TensorDict(observation=..., action=...)"
             )
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
@@ -172,7 +172,7 @@ class QueryModule(TensorDictModuleBase):
         return self.hash_to_int(hashes, extend=extend), hashes
 
     def truncate(self, count: int) -> None:
-        """Forget the rows from position ``count`` on; without effect on a ``hash_to_int`` that cannot."""
+        """Forget the rows from position ``count`` on; a ``hash_to_int`` without ``truncate`` is left unchanged."""
         numbering: Any = self._rows if self.hash_to_int is None else self.hash_to_int
         if hasattr(numbering, "truncate"):
             numbering.truncate(count)

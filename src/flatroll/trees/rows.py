@@ -57,7 +57,7 @@ class RowNumbers:
         return index.number(words, floats=floats, extend=extend)
 
     def prepare(self, columns: Sequence[Tensor]) -> tuple[RowIndex, Tensor, int]:
-        """Return the index, the words of these rows, and what `view_rows` returns with them, to number them.
+        """Return what numbering these rows needs: the index, and the two results of `view_rows`, words first.
 
         TypeError as in :meth:`number`.
         """
@@ -193,13 +193,13 @@ class GrowingColumns:
         return {**vars(self), "_host": None}  # a copy has its own memory
 
     def load(self, rows: TensorDictBase) -> None:
-        """Replace all rows by those of ``rows`` (``[N]``)."""
+        """Replace all rows with those of ``rows`` (``[N]``)."""
         self.clear()
         self.set(torch.arange(len(rows)), flat_columns(rows))
 
 
 def room_for(rows: int) -> int:
-    """Return how many rows to allocate for so many: a power of two, at least 64."""
+    """Return how many rows to allocate for ``rows`` rows: a power of two, at least 64."""
     return max(64, 1 << (rows - 1).bit_length())
 
 

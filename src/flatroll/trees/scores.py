@@ -115,7 +115,7 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     if not score.is_floating_point():
         raise TypeError(f"score must be a floating tensor, got {shown(score)}")
     if bool(score.isnan().any()):
-        raise ValueError(f"score must not be NaN, it is at edge {int(score.isnan().nonzero()[0, 0])}")
+        raise ValueError(f"score must not be NaN, got NaN at edge {int(score.isnan().nonzero()[0, 0])}")
     parents, number = torch.unique(parent, return_inverse=True)
     most = score.new_full((len(parents),), -torch.inf).scatter_reduce_(0, number, score, "amax")
     edges = torch.arange(len(score), device=score.device)

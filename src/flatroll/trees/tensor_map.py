@@ -86,7 +86,9 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         if storage is not None and (not isinstance(storage, Storage) or len(storage)):
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
-            raise ValueError("query_module must not have seen any rows, since they have no values")
+            raise ValueError(
+                "query_module must not have seen any rows, since the map would have no values for them"
+            )
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]

@@ -165,7 +165,7 @@ class Tree:
 
     @property
     def count(self) -> int:
-        """Number of times the vertex's first transition was seen; for the root, its state was left."""
+        """Number of times the vertex's first transition was seen; for the root, times its state was left."""
         graph = self._vertices.graph
         if self.node_id:
             return int(graph.count[self._chain[0]])

@@ -304,7 +304,7 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="has a StorageEnsembleCheckpointer"):
         ensemble.storage.checkpointer = TensorStorageCheckpointer()
         ensemble.dumps(tmp_path)
-    with pytest.raises(ValueError, match="one buffer was saved, not an ensemble"):
+    with pytest.raises(ValueError, match="a single buffer was saved, not an ensemble"):
         buffer = made()
         buffer.dumps(tmp_path / "one")
         third.loads(tmp_path / "one")

@@ -127,7 +127,7 @@ def test_strings_on_the_heap_of_an_earlier_form_are_not_read(tmp_path: Path) -> 
         (path / "checkpoint.h5").write_bytes(content[:at] + bytes(16) + content[at + 16 :])
         again = made()
         if "half" in keys:
-            with pytest.raises(DamagedFileError, match="an earlier version wrote"):
+            with pytest.raises(DamagedFileError, match="written by an earlier version"):
                 again.loads(path)
         else:
             again.loads(path)

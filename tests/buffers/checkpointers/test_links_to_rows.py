@@ -692,7 +692,7 @@ def test_other_storages(tmp_path: Path) -> None:
     other.extend(TensorDict({"row": torch.arange(3.0)}, [3]))
     with pytest.raises(ValueError, match="extend this buffer with other"):
         other.loads(tmp_path / "disk saved")
-    with pytest.raises(ValueError, match="not that of a DiskStorage"):
+    with pytest.raises(ValueError, match="not the folder of a DiskStorage"):
         DiskStorage(CAPACITY, tmp_path / "disk saved")
     disk.storage.checkpointer = TensorStorageCheckpointer()
     with pytest.raises(TypeError, match="DiskStorageCheckpointer"):

@@ -171,7 +171,9 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     ]
     for save in saves:
         for path in (file, file / "below"):
-            with pytest.raises(NotADirectoryError, match="a file has the name of the folder, choose another"):
+            with pytest.raises(
+                NotADirectoryError, match="a file already has the name of this folder: choose another name"
+            ):
                 save(path)
     for one in (buffer, items, ensemble()):
         with pytest.raises(FileNotFoundError, match="file"):
@@ -236,7 +238,7 @@ def test_folders_of_something_else_say_what_they_are(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             buffer.loads(tmp_path / name)
-    for name, text in [("buffer", "one buffer was saved"), ("run", "no buffer was saved")]:
+    for name, text in [("buffer", "a single buffer was saved"), ("run", "a run without a buffer was saved")]:
         with pytest.raises(ValueError, match=text):
             both.loads(tmp_path / name)
     for kind in (FlatStorageCheckpointer, NestedStorageCheckpointer):

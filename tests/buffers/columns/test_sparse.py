@@ -98,11 +98,11 @@ def test_errors_say_what_is_wrong() -> None:
     ):
         LazyTensorStorage(10, sparse="state")
     with pytest.raises(
-        TypeError, match=r"codec must name entries, codec=\{'observation': 'zstd'\}, got 'zstd'"
+        TypeError, match=r"codec must be a dict by entry, e.g. codec=\{'observation': 'zstd'\}, got 'zstd'"
     ):
         LazyTensorStorage(10, codec="zstd")  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"frame_stack must name entries, frame_stack=\{'observation': 4\}, got 4"
+        TypeError, match=r"frame_stack must be a dict by entry, e.g. frame_stack=\{'observation': 4\}, got 4"
     ):
         LazyTensorStorage(10, frame_stack=4)  # type: ignore[arg-type]
     with pytest.raises(

@@ -180,7 +180,7 @@ def test_positions_may_be_tuples() -> None:
     buffer.update_priority(torch.arange(12), 0.0)
     buffer.mark_update((torch.tensor([2]), torch.tensor([0])))
     assert drawn(buffer) == {2}
-    with pytest.raises(IndexError, match="index has 3 in dimension 1, of 3 lanes"):
+    with pytest.raises(IndexError, match="index has 3 in dimension 1, which has 3 lanes"):
         buffer.update_priority(torch.tensor([[0, 3]]), 1.0)  # it was the row [1, 0]
     one = prioritized()
     one.update_priority((torch.tensor([1, 2]),), torch.tensor([0.0, 5.0]))

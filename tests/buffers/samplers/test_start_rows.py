@@ -186,10 +186,10 @@ def test_errors_say_what_is_wrong() -> None:
         fill(SliceSampler(slice_len=5, start_key="begin"))
     with pytest.raises(TypeError, match=r"has_state'.*must be bool, got torch.int64"):
         fill(SliceSampler(slice_len=5), batch.clone().set(HAS_STATE, batch["step"]))
-    with pytest.raises(ValueError, match="span asks for others"):
+    with pytest.raises(ValueError, match="span allows other start rows"):
         fill(SliceSampler(slice_len=5, span=True))
     with pytest.raises(
-        ValueError, match=r"SliceSamplerWithoutReplacement .*lie where they were cut.*exclude"
+        ValueError, match=r"SliceSamplerWithoutReplacement .*are cut once for the whole pass.*exclude"
     ):
         fill(SliceSamplerWithoutReplacement(slice_len=5))
     with pytest.raises(ValueError, match=r"PrioritizedSliceSampler .*by the priority of their first row"):

@@ -202,7 +202,10 @@ def test_errors_of_final(world: Any) -> None:
         buffer.extend(
             compact, final=final.clone().apply(lambda c: c.double() if c.is_floating_point() else c)
         )
-    with pytest.raises(ValueError, match=r"final\['reward'\] must be \('next', <entry of the batch>\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"final has an entry 'reward', expected only 'row' and \('next', <entry of the batch>\)",
+    ):
         buffer.extend(compact, final=final.clone().set("reward", torch.zeros(2)))
     with pytest.raises(ValueError, match=r"neither the batch nor its final has one"):
         buffer.extend(compact, final=final.select("row"))

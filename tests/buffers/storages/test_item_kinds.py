@@ -239,7 +239,7 @@ def test_a_ring_of_items() -> None:
     buffer[0] = "x"
     buffer[1:] = ["y", "z"]
     assert buffer[:] == ["x", "y", "z"]
-    with pytest.raises(ValueError, match="2 slots need a list of as many items, got 'no list'"):
+    with pytest.raises(ValueError, match="data must be a list of 2 items, one for each slot, got 'no list'"):
         buffer[1:] = "no list"
 
 
@@ -250,7 +250,7 @@ def test_a_stack_is_written_over_items_one_by_one() -> None:
     buffer[[0, 1]] = TensorDict({"a": torch.tensor([6, 7])}, [2])
     buffer[2] = TensorDict({"a": torch.tensor(8)}, [])
     assert [item["a"].item() for item in buffer[:]] == [6, 7, 8, 9, 4]
-    with pytest.raises(ValueError, match="1 slots need a list of as many items, got TensorDict"):
+    with pytest.raises(ValueError, match="data must be a list of 1 items, one for each slot, got TensorDict"):
         buffer[3:4] = TensorDict({"a": torch.tensor([9, 9])}, [2])
 
 
@@ -334,7 +334,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
             ValueError,
             r"must be torch.\w+ \[2, \d\] to be written here, got torch.\w+ \[3, \d\]",
         ),
-        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage keeps"),
+        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage has kept"),
         (
             0,
             TensorDict({"next": {"reward": torch.zeros(1, dtype=torch.int64)}}),
@@ -386,7 +386,7 @@ def test_kinds_are_not_mixed(first: str, second: str) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     buffer.extend(TREES[first])
     if first != second:
-        with pytest.raises((TypeError, ValueError), match=r"the storage (holds|keeps)"):
+        with pytest.raises((TypeError, ValueError), match=r"the storage (holds|has kept)"):
             buffer.extend(TREES[second])
     assert alike(buffer[:], TREES[first])
 

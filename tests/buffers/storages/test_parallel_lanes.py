@@ -234,17 +234,17 @@ def test_other_samplers_name_rows_by_position(sampler: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "text"),
     [
-        (steps((4,), 0, 2), ValueError, r"batches must have the first one's lanes \[3\], got \[4\]"),
+        (steps((4,), 0, 2), ValueError, r"batches must have the lanes of the first one, \[3\], got \[4\]"),
         (
             steps((3,), 0, 2)[0],
             ValueError,
-            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]; for .* batches leave ndim out",
+            r"the storage has ndim=2: extend it with batches of 2 batch dim.*got \[2\]; leave ndim out for .* batches",
         ),
         (torch.zeros(3, 4), TypeError, "the storage holds tensordicts, got Tensor"),
         (
             steps((2, 3), 0, 2),
             ValueError,
-            r"batches must have the first one's lanes \[3\], got \[2\]",
+            r"batches must have the lanes of the first one, \[3\], got \[2\]",
         ),
     ],
 )
@@ -257,7 +257,7 @@ def test_batches_of_other_lanes_are_refused(batch: Any, error: type[Exception], 
 
 
 def test_a_storage_smaller_than_one_step_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_size=2 holds no step of \[3\] lanes"):
+    with pytest.raises(ValueError, match=r"max_size=2 is too small for one step of \[3\] lanes"):
         buffer_of((3,), 2).extend(steps((3,), 0, 2))
     buffer = buffer_of((3,), 3)
     buffer.extend(steps((3,), 0, 2))

@@ -492,7 +492,7 @@ def _wide(achieved: Tensor, desired: Tensor, info: Any) -> Any:
             None,
             {"reward_fn": lambda a, d, info: reached(a, d, info) * 1j},
             TypeError,
-            "complex64, which .* cannot hold",
+            "can hold, got torch.complex64",
         ),
         (None, {"terminated_fn": reached}, TypeError, "must return bool, got torch.float32"),
         (None, {"goal_key": "count"}, ValueError, "cannot replace the other"),

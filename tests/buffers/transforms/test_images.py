@@ -44,7 +44,7 @@ def test_options_of_to_tensor_image() -> None:
     assert torch.equal(same, raw.permute(2, 0, 1)) and same.dtype is torch.uint8
     scaled = ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"]
     assert torch.equal(scaled.max(), raw.max() / 255)
-    with pytest.raises(ValueError, match=r"dtype must be floating.*got torch.uint8: or pass from_int=False"):
+    with pytest.raises(ValueError, match=r"dtype must be floating.*unless from_int=False, got torch.uint8"):
         ToTensorImage(dtype=torch.uint8)
 
 

@@ -122,7 +122,7 @@ def test_a_done_flag_for_each_agent(unit: bool) -> None:
         for key in expected.keys(True, True):
             assert torch.equal(out[key][:, :, i].nan_to_num(), expected[key].nan_to_num())
     with pytest.raises(
-        ValueError, match=r"\('next', 'done'\)\] has .* values in a batch \[2, 6\], 'x' not one"
+        ValueError, match=r"\('next', 'done'\)\] has .* values in a batch \[2, 6\], but 'x' does not have one"
     ):
         MultiStep(0.9, 3)(batch.set("x", torch.zeros(2, 6)))
 

@@ -128,7 +128,7 @@ def test_compiles_as_one_graph() -> None:
         (
             {"terminated": flags(of=2)},
             ValueError,
-            "terminated must have the reward's shape (3,), or 1 for its",
+            "terminated must have the reward's shape (3,), where feature dims may be 1",
         ),
         ({"ends": flags(of=4)}, ValueError, "ends must have the reward's shape (3,)"),
     ],

@@ -498,12 +498,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shape of a log-probability": (
         lambda: vtrace_advantage_estimate(0.9, torch.ones(2), ONE, ONE, ONE, ONE, NO),
         ValueError,
-        "log_pi must have the reward's shape (3,), or 1 for its features, got (2,)",
+        "log_pi must have the reward's shape (3,), where feature dims may be 1 or missing, got (2,)",
     ),
     "shape of a flag": (
         lambda: td1_return_estimate(0.9, ONE, ONE, NO[:2]),
         ValueError,
-        "done must have the reward's shape (3,), or 1 for its features, got (2,)",
+        "done must have the reward's shape (3,), where feature dims may be 1 or missing, got (2,)",
     ),
     "no flag": (
         lambda: td0_return_estimate(0.9, ONE, ONE),
@@ -513,7 +513,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rolling_gamma": (
         lambda: td1_return_estimate(0.9, ONE, ONE, NO, rolling_gamma=False),
         ValueError,
-        "rolling_gamma=False (one row's gamma for all later rewards) is not a recursion",
+        "rolling_gamma=False (one row's gamma for all later rewards) is not supported, as it is no recursion",
     ),
     "threshold": (
         lambda: vtrace_advantage_estimate(0.9, ONE, ONE, ONE, ONE, ONE, NO, rho_thresh=-1.0),

@@ -377,7 +377,7 @@ def test_actions_by_index_and_one_hot(batch_of: BatchOf) -> None:
     with pytest.raises(ValueError, match=re.escape("integer of shape (16,), or one-hot (16, 3)")):
         DQNLoss(table())(batch)
     batch["action"] = torch.zeros(len(batch))
-    with pytest.raises(TypeError, match=r"must be an integer, got torch.float32"):
+    with pytest.raises(TypeError, match=r"must be integers, got torch.float32"):
         DQNLoss(table())(batch)
     with pytest.raises(ValueError, match=re.escape("a one-hot action must have shape (16, 3), got (16,)")):
         DQNLoss(table(), action_space="one-hot")(batch)

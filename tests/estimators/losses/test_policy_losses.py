@@ -348,7 +348,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
 
 @pytest.mark.parametrize("name", ["entropy_bonus", "entropy_coeff", "entropy_coef", "samples_mc_entropy"])
 def test_reinforce_refuses_options_of_an_entropy_term(name: str) -> None:
-    text = f"ReinforceLoss has no entropy term, so no {name}=: use A2CLoss for one"
+    text = f"ReinforceLoss has no entropy term and does not take {name}=: use A2CLoss instead"
     with pytest.raises(TypeError, match=re.escape(text)):
         ReinforceLoss(*networks(), **{name: 1})  # type: ignore[arg-type]
 

@@ -295,7 +295,7 @@ def test_wrong_networks() -> None:
     memory = GRUModule(3, 4, in_key="observation", out_key="features")
     recurrent = TensorDictSequential(memory, continuous_critic(reads="features"))
     with pytest.raises(
-        TypeError, match="SACLoss reads rows independently, but a recurrent module needs the rows before"
+        TypeError, match="SACLoss reads rows independently, but a recurrent module needs the preceding rows"
     ):
         SACLoss(continuous_actor(), recurrent)
     silent = TensorDictModule(StateAction(), ["observation", "action"], ["q"])

@@ -96,7 +96,7 @@ def test_the_counter_is_saved() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, r"pass one of eps \(share of the old\) and tau \(1 - eps\), got None and None"),
+        ({}, r"pass either eps \(the share of the old parameters\) or tau \(1 - eps\), got None and None"),
         ({"eps": 0.9, "tau": 0.1}, "got 0.9 and 0.1"),
         ({"tau": 1.5}, r"tau must lie in \[0, 1\], got 1.5"),
         ({"eps": -0.1}, r"eps must lie in \[0, 1\], got -0.1"),

@@ -531,7 +531,7 @@ def test_n_step_rows(batch_of: BatchOf, kind: str) -> None:
             (out["advantage"], out["value_target"]),
             generalized_advantage_estimate(gammas, L, value, *columns),
         )
-    text = "n-step rows are followed by an observation several rows on"
+    text = "n-step rows are followed by an observation several rows later"
     for estimator, rows in (
         (KINDS[kind](norm_critic(), shifted=True), batch),
         (KINDS[kind](norm_critic()), batch.exclude(("next", "observation"))),
@@ -582,7 +582,10 @@ def test_a_network_that_gives_nan_is_named_with_the_row(batch_of: BatchOf) -> No
     divides = TensorDictModule(lambda x: 0.0 / x[..., :1], ["observation"], ["state_value"])
     assert not GAE(gamma=G, lmbda=L, value_network=divides)(batch.clone())["advantage"].isfinite().all()
     gae = GAE(gamma=G, lmbda=L, value_network=divides, check_finite=True)
-    text = "the value of the observation of row 4 is nan, and what it reads there is finite: value_network has diverged"
+    text = (
+        "the value of the observation of row 4 is nan, and the inputs of value_network are finite there: "
+        "value_network has diverged"
+    )
     with pytest.raises(ValueError, match=re.escape(text)):
         gae(batch)
     with pytest.raises(ValueError, match=re.escape("of row (0, 4) is nan")):

@@ -34,7 +34,7 @@ WRONG = [
         "trajs_per_batch=2 is less than",
     ),
     ({"frames_per_batch": 0}, ValueError, "frames_per_batch must be at least 1, got 0"),
-    ({"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no end, got 0"),
+    ({"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no limit, got 0"),
     ({"max_in_flight": 0}, ValueError, "max_in_flight must be an integer of at least 1, got 0"),
     ({"on_failure": "ignore"}, ValueError, "on_failure must be .*, got 'ignore'"),
     ({"max_failures": -1}, ValueError, "max_failures must be an integer of at least 0, got -1"),
@@ -42,7 +42,11 @@ WRONG = [
     ({"seed": -1}, ValueError, "seed must be an integer of at least 0, or None, got -1"),
     ({"writer": 2**23}, ValueError, r"writer must be in \[0, 2\*\*23\), got 8388608"),
     ({"compact_observations": True}, TypeError, "compact_observations"),
-    ({"split_trajs": True}, ValueError, "split_trajs=True pads batches, which actors deliver flat"),
+    (
+        {"split_trajs": True},
+        ValueError,
+        "split_trajs=True is not supported, because actors deliver flat batches",
+    ),
     ({"policy_factory": lambda: None}, ValueError, "pass a policy or a policy_factory, not both"),
     (
         {"on_failure": "drop", "workers_per_actor": 2},

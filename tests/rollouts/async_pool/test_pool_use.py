@@ -194,9 +194,7 @@ def test_recv_with_nothing_under_way_and_a_second_reset() -> None:
 def test_loops_by_hand_need_a_sync_pool() -> None:
     env: Any = InitTracker(ScriptedPool(4, 2))
     for call in (env.reset, lambda: as_vector_env(ScriptedPool(4, 2)).source.step(None)):  # type: ignore[attr-defined]
-        with pytest.raises(
-            RuntimeError, match=r"batch_size=2 of num_envs=4.*a loop by hand needs one in sync mode"
-        ):
+        with pytest.raises(RuntimeError, match=r"batch_size=2 of num_envs=4.*a pool in sync mode"):
             call()
 
 

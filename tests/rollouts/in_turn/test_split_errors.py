@@ -58,7 +58,7 @@ class Flipped(gym.vector.VectorActionWrapper):
             lambda: parts(0, 2, 3),
             by_place,
             ValueError,
-            "splits=2 needs as many envs or functions, got a list of 3",
+            "splits=2 needs a list of 2 envs or functions, got a list of 3",
         ),
         (
             lambda: [ScriptedVectorEnv(Script(2)), ScriptedVectorEnv(Script(2))],
@@ -107,7 +107,7 @@ def test_more_parts_than_envs_close_what_was_made() -> None:
         made.append(cartpoles(2))
         return made[0]
 
-    with pytest.raises(ValueError, match="splits=3 needs at least as many envs, got 2"):
+    with pytest.raises(ValueError, match="splits=3 needs at least 3 envs, got 2"):
         collector(make, splits=3)
     assert made[0].closed
 
@@ -285,7 +285,7 @@ if __name__ == "__main__":
 
 def test_closing_with_a_step_under_way_ends() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split("\n")[:2] == ["closed with a step under way", "True"]

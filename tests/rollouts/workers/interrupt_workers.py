@@ -65,7 +65,7 @@ def interrupt(place: str, line: str, seconds: float) -> bool:
     began = time.monotonic()
     os.killpg(program.pid, signal.SIGINT)
     try:
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(program.pid, signal.SIGKILL)
         _, errors = program.communicate()

@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 
 def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -192,14 +192,14 @@ def test_a_thread_that_is_late_with_a_batch_replaces_no_worker(nursery: Nursery)
     class Slow:
         def extend(self, batch: Any, final: Any = None) -> None:
             late.set()
-            go.wait(300)
+            go.wait(600)
 
     count = len(nursery.workers)
     collector = MultiAsyncCollector(
         Seeded, num_workers=2, frames_per_batch=4, on_failure="replace", replay_buffer=Slow(), nursery=nursery
     )
     collector.start()
-    late.wait(300)
+    late.wait(600)
     collector.shutdown(timeout=0.1)
     team = collector._supply.gatherer.team
     with pytest.raises(WorkerDied):  # what the thread would find, if it looked once more
@@ -358,7 +358,7 @@ print("pids", *(worker.pid for worker in nursery.workers), flush=True)
 def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=600, check=False
     )
     assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
     pids = ran.stdout.removeprefix("pids ").split()

@@ -1,4 +1,4 @@
-"""Replay logs of Atari DQN agents, gzipped NumPy arrays of single frames: `read_atari_dqn`, and their class."""
+"""Replay logs of Atari DQN agents, gzipped NumPy arrays of single frames: `read_atari_dqn` and its data set class."""
 
 import gzip
 import re

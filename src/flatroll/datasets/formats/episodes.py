@@ -46,7 +46,7 @@ _LONGEST = 400  # characters of an error message: a damaged file may have a name
 
 @contextmanager
 def damage_in(file: str | Path) -> Iterator[None]:
-    """Return a context that reads a plain file; errors as `naming`, and for a pipe, a device or a folder ValueError."""
+    """Return a context for reading a plain file: errors as in `naming`, and ValueError for a pipe, device or folder."""
     with naming(file):
         # Opening a pipe would wait for a writer.
         if not stat.S_ISREG(Path(file).stat().st_mode):

@@ -42,7 +42,7 @@ _NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
 
 class RunningStats:
-    """Statistics of rows ``[n, *F]``: for each number of a row, or, of images ``[n, H, W, C]``, for each channel.
+    """Statistics of rows ``[n, *F]``: for each number of a row, or for each channel of images ``[n, H, W, C]``.
 
     Values are counted in float64; of images, divided by 255. Means and sums of squares of pieces are joined as in
     Chan, Golub, LeVeque (1979), which loses no digits where the mean is large.

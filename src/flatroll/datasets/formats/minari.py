@@ -228,8 +228,8 @@ def read_minari_columns(
         }
         if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
             raise ValueError(
-                f"episode {episode.id} has other infos than the episodes before it, or other shapes or dtypes: "
-                f"{differing}; pass infos=False to omit them all"
+                f"the infos of episode {episode.id} differ from those of earlier episodes in entries, shapes or "
+                f"dtypes: {differing}; pass infos=False to omit all infos"
             )
         before = kinds
         yield columns
@@ -340,8 +340,8 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         minari = optional_package("minari", "minari", type(self).__name__)
         if self._local and self.dataset_id not in minari.list_local_datasets():
             raise FileNotFoundError(
-                f"Minari has no set {self.dataset_id!r} here, but "
-                f"{sorted(minari.list_local_datasets()) or 'none'}: set MINARI_DATASETS_PATH to its folder, or "
+                f"Minari has no local set {self.dataset_id!r} (local sets: "
+                f"{sorted(minari.list_local_datasets()) or 'none'}): set MINARI_DATASETS_PATH to its folder, or "
                 "leave out load_from_local_minari=True to download it"
             )
         try:

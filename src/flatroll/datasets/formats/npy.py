@@ -73,7 +73,7 @@ class ArrayStream:
 
 
 def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
-    """Return the shape that a stream claims, whether it is in Fortran's order, and the dtype."""
+    """Return the shape that a stream claims, whether the order is Fortran's, and the dtype."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)

@@ -67,7 +67,7 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         )
         if wrong := [step for step in steps if not isinstance(step, Mapping)]:
             raise TypeError(
-                f"each of the episodes must be steps that are mappings, got {shown(wrong[0])} in one"
+                f"each step of an episode must be a mapping, got {shown(wrong[0])} in episode {number}"
             )
         if len(steps) < 2:
             raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
@@ -152,11 +152,13 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         ValueError: arguments exclude each other, or a stream does not support one.
         FileNotFoundError: the episodes were not found.
 
-    Example, three steps of one episode and two of another at a time, without a folder::
+    Two slices of two steps each at a time, without a folder:
 
-        data = OpenXExperienceReplay("cmu_stretch", 4, num_slices=2, streaming=True, fetch=lambda *_: episodes)
-        for batch in data:
-            batch.reshape(2, -1)
+    ```python
+    data = OpenXExperienceReplay("cmu_stretch", 4, num_slices=2, streaming=True, fetch=lambda *_: episodes)
+    for batch in data:
+        batch.reshape(2, -1)
+    ```
     """
 
     kind = "openx"
@@ -303,7 +305,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     def _finish(self, data: Any) -> Any:
         """Apply the processing of samples to a batch of the stream."""
         if any(map(reads_others, self.transforms)):
-            raise ValueError("streaming=True stores no rows, so no transform can read others: leave it out")
+            raise ValueError(
+                "streaming=True stores no rows, so a transform cannot read further rows: leave it out"
+            )
         data = data if self.collate_fn is None else self.collate_fn(data)
         for transform in self.transforms:
             data = apply(transform, data, partial(run_ends, data))

@@ -73,7 +73,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         need_rows(source, values=True)
         if source.batch_dims != 1:
             raise ValueError(
-                f"source, a batch to be exported, must have batch size [N], got {list(source.batch_size)}: "
+                f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
         rows, lanes, slots = len(source), torch.Size([]), None
@@ -177,7 +177,7 @@ def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bo
 
 
 def check_follows(name: str, values: Array, following: Array) -> None:
-    """Raise ValueError unless ``following`` ``[T]`` are the ``values`` ``[T]`` of the rows after, but for the last."""
+    """Raise ValueError unless each of ``following`` ``[T]``, but the last, is the next row's of ``values`` ``[T]``."""
     ends = torch.zeros(len(values), dtype=torch.bool)
     ends[-1] = True
     if not is_shift(torch.from_numpy(values), torch.from_numpy(following), ends):

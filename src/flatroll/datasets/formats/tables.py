@@ -104,7 +104,7 @@ def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 def row_groups(
     file: Path, max_bytes: int, columns: Sequence[str] | None = None, *, needed_by: str = "import_lerobot"
 ) -> Iterator[Any]:
-    """Yield the tables of a Parquet file; ValueError for one that says it would take more than ``max_bytes``."""
+    """Yield the tables of a Parquet file; ValueError for a row group that claims more than ``max_bytes``."""
     parquet = optional_package("pyarrow.parquet", "parquet", needed_by)
     with damage_in(file):
         opened = parquet.ParquetFile(file)

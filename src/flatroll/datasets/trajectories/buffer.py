@@ -81,8 +81,8 @@ class TrajectoryCache:
 
 
 class RowBuffer(ReplayBuffer):
-    """The rows of a `TrajectoryReplayBuffer`, to be sampled and read. Only that one stores and removes rows, since it
-    keeps what is known of each trajectory; the methods of `ReplayBuffer` that would do so raise RuntimeError.
+    """The rows of a `TrajectoryReplayBuffer`, to be sampled and read. Only that buffer stores and removes rows, as it
+    keeps a record of each trajectory; the methods of `ReplayBuffer` that would do so raise RuntimeError.
     """
 
     def store(self, rows: TensorDictBase) -> None:
@@ -256,7 +256,7 @@ class TrajectoryReplayBuffer:
             self._records.popleft()
 
     def clear(self) -> None:
-        """Remove all trajectories. Numbers go on: no file of the old ones is taken for one of the new ones.
+        """Remove all trajectories. Numbering continues, so that no old file is taken for a new one.
 
         Raises:
             OSError: the disk is full or failed: the folder may still have them; another call removes them.
@@ -375,9 +375,7 @@ class TrajectoryReplayBuffer:
             if record is None:
                 ids = self.trajectory_ids
                 there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
-                raise KeyError(
-                    f"trajectory {trajectory_id} is not stored, there are {there} (trajectory_ids)"
-                )
+                raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
             kept = None if self._cache is None else self._cache.get(trajectory_id)
             if kept is not None:
                 return kept
@@ -400,7 +398,7 @@ class TrajectoryReplayBuffer:
 
     @property
     def trajectory_index(self) -> dict[int, dict[str, Any]]:
-        """What is known of each trajectory by number, as RLinf's index has it: uuid, rows, ``[T, B]``, notes."""
+        """The record of each trajectory by number, in the form of RLinf's index: uuid, rows, ``[T, B]``, notes."""
         with self._turn:
             return {record.number: record.index_entry() for _, record in self._records}
 
@@ -458,7 +456,7 @@ class TrajectoryReplayBuffer:
         """
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
-            raise ValueError("barrier must be given for several ranks, such as torch.distributed.barrier")
+            raise ValueError("several ranks need a barrier, such as torch.distributed.barrier")
         path = file_path("save_path", save_path)
         with self._turn:
             self._check_open()
@@ -481,7 +479,7 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Replace the trajectories by those of a checkpoint, or by its latest ones that fit into ``max_size``.
+        """Replace the trajectories with those of a checkpoint, or with its latest ones that fit into ``max_size``.
 
         If it is damaged, nothing changes. With ``auto_save``, a crash leaves either the old trajectories or the new
         ones: the rows are first copied to a folder ``loading`` beside the old ones.
@@ -537,7 +535,7 @@ class TrajectoryReplayBuffer:
 
     def _check_not_empty(self) -> None:
         if not self._records:
-            raise RuntimeError("cannot sample from an empty buffer: add_trajectories first")
+            raise RuntimeError("cannot sample from an empty buffer: call add_trajectories first")
 
     def _state(self, records: list[TrajectoryRecord]) -> Any:
         """The state of the buffer besides the rows stored so far, for JSON."""

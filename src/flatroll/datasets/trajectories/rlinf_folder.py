@@ -50,11 +50,9 @@ class RlinfFolder:
             raise DamagedFileError(f"{path}: the index of trajectories cannot be read ({error!r})") from None
         numbers = [*self.numbers, *self.rows, counter]
         if not all(type(one) is int and 0 <= one < MOST_NUMBERS for one in numbers):
-            raise DamagedFileError(
-                f"{path}: the index of trajectories has numbers that belong to no trajectory"
-            )
+            raise DamagedFileError(f"{path}: the index of trajectories has invalid numbers")
         if len(set(self.numbers)) < len(self.numbers) or min(self.rows, default=1) < 1:
-            raise DamagedFileError(f"{path}: the index of trajectories names one twice, or one without rows")
+            raise DamagedFileError(f"{path}: the index names a trajectory twice, or one without rows")
         self.counter = max([counter, *(number + 1 for number in self.numbers)])
         names = {child.name for child in path.iterdir() if child.is_file() and not child.is_symlink()}
         self._names = [
@@ -72,11 +70,11 @@ class RlinfFolder:
 
     @classmethod
     def is_one(cls, path: Path) -> bool:
-        """Whether a folder has such an index."""
+        """Whether a folder has the two index files of RLinf's format."""
         return (path / INDEX).is_file() and (path / METADATA).is_file()
 
     def read(self, first: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the fields of the trajectories from the ``first`` on, before the one at ``stop``.
+        """Yield the fields of the trajectories at positions ``first`` to ``stop - 1``.
 
         Raises:
             DamagedFileError: a file cannot be read, or holds something else than tensors and plain values.

@@ -138,7 +138,7 @@ def trajectory_fields(rows: TensorDictBase, record: TrajectoryRecord) -> dict[st
 
 
 def shift_numbers(rows: TensorDictBase, numbers: int) -> TensorDictBase:
-    """Rows of trajectories whose numbers are larger by ``numbers``."""
+    """Return the rows with their trajectory numbers increased by ``numbers``."""
     return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
 
 
@@ -166,7 +166,7 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
-    """Raise ValueError unless trajectories have distinct numbers, and rows."""
+    """Raise ValueError unless the trajectories have distinct valid numbers, and each has rows but not too many."""
     numbers = {record.number for record in records}
     if len(numbers) < len(records) or not all(0 <= number < MOST_NUMBERS for number in numbers):
         raise ValueError(
@@ -177,7 +177,7 @@ def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
 
 
 def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first: int) -> None:
-    """Raise ValueError unless rows are those of trajectories.
+    """Raise ValueError unless the marks of the rows match the recorded trajectories.
 
     Args:
         rows: with marks.
@@ -299,7 +299,7 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
         else:
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{'another' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
+                f"{'another tensor' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
             )
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")

@@ -57,7 +57,7 @@ class RankSave:
             self.named = named if len(named) == ranks else []
 
     def save(self, save: Callable[[Path], None]) -> Version:
-        """Call ``save`` with the folder of this rank, and publish a version once all ranks have; return it.
+        """Call ``save`` with the folder of this rank, and publish a version once all ranks have saved; return it.
 
         Raises:
             RuntimeError: another rank has not saved.
@@ -127,7 +127,7 @@ class RankSave:
 
 
 def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
-    """Copy the data to load into the run's folder; after that, the load is finished even after a crash."""
+    """Copy the data to be loaded to the run's folder; if a crash follows, the next start finishes the load."""
     path, records = folder / LOADING, list[TrajectoryRecord]()
     remove_folder(path)
     with Folder(path, write=True, sync=sync, keep=1) as staged:

@@ -80,7 +80,7 @@ class State(NamedTuple):
 
 
 def restore(generator: torch.Generator, digits: str) -> None:
-    """Set a generator to a state as `State` has it."""
+    """Set a generator to a state in the form that `State` stores."""
     generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8))
 
 
@@ -145,7 +145,7 @@ class OwnFolder:
             raise DamagedFileError(f"{self.folder.path}: {error}") from None
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
-        """Yield the rows of the trajectories from the ``first`` on, before the one at ``stop``; checked."""
+        """Yield the rows of the trajectories at positions ``first`` to ``stop - 1``, checked."""
         counts = [record.rows for record in self.records]
         begin = low = self.first + sum(counts[:first])
         high = low + sum(counts[first:stop])
@@ -266,17 +266,17 @@ class SavedTrajectories:
 
     @property
     def counter(self) -> int:
-        """The number of the next trajectory, if it has only these; 0 where ranks have their own numbers."""
+        """The number of the next trajectory if there is one source; 0 if each rank has its own numbers."""
         return self.sources[0].counter if len(self.sources) == 1 else 0
 
     @property
     def generator(self) -> str:
-        """The state of the generator to go on with, empty for none."""
+        """The generator state to resume from; empty if there is none."""
         state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
         return "" if state is None else state.generator
 
     def check(self, form: RowForm) -> None:
-        """Read all that is chosen; ValueError if it is damaged, or its rows are not of one form, ``form`` if any."""
+        """Read the chosen trajectories; ValueError if damaged, or if rows differ in form (from ``form`` if given)."""
         others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
             found = form_of(rows)
@@ -315,7 +315,7 @@ class SavedTrajectories:
 
 
 def is_loading(path: Path) -> bool:
-    """Whether a run's folder holds what is to take the place of its rows."""
+    """Whether a run's folder holds staged rows that are to replace its own."""
     folder = path / LOADING
     return folder.is_dir() and not folder.is_symlink() and bool(Folder(folder).versions())
 

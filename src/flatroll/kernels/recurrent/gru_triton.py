@@ -1,4 +1,4 @@
-"""Triton kernels of a GRU over the runs of a flat batch, forward and backward; the LSTM's work the same.
+"""Triton kernels of a GRU over the runs of a flat batch, forward and backward; the LSTM's work the same way.
 
 One launch goes through all steps. A program takes ``RUNS`` runs at a time, makes their steps one after another, goes
 on to the next runs, and begins each run from its own first state. Nothing is moved: a run is its first row and its
@@ -46,7 +46,7 @@ def runs_of_block(
 def load_gates(
     at: tl.tensor, hidden: tl.tensor, active: tl.tensor, REAL: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Entries of the four gates: ``at`` points to those of the first, the other gates stand H columns further each."""
+    """Return the entries of the four gates: ``at`` points to the first gate; each further gate is H columns later."""
     a = tl.load(at, mask=active, other=0).to(REAL)
     b = tl.load(at + hidden, mask=active, other=0).to(REAL)
     c = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)

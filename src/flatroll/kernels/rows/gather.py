@@ -101,7 +101,7 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
 
 @compiled()
 def scatter(source: Array, target: Array, size: Array, rows: Array, at: Array) -> None:
-    """Copy row ``rows[j]`` of each column at address ``source[k]`` over row ``at[j]`` of the one at ``target[k]``."""
+    """For each column k, copy row ``rows[j]`` at address ``source[k]`` to row ``at[j]`` at address ``target[k]``."""
     for k in range(len(source)):
         for j in range(len(rows)):
             copy_bytes(target[k] + at[j] * size[k], source[k] + rows[j] * size[k], size[k])
@@ -120,7 +120,7 @@ def gather_next(
     pool: Array,
     entries: Int,
 ) -> Int:
-    """Copy the rows ``slots`` of columns, and of some the rows ``follow``, except for those in a pool.
+    """Copy the rows ``slots`` of all columns and the rows ``follow`` of some, except for rows in a pool.
 
     Args:
         source, target, size, rows: as for :func:`gather`. The last columns are those read at ``follow``.
@@ -320,7 +320,7 @@ class HostColumns(Generic[K]):
     def take_all(
         self, slots: Tensor, follow: Tensor, patch: Tensor, pool: Sequence[Tensor]
     ) -> dict[K, Tensor]:
-        """Return copies of the rows in ``slots`` of all columns, and of those that follow under ``next_keys``.
+        """Return copies of the rows in ``slots`` of all columns, and of the next rows under ``next_keys``.
 
         The arguments are those of `HostBlock.take`. Empty if there is too much to copy for one thread, or without
         ``next_keys``.

@@ -1,4 +1,4 @@
-"""Allocates host memory that uses huge pages, whose first touch costs a fifth of that of small ones."""
+"""Allocates host memory that uses huge pages: their first access takes a fifth of the time of small pages."""
 
 import math
 

@@ -138,7 +138,7 @@ class HashedRows(Numbering):
         if rows <= len(self._keys):
             return self._table, self._keys, self._hashes
         room = 1 << (rows - 1).bit_length()
-        # Of rows that come in small batches, new memory costs more than the rows.
+        # When rows come in small batches, allocating memory costs more than the rows themselves.
         if self.count and room < _LARGE:
             room *= 2
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)

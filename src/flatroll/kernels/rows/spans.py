@@ -28,7 +28,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Self:
-        """Return the memory of dense tensors, gaps between the values of one included."""
+        """Return the memory of dense tensors, including gaps between the values of a tensor."""
         spans: list[tuple[int, int]] = []
         for tensor in tensors:
             if tensor.numel():

@@ -77,7 +77,7 @@ def walk(
     follow: Array,
     patch: Array,
 ) -> Int:
-    """Write to ``slots[at[j]:]`` the slots of slice j, ``left[j]`` rows from ``offset[j]``; return patches.
+    """Write the slots of slice j (``left[j]`` rows from ``offset[j]``) to ``slots[at[j]:]``; return the patch count.
 
     All slices advance by one fragment per round and prefetch the next one, so that their cache misses overlap.
 
@@ -233,7 +233,7 @@ def slices_from(
     follow: Array,
     patch: Array,
 ) -> tuple[Int, Int]:
-    """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return (rows, patches).
+    """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return the numbers of rows and patches.
 
     The other arguments are as for :func:`draw`. If start j is not a stored row, or its length is below 1, nothing
     is listed, and (-1 - j, 0) is returned.
@@ -259,7 +259,7 @@ def slices_from(
 def follow_rows(
     state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
 ) -> Int:
-    """Find the next observation of each row in ``slots``; fill ``follow`` and ``patch``, return patches."""
+    """Find the next observation of each row in ``slots``; fill ``follow`` and ``patch``; return the patch count."""
     slot_0, patched = row_in_slot_0(state, capacity), 0
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(len(slots)):

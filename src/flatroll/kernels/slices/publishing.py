@@ -223,7 +223,7 @@ def link(
 def keep(
     state: Records, spare: Array, before: Array, agree: Array, pool: Array, kept: Array, released: Array
 ) -> tuple[Int, Int]:
-    """Take a free pool entry for each new fragment's last row, unless the next row holds what it says comes next.
+    """Take a free pool entry for each new fragment's last row, unless the next row holds its next values.
 
     Args:
         spare: the free pool entries.
@@ -325,7 +325,7 @@ def publish(
     released: Array,
     touched: Array,
 ) -> None:
-    """Add ``rows`` rows, whose columns are copied, to the index, fragment by fragment.
+    """Add ``rows`` rows, whose columns are already copied, to the index, fragment by fragment.
 
     Args:
         fragments, chains, table: with room for the new fragments, chains and ids.

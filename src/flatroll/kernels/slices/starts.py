@@ -207,7 +207,7 @@ def new_starts(
     strict: bool,
     slots: Array,
 ) -> Int:
-    """List the slots where slices of ``length`` rows can start only since the rows from ``first`` on were written.
+    """List the slots where slices of ``length`` rows can start only because of the rows from ``first`` on.
 
     Unless ``strict``, also the first row of each shorter chain that these rows lengthened. Return the number of slots.
     """

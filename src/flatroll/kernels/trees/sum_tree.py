@@ -165,7 +165,7 @@ def spread(
     each: Array,
     generation: Array,
 ) -> None:
-    """Copy ``ratios[j]`` to ``each`` row ``firsts[j] ... lasts[j]`` of slice j; set its ``generation``."""
+    """Set entries ``firsts[j] ... lasts[j]`` of ``each`` to ``ratios[j]``; set the ``generation`` of these rows."""
     base, turn = head % capacity, head // capacity
     for j in range(len(ratios)):
         for i in range(firsts[j], lasts[j] + 1):

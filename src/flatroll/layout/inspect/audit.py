@@ -41,7 +41,7 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """The findings of `audit`. Printed, those of one kind share a line, with their number and first rows.
+    """The findings of `audit`. When printed, findings of one kind share a line, with their count and first rows.
 
     >>> print(Findings(Finding(row, "nan", "the reward is NaN") for row in (2, 5, 7, 8)))
     4 rows: 2, 5, 7, ... [nan] the reward is NaN
@@ -68,28 +68,26 @@ _MORE = re.compile(r" \(and (\d+) more rows\)$")
 def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10) -> Findings:
     """Check a batch against all layout rules that apply to its columns; return the findings.
 
-    ==========================  ========================================================================
-    rule                        what must hold
-    ==========================  ========================================================================
-    ``batch_size``              the batch is ``[N]``
-    ``shape``, ``dtype``        markers are as the contract has them, next observations like their roots
-    ``markers``                 one of ``is_init``, ``("next", "done")``, trajectory ids is there
-    ``done``                    terminated and truncated rows are done
-    ``done_without_reason``     done rows are terminated or truncated
-    ``step_count``              up by one along a run, never negative
-    ``next_step_count``         one more than ``step_count``
-    ``is_init``                 True at step 0; elsewhere only if every run starts so (slices)
-    ``after_done``              a trajectory does not go on after a done row without ``is_init``
-    ``silent_reset``            a trajectory does not start again without done
-    ``traj_id``                 never negative; one (id, step) is one transition, however often sampled;
-                                nothing after the step that terminated; no change in mid-trajectory
-    ``next_observation``        in a run, equal to the observation of the row after (NaN equals NaN)
-    ``nan``, ``delta``          no NaN in observations and rewards; deltas are finite
-    ``padding``                 padding follows a row and starts nothing; other rules see real rows only
-    ``reset_as_next``           *suspicious*: the final observation is the next episode's first
-    ``obs_jump``                *suspicious*: a leap to a first observation inside a run
-    ``same_length``             *suspicious*: all of five or more episodes terminate after one same length
-    ==========================  ========================================================================
+    | rule                    | what must hold |
+    |---|---|
+    | ``batch_size``          | the batch is ``[N]`` |
+    | ``shape``, ``dtype``    | markers are as the contract has them, next observations like their roots |
+    | ``markers``             | one of ``is_init``, ``("next", "done")``, trajectory ids is there |
+    | ``done``                | terminated and truncated rows are done |
+    | ``done_without_reason`` | done rows are terminated or truncated |
+    | ``step_count``          | up by one along a run, never negative |
+    | ``next_step_count``     | one more than ``step_count`` |
+    | ``is_init``             | True at step 0; elsewhere only if every run starts so (slices) |
+    | ``after_done``          | a trajectory does not go on after a done row without ``is_init`` |
+    | ``silent_reset``        | a trajectory does not start again without done |
+    | ``traj_id``             | never negative; one (id, step) is one transition, however often sampled |
+    | ``traj_id``             | nothing after the step that terminated; no change in mid-trajectory |
+    | ``next_observation``    | in a run, equal to the observation of the row after (NaN equals NaN) |
+    | ``nan``, ``delta``      | no NaN in observations and rewards; deltas are finite |
+    | ``padding``             | padding follows a row and starts nothing; other rules see real rows only |
+    | ``reset_as_next``       | *suspicious*: the final observation is the next episode's first |
+    | ``obs_jump``            | *suspicious*: a leap to a first observation inside a run |
+    | ``same_length``         | *suspicious*: all of five or more episodes terminate after one same length |
 
     Audit collected batches and samples before random augmentation: a randomly shifted image does not equal the
     previous row's next image.

@@ -88,7 +88,7 @@ class _Row:
         return int(numbers[i])
 
     def where(self) -> str:
-        """Describe its number, markers and position in the run."""
+        """Describe the row's number, markers and position in the run."""
         i, first, last = self.i, self.first, self.last
         which = {first: "the first of", last: "the last of"}.get(i, "one of")
         place = f"{which} the {last - first + 1} rows {first}..{last}, which are one run"
@@ -165,7 +165,7 @@ class _Row:
         return ["It ends the run: done, but not terminated.", bootstrapped]
 
     def next_observation(self, final: TensorDictBase | None) -> str:
-        """Explain where it is: in a column, as a difference, in the next row, or in ``final``."""
+        """Explain where the next observation is: in a column, as a difference, in the next row, or in ``final``."""
         i, batch = self.i, self.batch
         after = f"observation of row {i + 1}"
         roots = observation_keys(batch)

@@ -138,7 +138,7 @@ def whole(rule: str, text: str, severity: Severity = "error") -> Breach:
 
 
 def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[Breach]:
-    """Rules ``shape`` and ``dtype``: markers have the documented ones, next observations those of roots."""
+    """Rules ``shape`` and ``dtype``: markers have the documented ones, next observations those of the root entries."""
     n = batch.shape[0]
     wanted = {key: ((n, *tail), dtype) for key, (tail, dtype) in CONTRACT.items()}
     for key in keys:

@@ -79,9 +79,9 @@ def timeline(
         ValueError: the batch is empty, ``max_runs`` is below 1, or ``color_by`` has more than one value per
             row.
 
-    Example::
-
-        timeline(batch).figure.savefig("batch.png")
+    ```python
+    timeline(batch).figure.savefig("batch.png")
+    ```
     """
     try:
         import matplotlib.pyplot as plt
@@ -184,7 +184,7 @@ class Placement:
         return self.x[piece] + (rows - self.skipped[piece]) + 0.5, self.lane[piece]
 
     def rows(self, runs: RunTable) -> tuple[Ints, Ints, Ints]:
-        """Return of each drawn row its piece, its place in that piece, and its number among the real rows."""
+        """Return each drawn row's piece, its place in that piece, and its number among the real rows."""
         piece = np.repeat(np.arange(len(self.run)), self.width)
         place = np.arange(len(piece)) - np.repeat(np.cumsum(self.width) - self.width, self.width)
         return piece, place, runs.first[self.run[piece]] + self.skipped[piece] + place

@@ -131,15 +131,15 @@ class _Picture:
         self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
 
     def x(self, at: npt.NDArray[Any] | float) -> Any:
-        """Pixels of a step or row, to a tenth."""
+        """Return the x position of a step or row, in pixels, rounded to a tenth."""
         return np.round(LEFT + (at - self.first) * self.scale, 1)
 
     def y(self, lane: npt.NDArray[Any] | float) -> Any:
-        """Pixels of the middle of a lane, to a tenth."""
+        """Return the y position of the middle of a lane, in pixels, rounded to a tenth."""
         return np.round(TOP + (lane + 0.5) * self.pitch, 1)
 
     def legend(self) -> list[str]:
-        """The marks that occur, how often, in words."""
+        """Return the legend: each mark that occurs, its name and its count."""
         lines, x = [], float(LEFT)
         for kind, (name, _) in enumerate(MARKS):
             count = int((self.runs.begin == kind).sum() + (self.runs.end == kind).sum())

@@ -72,12 +72,12 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
             "trajs_per_batch": trajs is not None,
             "split_trajs": split,
             'on_failure="drop"': modes.on_failure == "drop",
-            f"frames_per_batch={frames}, no multiple of {workers} workers": bool(frames % workers),
+            f"frames_per_batch={frames} (not a multiple of {workers} workers)": bool(frames % workers),
         }
         if found := [name for name, is_given in against.items() if is_given]:
             raise ValueError(
-                'cat_results="stack" needs the same number T of rows from each worker in every batch, which '
-                f"{' and '.join(found)} does not give: leave out one of the two"
+                'cat_results="stack" needs the same number T of rows from each worker in every batch, which is not '
+                f"possible with {' and '.join(found)}: change one of these arguments"
             )
 
 

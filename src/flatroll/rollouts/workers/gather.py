@@ -179,7 +179,7 @@ class InTurn(Gatherer):
 
     @property
     def queue(self) -> list[Filled]:
-        """Windows that have arrived and were not served, by place."""
+        """Windows that have arrived and have not been served, by place."""
         return [filled for windows in self._waiting.values() for filled in windows]
 
     def set_total(self, total: int) -> None:

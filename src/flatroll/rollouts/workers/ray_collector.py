@@ -123,15 +123,15 @@ class RayCollector(MultiCollector):
         for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
             if sync and workers > 1 and parts is not None and parts < count * workers:
                 raise ValueError(
-                    f"{name}={parts} is less than the {count * workers} workers: with sync=True each collects "
-                    "a part"
+                    f"{name}={parts} is less than the number of workers, {count * workers}: with sync=True each "
+                    "collects a part"
                 )
         if policy is not None and policy_factory is not None:
             raise ValueError("pass a policy or a policy_factory, not both")
         if arguments.get("split_trajs"):
             raise ValueError(
-                "split_trajs=True pads batches, which actors deliver flat: "
-                "flatroll.layout.split_trajectories(batch) pads one afterwards"
+                "split_trajs=True is not supported, because actors deliver flat batches: "
+                "flatroll.layout.split_trajectories(batch) pads a batch afterwards"
             )
         one_each = {
             'on_failure="drop"': on_failure == "drop",

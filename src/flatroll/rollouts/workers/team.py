@@ -95,7 +95,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Event:
-    """A message of a member: a window; no window, it has finished; or it was lost, with its replacement, if any."""
+    """A message from a member: a window, or none if it has finished; or its loss, with its replacement, if any."""
 
     member: Member
     note: Note | None = None
@@ -239,7 +239,7 @@ class Team:
             return
         if member.ready:
             member.overdue = TimeoutError(
-                f"no step of {link} ended within step_timeout={limit:g} s: it was killed"
+                f"no step of {link} ended within step_timeout={limit:g} s: the worker was killed"
             )
         else:
             member.overdue = TimeoutError(link.not_ready(limit))

@@ -154,7 +154,7 @@ class Link(Protocol):
         """
 
     def cut(self) -> None:
-        """Make it deliver the current window with the rows collected so far."""
+        """Make the worker deliver the current window with the rows collected so far."""
 
     def receive(self) -> tuple[str, Any] | None:
         """Return the next message without waiting; None if there is none.
@@ -172,7 +172,7 @@ class Link(Protocol):
         """
 
     def quiet(self, since: float, limit: float) -> float:
-        """Return the seconds since its current step began, or since ``since`` if no step is running.
+        """Return the seconds since the worker's current step began, or since ``since`` if no step is running.
 
         ``since`` is a time of ``time.monotonic``. The result may be inexact, as long as it is right whether it is at
         least ``limit``.
@@ -184,7 +184,7 @@ class Link(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill it at once, even in the middle of a step; `receive` then raises `WorkerDied`."""
+        """Kill the worker at once, even in the middle of a step; `receive` then raises `WorkerDied`."""
 
 
 class Transport(Protocol):

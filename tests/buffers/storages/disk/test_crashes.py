@@ -61,7 +61,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
     for line in process.stdout:
         if line.endswith("\n"):
             written, waiting = map(int, line.split())
-    process.wait(timeout=60)
+    process.wait(timeout=600)
     process.stdout.close()
 
     buffer = ReplayBuffer(
@@ -244,7 +244,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with Folder(tmp_path / "other", write=True) as other:
         other.recover()
         other.publish({"kind": "buffer"})
-    with pytest.raises(ValueError, match="not that of a DiskStorage"):
+    with pytest.raises(ValueError, match="not the folder of a DiskStorage"):
         DiskStorage(10, tmp_path / "other")
 
 

@@ -48,17 +48,17 @@ def lie(tmp_path: Path) -> Callable[..., ReplayBuffer]:
 @pytest.mark.parametrize(
     ("form", "shape", "text"),
     [
-        ("plain", [3], "other values"),
-        ("plain", [-2], "values of shape"),
+        ("plain", [3], "values that are not"),
+        ("plain", [-2], "invalid shape"),
         ("zstd", [3], "does not have 8 rows"),
         ("zstd", [2**40], "does not have 8 rows"),  # nothing of that size is allocated
-        ("zstd", [-1, -2], "values of shape"),
-        ("zstd", [2**62, 4], "values of shape"),
-        ("frames", [], "stacks of shape"),
-        ("frames", [0], "stacks of shape"),
-        ("frames", [-2], "values of shape"),
+        ("zstd", [-1, -2], "invalid shape"),
+        ("zstd", [2**62, 4], "invalid shape"),
+        ("frames", [], "of stacks"),
+        ("frames", [0], "of stacks"),
+        ("frames", [-2], "invalid shape"),
         ("frames", [3], "no complete stack"),
-        ("frames", [2, 3], "other frames"),
+        ("frames", [2, 3], "frames that are not"),
     ],
 )
 def test_shapes(lie: Any, form: str, shape: list[int], text: str) -> None:
@@ -84,13 +84,13 @@ def test_shapes(lie: Any, form: str, shape: list[int], text: str) -> None:
 )
 def test_notes(lie: Any, key: str, value: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"not that of a DiskStorage|it has the columns|no next observations"
+        ValueError, match=r"not the folder of a DiskStorage|it has the columns|no next observations"
     ):
         lie("plain", lambda notes: notes.update({key: value}), noted=True)
 
 
 def test_the_error_about_a_column_is_cut(lie: Any) -> None:
-    with pytest.raises(ValueError, match=r"it has the columns .*, and notes .*aaa") as caught:
+    with pytest.raises(ValueError, match=r"it has the columns .*, but describes .*aaa") as caught:
         lie(
             "plain", lambda notes: notes["entries"].append(["a" * 10**6, "float32", [2], "plain"]), noted=True
         )

@@ -50,7 +50,7 @@ class Gate:
 
         def later(log: RowLog, end: int) -> None:
             if threading.current_thread() is log.thread:
-                assert self.open.wait(60)
+                assert self.open.wait(600)
             write(log, end)
 
         monkeypatch.setattr(RowLog, "_write", later)
@@ -176,7 +176,7 @@ def test_a_thread_that_begins_after_a_failed_flush_writes_nothing(
     buffer, begin, run = make(tmp_path), threading.Event(), RowLog._run
 
     def later(log: RowLog) -> None:
-        assert begin.wait(60)
+        assert begin.wait(600)
         run(log)
 
     def failing(*args: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_thread_that_begins_after_a_failed_flush_writes_nothing(
     begin.set()
     thread = log_of(buffer).thread
     assert thread is not None
-    thread.join(60)
+    thread.join(600)
     assert buffer.stats()["rows_unflushed"] == 25
     buffer.storage.close()  # type: ignore[attr-defined]
     check(make(tmp_path), range(25))
@@ -212,7 +212,7 @@ def test_what_waits_for_the_thread(tmp_path: Path, gate: Gate, what: str) -> Non
     caller.start()
     time.sleep(0.02)
     gate.open.set()
-    caller.join(60)
+    caller.join(600)
     assert not caller.is_alive()
     if what == "save":
         check(make(tmp_path / "saved"), range(45))
@@ -338,9 +338,9 @@ def test_the_clock_does_not_try_again_before_an_error_is_raised(
         buffer.extend(rows_of(0, 25))
         thread, clock = log_of(buffer).thread, log_of(buffer)._timer
         assert thread is not None
-        thread.join(60)
+        thread.join(600)
     if clock is not None:
-        clock.join(60)
+        clock.join(600)
     assert buffer.stats()["rows_unflushed"] == 25
     with pytest.raises(OSError, match="No space"):
         buffer.extend(rows_of(25, 5))
