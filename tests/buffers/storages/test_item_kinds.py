@@ -334,7 +334,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
             ValueError,
             r"must be torch.\w+ \[2, \d\] to be written here, got torch.\w+ \[3, \d\]",
         ),
-        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage has kept"),
+        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage keeps"),
         (
             0,
             TensorDict({"next": {"reward": torch.zeros(1, dtype=torch.int64)}}),
@@ -365,7 +365,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
         ([1, 2.5], ValueError, r"item 0 has torch.int64 \[\] where item 1 has torch.float32 \[\]"),
         ([(1, 2), {"a": 1}], ValueError, r"data must be items of one form: item 0 is"),
         ([TensorDict({"a": 1}), TensorDict({"b": 1})], ValueError, "items must have the same entries, shapes"),
-        ([TensorDict({"a": 1}), torch.zeros(1)], ValueError, "items must have the same entries, shapes"),
+        ([TensorDict({"a": 1}), torch.zeros(1)], ValueError, "items must all be tensordicts if item 0 is one"),
         (TensorDict({"a": torch.zeros(())}, []), ValueError, r"batch has batch size \[\]: use add for one row"),
         (TensorDict({}, [3]), ValueError, "the batch has no entries to store"),
         ((), ValueError, "the batch has no entries to store"),
