@@ -49,6 +49,8 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "grid of choices": spaces.MultiDiscrete([[2, 3], [3, 2]]),  # type: ignore[list-item]
     "flags": spaces.MultiBinary(3),
     "grid of flags": spaces.MultiBinary((2, 2)),
+    "few integers": spaces.Box(np.array([-1, 250]), np.array([1, 255]), dtype=np.int16),
+    "few unsigned integers": spaces.Box(3, 6, (2, 2), np.uint8),
     "bounded": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 5.0], np.float32)),
     "bounded alike": spaces.Box(-2.0, 2.0, (2, 2), np.float32),
     "unbounded": spaces.Box(-np.inf, np.inf, (2,), np.float32),
@@ -389,10 +391,10 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         ),
         (
             lambda: actor(
-                SimpleNamespace(observation_space=VECTOR, action_space=spaces.Box(0, 9, (2,), np.int64))
+                SimpleNamespace(observation_space=VECTOR, action_space=spaces.Box(0, 2048, (2,), np.int64))
             ),
             ValueError,
-            "floating Box",
+            "a Box of floats or of integers with at most 4096 values in all, .* got Box",
         ),
         (
             lambda: actor(SimpleNamespace(observation_space=spaces.Text(3), action_space=spaces.Discrete(2))),

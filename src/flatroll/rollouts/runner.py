@@ -23,8 +23,9 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     next_key,
+    plain_key,
 )
-from flatroll.layout.spaces import part_of
+from flatroll.layout.spaces import mask_form, option_counts, part_of
 from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
@@ -160,7 +161,8 @@ class Runner:
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
-        self._mask_keys: list[NestedKey] = []  # keys of action masks in the policy's input
+        # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
+        self._masks: dict[NestedKey, tuple[int, ...]] = {}
 
     def start(
         self,
@@ -230,7 +232,11 @@ class Runner:
             keys.claim("the policy's mask", *missing, *map(next_key, missing))
             keys.infos += (*missing,)
             self._infos = InfoColumns(self.env, self.stream, keys.infos)
-        self._mask_keys = [key for key in (*keys.obs, *keys.infos) if as_tuple(key)[0] == ACTION_MASK]
+        for path in keys.action_paths:
+            key = plain_key((ACTION_MASK, *map(str, path)))
+            counts = option_counts(part_of(self.env.single_action_space, path))
+            if counts is not None and key in (*keys.obs, *keys.infos):
+                self._masks[key] = counts
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the following steps, if it is stored."""
@@ -341,13 +347,16 @@ class Runner:
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
-        for name in keys.infos:
-            window.put_loose(name, self._infos.entry(info, name))
+        chosen = {name: self._infos.entry(info, name) for name in keys.infos}
+        for name in self._masks.keys() & chosen.keys():
+            chosen[name] = self._allow_where_silent(name, chosen[name])
+        for name, value in chosen.items():
+            window.put_loose(name, value)
         if self._versions is not None:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self._draw_legal() if self._policy is None else self._choose_action(seen, random)
+        action = self._draw_legal() if self._policy is None else self._choose_action(seen, chosen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -412,10 +421,10 @@ class Runner:
             for key, state in self.states.items():
                 self.states[key] = select(first, self._defaults[key], state)
 
-    def _choose_action(self, seen: list[Array], random: bool) -> Any:
+    def _choose_action(self, seen: list[Array], chosen: dict[NestedKey, Array | None], random: bool) -> Any:
         """Call the policy; record a module's other outputs and carry its states to the next step.
 
-        ``seen`` are the observations and markers of this step.
+        ``seen`` are the observations and markers of this step, ``chosen`` the chosen entries of its info.
         """
         policy, obs = self._policy, self._obs
         if isinstance(policy, ModulePolicy):
@@ -424,13 +433,11 @@ class Runner:
                 column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
-            for name in self.keys.infos:
-                if (entry := self._infos.entry(self._info, name)) is not None:
-                    columns[name] = to_torch(entry)
-            for key in self._mask_keys:
-                if key in columns:
+            columns |= {name: to_torch(entry) for name, entry in chosen.items() if entry is not None}
+            for key, counts in self._masks.items():
+                if mask_form(counts, columns[key].shape[1:]) is not None:
                     columns[key] = self._allow_where_ended(columns[key])
-                    legal_options(ACTION_MASK, columns[key], each="env")
+                    legal_options(ACTION_MASK, columns[key].flatten(1), each="env")
             columns.update(self.states)
             action, written = act_in_turn(policy, self._exploration, columns)
             self.window.put(list(written), list(written.values()))
@@ -446,17 +453,29 @@ class Runner:
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
-        obs, drawn = self._obs, self.draw()
-        mask = obs.get(ACTION_MASK) if isinstance(obs, dict) else None
-        mask = self._info.get(ACTION_MASK) if mask is None else mask
-        return drawn if mask is None else self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
+        drawn = self.draw()
+        mask = self._obs.get(ACTION_MASK) if isinstance(self._obs, dict) else None
+        if mask is None:
+            mask = _allow_silent(self._info, ACTION_MASK)
+        if mask is None:
+            return drawn
+        return self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
 
     def _allow_where_ended(self, mask: Array) -> Tensor:
-        """Allow all actions in a mask ``[E, n]`` for envs that will only reset: after an end none may be legal."""
+        """Allow all actions in a mask ``[E, ...]`` for envs that will only reset: after an end none may be legal."""
         column = to_torch(mask)
-        if self._ended is None or self.stream.same_step or self.stream.any_ended is False or column.ndim < 2:
+        if self._ended is None or self.stream.same_step or self.stream.any_ended is False:
             return column
-        return column.bool() | to_torch(self._ended).unsqueeze(-1)
+        return select(to_torch(self._ended), torch.ones_like(column), column)
+
+    def _allow_where_silent(self, key: NestedKey, mask: Array | None) -> Array:
+        """Return a mask of info in which envs that reported none allow all actions."""
+        if mask is None:
+            options = torch.ones(self.num_envs, sum(self._masks[key]), dtype=torch.bool, device=self.device)
+            return options.numpy() if self._on_host else options
+        *outer, last = as_tuple(key)
+        told = self._infos.entry(self._info, (*outer, f"_{last}"))
+        return mask if told is None else _open_rows(mask, ~told)
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
@@ -488,6 +507,21 @@ class Runner:
         if self.action_range is not None and len(laid_out[0]):
             self.action_range.look(laid_out[0])
         return laid_out
+
+
+def _allow_silent(info: dict[str, Any], name: str) -> Tree | None:
+    """Return a mask, or tree of masks, of an info; envs that reported none (see ``"_name"``) allow all actions."""
+    mask = info.get(name)
+    if isinstance(mask, dict):
+        return {part: _allow_silent(mask, part) for part in mask if not part.startswith("_")}
+    told = info.get(f"_{name}")
+    return mask if mask is None or told is None else _open_rows(mask, ~told)
+
+
+def _open_rows(mask: Array, rows: Array) -> Array:
+    """Return a mask ``[E, ...]`` that allows all actions where bool ``[E]`` ``rows`` is True."""
+    ones = torch.ones_like(mask) if isinstance(mask, Tensor) else np.ones_like(mask)
+    return select(rows, ones, mask)
 
 
 class InfoColumns:
