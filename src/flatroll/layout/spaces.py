@@ -46,12 +46,17 @@ def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tupl
     if not isinstance(space, spaces.Dict):
         return space_leaves(space, (OBSERVATION,))
     taken = sorted(RESERVED & set(space.spaces))
+    if len(set(map(str, space.spaces))) < len(space.spaces):
+        raise ValueError(
+            f"observation entries {list(space.spaces)} must have different names in a batch, where a number is its "
+            "text: rename them with gymnasium.wrappers.TransformObservation"
+        )
     if taken:
         raise ValueError(
             f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
             "rename them with gymnasium.wrappers.TransformObservation"
         )
-    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
+    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (str(key),), (key,))]
 
 
 def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":

@@ -212,6 +212,8 @@ class _Play:
         """Read the steps since the last check from the runner's window."""
         window = self._runner.window
         valid = window.valid()
+        if isinstance(self._runner, Runner):
+            self._runner.check_infos()
         rewards, terminated, truncated = (
             to_torch(window.columns[key][: len(valid)]).numpy(force=True)
             for key in (REWARD, TERMINATED, TRUNCATED)

@@ -113,15 +113,16 @@ class RandomActions:
     def __call__(self) -> Any:
         """Return the actions of the next vector step, a tree with the structure of the space."""
         if self._used == _CHUNK:
-            self._chunk, self._used = self._draw(self._spec), 0
+            self._chunk, self._used = self._draw(self.space, self._spec), 0
             self._steps = _unbind(self._chunk, self.as_numpy)
         self._used += 1
         return self._steps[self._used - 1]
 
-    def _draw(self, spec: TensorSpec) -> Any:
+    def _draw(self, space: Any, spec: TensorSpec) -> Any:
         """Draw actions ``[_CHUNK, E, ...]`` for a chunk of steps, a tree nested as the space is."""
         if isinstance(spec, Composite):
-            parts = {key: self._draw(spec[key]) for key in spec}
+            names = range(len(space.spaces)) if spec.of_tuple else space.spaces
+            parts = {name: self._draw(space[name], spec[str(name)]) for name in names}
             return tuple(parts.values()) if spec.of_tuple else parts
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
 
