@@ -71,6 +71,9 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
         eye=spaces.Box(0, 255, (8, 8, 3), np.uint8), body=spaces.Dict(leg=VECTOR, side=spaces.Discrete(2))
     ),
     "tuple": spaces.Tuple((VECTOR, spaces.Discrete(2))),
+    "partly empty": spaces.Dict(
+        a=spaces.Box(-1, 1, (3, 0)), b=VECTOR, c=spaces.Box(0, 255, (3, 0, 2), np.uint8)
+    ),
 }
 
 
@@ -388,6 +391,12 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
             ),
             ValueError,
             "action space 'a' must be a Discrete",
+        ),
+        (lambda: actor(make(spaces.Box(-1, 1, (0,)))), ValueError, "must have an entry with numbers"),
+        (
+            lambda: actor(make(action=spaces.Box(-1, 1, (3, 0)))),
+            ValueError,
+            "action space must have numbers to",
         ),
         (
             lambda: actor(

@@ -25,7 +25,9 @@ from flatroll.wrappers.testing import Script, ScriptedVectorEnv, make_scripted
 def test_info_entries_stand_with_the_observation_and_with_the_step(mode, backend):
     """The scripted envs say ``t``; SAME_STEP moves that of the last step to ``final_info``."""
     if backend == "native" and mode == "SameStep":
-        pytest.skip("this env keeps the last ``t`` to itself: see test_an_entry_of_a_last_step_that_is_unknown")
+        pytest.skip(
+            "this env keeps the last ``t`` to itself: see test_an_entry_of_a_last_step_that_is_unknown"
+        )
     env = make_scripted(script(), backend=backend, autoreset_mode=mode)
     collector = Collector(env, frames_per_batch=20, total_frames=40, info_keys=["t"], seed=0)
     for batch in collector:
@@ -129,12 +131,16 @@ def test_flags_of_numpy_are_bools_and_false_where_an_env_is_silent(mode):
     assert torch.equal(batch["next", "success"], speaks & (count == 3))
     pairs = torch.stack([count, torch.full((24,), 0.5)], 1) * speaks.unsqueeze(1)
     assert torch.equal(batch["next", "pair"], pairs.double())
-    assert evaluate(env, episodes=4, info_keys=["success"]).info["success"].tolist() == [True] * 2 + [False] * 2
+    assert (
+        evaluate(env, episodes=4, info_keys=["success"]).info["success"].tolist() == [True] * 2 + [False] * 2
+    )
 
 
 def test_an_entry_that_is_no_number_names_itself():
     env = gym.vector.SyncVectorEnv([Quiet, Solves])
-    with pytest.raises(TypeError, match=r"info_keys has 'stage', whose values must be numbers.* got 's1' in env 1: "):
+    with pytest.raises(
+        TypeError, match=r"info_keys has 'stage', whose values must be numbers.* got 's1' in env 1: "
+    ):
         next(Collector(env, frames_per_batch=8, info_keys=["stage", "success"]))
 
 

@@ -19,8 +19,12 @@ from gymnasium.wrappers.vector import (
 from list_collector import GYM_MODES, keys_of, script
 from tensordict.nn import TensorDictModule
 
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import run_ends
-from flatroll.rollouts import Collector
+from flatroll.layout.inspect.audit import audit
+from flatroll.layout.spaces import observation_leaves
+from flatroll.rollouts import Collector, check_env_specs
+from flatroll.specs import as_spec
 from flatroll.wrappers import (
     RewardSum,
     StepCounter,
@@ -113,6 +117,10 @@ OBSERVATIONS = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(4), spaces.Dict({"a": spaces.Box(-1, 1, (2,))}))),
+    "integer keys": spaces.Dict({0: spaces.Box(-1, 1, (2,)), 7: spaces.Dict({3: spaces.Discrete(5)})}),
+    "empty": spaces.Box(-1, 1, (0,)),
+    "empty bytes": spaces.Box(0, 255, (3, 0, 2), np.uint8),
+    "partly empty": spaces.Dict(a=spaces.Box(-1, 1, (3, 0), np.float64), b=spaces.Box(-1, 1, (2,))),
 }
 ACTIONS = {
     "discrete": spaces.Discrete(5, start=2),
@@ -129,6 +137,8 @@ ACTIONS = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,)))),
+    "integer keys": spaces.Dict({0: spaces.Discrete(3), 7: spaces.Dict({3: spaces.Box(-1, 1, (2,))})}),
+    "empty": spaces.Box(-1, 1, (0,)),
 }
 if "dtype" in inspect.signature(spaces.Discrete).parameters:  # Gymnasium 1.2.2 or newer
     ACTIONS["small"] = spaces.Discrete(3, dtype=np.uint8)
@@ -213,3 +223,34 @@ def test_nested_actions_of_a_module(name):
     batch = next(Collector(SyncVectorEnv(own), module, frames_per_batch=10))
     assert all((batch[key] == 0).all() for key in keys)
     assert set(keys) == {key for key in keys_of(batch) if key[0] == "action"}
+
+
+@pytest.mark.parametrize("name", ["empty", "empty bytes", "partly empty", "integer keys"])
+def test_checks_and_buffers_of_unusual_spaces(name):
+    def make():
+        return SyncVectorEnv([lambda: SpaceEnv(copy.deepcopy(OBSERVATIONS[name])) for _ in range(2)])
+
+    check_env_specs(make())
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(50, compact_obs=True), sampler=SliceSampler(slice_len=3), batch_size=12
+    )
+    for batch in Collector(make(), frames_per_batch=20, total_frames=80, seed=0):
+        assert audit(batch) == []
+        buffer.extend(batch)
+    sample = buffer.sample()
+    root = () if isinstance(OBSERVATIONS[name], spaces.Dict) else ("observation",)
+    for key, space in leaves(OBSERVATIONS[name], root):
+        assert sample[key].shape == sample[("next", *key)].shape == (12, *space.shape)
+
+
+def test_integer_keys_and_their_texts_in_one_space_are_refused():
+    both = spaces.Dict({"0": spaces.Box(-1, 1, (2,)), "1": spaces.Discrete(2)})
+    both.spaces[0] = both.spaces["0"]
+    with pytest.raises(
+        ValueError, match=r"observation entries \['0', '1', 0\] must have different names in a batch"
+    ):
+        observation_leaves(both)
+    with pytest.raises(
+        TypeError, match=r"keys of a Dict space must be different strings or integers, got \['0', '1', 0\]"
+    ):
+        as_spec(both)

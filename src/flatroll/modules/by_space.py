@@ -586,6 +586,9 @@ def _head_of(
     With ``combined`` it is one of all combinations of the space's choices.
     """
     counts = option_counts(space)
+    where = f"action space {name!r}" if name else "action space"
+    if 0 in (space.shape or ()):
+        raise ValueError(f"{where} must have numbers to choose, got {space}: leave it out of the space")
     if isinstance(space, spaces.MultiBinary) and not combined:
         head = _linear(width, math.prod(space.shape), gain=0.01)
         return JointBernoulli, {"shape": tuple(space.shape)}, head, ("logits",)
@@ -611,7 +614,6 @@ def _head_of(
             same = bool((bound == bound.flat[0]).all())
             kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
         return SquashedGaussian, kwargs, spread, ("loc", "scale")
-    where = f"action space {name!r}" if name else "action space"
     raise ValueError(
         f"{where} must be a Discrete, MultiDiscrete, MultiBinary, a Box of floats or of integers with at most "
         f"{MOST_OPTIONS} values in all, or a Dict or Tuple of these, got {space}: {_WAY_OUT}"
@@ -715,6 +717,8 @@ def _trunk_of(
         if drop_mask and as_tuple(key)[0] == ACTION_MASK:
             continue
         space: Any = part_of(observation, path)
+        if 0 in (space.shape or ()):  # a Box of shape (0,) or (3, 0): it tells nothing
+            continue
         if (
             norm
             and isinstance(space, spaces.Box)
@@ -726,7 +730,9 @@ def _trunk_of(
         keys.append(key)
         seen.append(space)
     if not keys:
-        raise ValueError(f"the observation must have an entry besides {ACTION_MASK!r}, got {observation}")
+        raise ValueError(
+            f"the observation must have an entry with numbers besides {ACTION_MASK!r}, got {observation}"
+        )
     if action is not None:
         keys.append(ACTION)
         seen.append(action)

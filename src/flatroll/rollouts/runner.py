@@ -620,7 +620,9 @@ class InfoColumns:
                 self._lost = {}
                 self._refuse_lost(name)
 
-    def _refuse_lost(self, name: NestedKey, rows: Array | None = None, value: Array | None = None) -> NoReturn:
+    def _refuse_lost(
+        self, name: NestedKey, rows: Array | None = None, value: Array | None = None
+    ) -> NoReturn:
         env = type(self._stream.source.env).__name__
         where = ""
         if rows is not None and value is not None:

@@ -145,7 +145,9 @@ class FlatVecEnv(VecEnv):
         if isinstance(final, dict) or not self._stream.resets_itself:
             return info if final is None else final
         # RecordEpisodeStatistics writes the step's entry beside those of the reset.
-        names = [layer._stats_key for layer in layers(self._stream.source.env) if hasattr(layer, "_stats_key")]
+        names = [
+            layer._stats_key for layer in layers(self._stream.source.env) if hasattr(layer, "_stats_key")
+        ]
         return {key: info[key] for name in names for key in (name, f"_{name}") if key in info}
 
     @override
