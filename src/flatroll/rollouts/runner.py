@@ -540,7 +540,11 @@ class InfoColumns:
         self._on_host = stream.capabilities.framework == "numpy"
         # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
         around = (*layers(env), *layers(stream.source.env))
-        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._of_step = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        # So do markers that describe the step; others describe the observation after the reset.
+        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
+        self._of_step |= {marker.info_name for marker in markers if marker.describes_step}
+        self._of_reset = {marker.info_name for marker in markers} - self._of_step
         self._seen: set[NestedKey] = set()
         self._lost: dict[NestedKey, Tensor] = {}  # on a device: whether an unknown entry was recorded
 
@@ -565,7 +569,7 @@ class InfoColumns:
         for name in self._names:
             value = self.entry(info, name)
             last = self.entry(final, name) if isinstance(final, dict) else None
-            from_step = as_tuple(name)[0] in self._statistics
+            from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
                 value = last if value is None else select(stream.ended, last, value)
             elif final is None or value is None or from_step:
@@ -601,7 +605,8 @@ class InfoColumns:
         """Return the entry with NaN in the lost rows, see `record`."""
         if value.shape[:1] != (self._stream.num_envs,):
             return value
-        if as_tuple(name)[0] == ACTION_MASK:  # masks of last observations may be empty
+        if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
+            # Masks of last observations may be empty, and a marker is not about them.
             return fill_rows(copy_of(value), lost, False)
         floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind in "fc"
         if floating:
@@ -683,8 +688,9 @@ def _numbers_of(name: NestedKey, entries: Array) -> Array | None:
         known = entries[told]
     if known.dtype.kind not in "biufc":
         raise TypeError(
-            f"info_keys has {name!r}, whose values must be numbers, or arrays of one shape, got {entries[told][0]!r} in env "
-            f"{int(np.flatnonzero(told)[0])}: leave it out, or turn it into numbers in a wrapper around the single env"
+            f"info_keys has {name!r}, whose values must be numbers, or arrays of one shape, got {entries[told][0]!r} "
+            f"in env {int(np.flatnonzero(told)[0])}: leave it out, or turn it into numbers in a wrapper around the "
+            "single env"
         )
     filled = np.zeros((len(entries), *known.shape[1:]), known.dtype)
     filled[told] = known
