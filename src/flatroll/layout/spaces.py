@@ -1,4 +1,4 @@
-"""The leaves of Gymnasium spaces (their batch keys and tree paths), and the choices of an action space."""
+"""The leaves of Gymnasium spaces (batch keys, tree paths), the space of all rows, the choices of an action space."""
 
 import math
 from collections.abc import Sequence
@@ -68,6 +68,72 @@ def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[
     for name in path:
         space = space[name]  # type: ignore[index]
     return space
+
+
+def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any]") -> "spaces.Space[Any]":
+    """Return the space of one row that holds the values of all rows of a batched space.
+
+    The rows of a vector env may differ in bounds and numbers of options, as with Gymnasium's
+    ``SyncVectorEnv(observation_mode="different")``, whose single space is that of the first row.
+
+    Args:
+        single: the vector env's space of one row.
+        batched: its space of all rows, as `gymnasium.vector.utils.batch_space` makes it. One of another form (envpool
+            has a single env's) is ignored.
+
+    Returns:
+        ``single`` itself where it holds all rows.
+
+    >>> widest_space(spaces.Discrete(2), spaces.MultiDiscrete([2, 9]))
+    Discrete(9)
+    >>> widest_space(spaces.Box(0, 1, (1,)), spaces.Box(np.array([[0], [-5]]), np.array([[1], [3]])))
+    Box(-5.0, 3.0, (1,), float32)
+    """
+    if isinstance(single, spaces.Dict) and isinstance(batched, spaces.Dict):
+        if single.spaces.keys() != batched.spaces.keys():
+            return single
+        parts = {name: widest_space(part, batched[name]) for name, part in single.spaces.items()}
+        return single if all(parts[name] is part for name, part in single.items()) else spaces.Dict(parts)
+    if isinstance(single, spaces.Tuple) and isinstance(batched, spaces.Tuple):
+        if len(single.spaces) != len(batched.spaces):
+            return single
+        each = [widest_space(part, rows) for part, rows in zip(single.spaces, batched.spaces, strict=True)]
+        same = all(wide is part for wide, part in zip(each, single.spaces, strict=True))
+        return single if same else spaces.Tuple(each)
+    ends = _ends_of(single)
+    rows = _ends_of(batched)
+    if ends is None or rows is None:
+        return single
+    if not rows[0].size or rows[0].ndim == 0 or rows[0].shape[1:] != ends[0].shape:
+        return single
+    low = np.minimum(ends[0], rows[0].min(0))
+    high = np.maximum(ends[1], rows[1].max(0))
+    if np.array_equal(low, ends[0]) and np.array_equal(high, ends[1]):
+        return single
+    if isinstance(single, spaces.Box):
+        dtype: Any = single.dtype
+        return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
+    if isinstance(single, spaces.Discrete):
+        count = int(high) - int(low) + 1
+        if single.dtype == np.int64:
+            return spaces.Discrete(count, start=int(low))
+        small: Any = single.dtype  # Gymnasium before 1.2.2 has int64 only
+        return spaces.Discrete(count, start=int(low), dtype=small.type)
+    if isinstance(single, spaces.MultiDiscrete):
+        whole: Any = single.dtype
+        return spaces.MultiDiscrete((high - low + 1).astype(whole), dtype=whole.type, start=low.astype(whole))
+    return single
+
+
+def _ends_of(space: "spaces.Space[Any]") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    """Return the least and greatest values of a Box, Discrete or MultiDiscrete; None for other spaces."""
+    if isinstance(space, spaces.Box):
+        return space.low, space.high
+    if isinstance(space, spaces.Discrete):
+        return np.asarray(space.start), np.asarray(space.start + space.n - 1)
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.start, space.start + space.nvec - 1
+    return None
 
 
 def option_counts(space: "spaces.Space[Any]") -> tuple[int, ...] | None:

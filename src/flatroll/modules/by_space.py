@@ -57,6 +57,7 @@ from flatroll.layout.spaces import (
     option_counts,
     part_of,
     space_leaves,
+    widest_space,
 )
 from flatroll.modules.distributions import (
     CombinedCategorical,
@@ -560,6 +561,9 @@ def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
                 hint=hint,
             )
         )
+    batched = getattr(env, "observation_space", None)
+    if getattr(env, "single_observation_space", None) is not None and isinstance(batched, spaces.Space):
+        found[0] = widest_space(found[0], batched)  # the rows' bounds may differ
     return found[0], found[1]
 
 

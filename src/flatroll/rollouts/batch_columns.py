@@ -113,8 +113,8 @@ class ColumnKeys:
             if as_tuple(marker.key) == as_tuple(name):
                 key = next_key(marker.key) if marker.describes_step else marker.key
                 raise ValueError(
-                    f"two parts write the same column: {type(marker).__name__} stores {key!r} anyway, and info_keys has "
-                    f"{name!r}. Leave it out of info_keys"
+                    f"two parts write the same column: {type(marker).__name__} stores {key!r} anyway, and info_keys "
+                    f"has {name!r}. Leave it out of info_keys"
                 )
 
     def claim(self, writer: str, *keys: NestedKey) -> None:
