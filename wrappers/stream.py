@@ -556,7 +556,7 @@ def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, An
     final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
     merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
-        if key not in reset_info and _has_rows(value, rows):
+        if key not in reset_info and key != "_final_info" and _has_rows(value, rows):
             merged[key] = _clear_rows(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)

@@ -423,7 +423,7 @@ COLLISIONS = {
     ),
     "info and marker": (
         lambda: Collector(make(), frames_per_batch=6, info_keys=["is_init"]),
-        "two parts write the same column: InitTracker stores 'is_init' anyway, and info_keys has 'is_init'. Leave it",
+        "two parts write the same column: InitTracker writes 'is_init', info_keys writes 'is_init'",
     ),
     "policy and observation": (
         lambda: Collector(make(), Writes("observation"), frames_per_batch=6),

@@ -392,7 +392,7 @@ class ActionMask(TensorDictModuleBase):
         lowest = torch.finfo(logits.dtype).min
         legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
         if self.binary:
-            off, on = legal.unflatten(-1, (-1, 2)).unbind(-1)
+            off, on = legal.reshape(*logits.shape, 2).unbind(-1)
             # The probability of 1 is 0 where 1 is illegal, and 1 where 0 is.
             logits = torch.where(on, logits, lowest)
             tensordict.set(key, torch.where(off, logits, -lowest))
@@ -521,13 +521,12 @@ def _masks_of(
         return found
     shown = isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
     if not shown and action_mask:
-        for path in choices:
-            found[path] = _Mask(plain_key((ACTION_MASK, *map(str, path))), "options", None)
+        found = {path: _Mask(plain_key((ACTION_MASK, *map(str, path))), "options", None) for path in choices}
     if not shown:
         return found
     for key, seen in space_leaves(observation[ACTION_MASK], (ACTION_MASK,), (ACTION_MASK,)):
         shape = part_of(observation, seen).shape
-        path = leaves.get(as_tuple(key)[1:])
+        path: tuple[Any, ...] | None = leaves.get(as_tuple(key)[1:])
         part = None if path is None else part_of(action, path)
         counts = None if part is None else option_counts(part)
         form = None if counts is None or shape is None else mask_form(counts, shape)

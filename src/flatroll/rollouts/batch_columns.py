@@ -104,18 +104,7 @@ class ColumnKeys:
         if delta is not None:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
-            self._refuse_marked(name, markers)
             self.claim("info_keys", name, next_key(name))
-
-    def _refuse_marked(self, name: NestedKey, markers: Sequence[MarkerWrapper]) -> None:
-        """Raise ValueError if an entry of ``info_keys`` is a marker's column anyway."""
-        for marker in markers:
-            if as_tuple(marker.key) == as_tuple(name):
-                key = next_key(marker.key) if marker.describes_step else marker.key
-                raise ValueError(
-                    f"two parts write the same column: {type(marker).__name__} stores {key!r} anyway, and info_keys "
-                    f"has {name!r}. Leave it out of info_keys"
-                )
 
     def claim(self, writer: str, *keys: NestedKey) -> None:
         """Register ``writer`` as the writer of ``keys``; ValueError if one has a writer already."""

@@ -285,11 +285,10 @@ def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
         parts = enumerate(space.spaces)
         return tuple(_tuples(child, tree[str(i)]) for i, child in parts if str(i) in tree)
     if isinstance(tree, dict) and isinstance(space, spaces.Dict):
-        names = {str(name): name for name in space.spaces}
-        return {
-            names.get(key, key): _tuples(space.spaces.get(names.get(key, key), space), child)
-            for key, child in tree.items()
-        }
+        children: dict[Any, Any] = dict(space.spaces)
+        names = {str(name): name for name in children}
+        given = {names.get(key, key): child for key, child in tree.items()}
+        return {name: _tuples(children.get(name, space), child) for name, child in given.items()}
     return tree
 
 

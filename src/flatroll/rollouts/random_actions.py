@@ -173,9 +173,11 @@ class RandomActions:
         legal = (torch.stack(picks, -1) + first).view(drawn.shape)
         return legal.to(drawn.device, drawn.dtype)
 
-    def _legal_parts(self, space: spaces.Dict | spaces.Tuple, drawn: Tree, mask: Tree) -> Tree:
+    def _legal_parts(self, space: Any, drawn: Tree, mask: Tree) -> Tree:
         """Redraw the parts of a Dict or Tuple action that have a mask."""
-        names = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
+        names: list[Any] = list(space.spaces)
+        if isinstance(space, spaces.Tuple):
+            names = list(range(len(space.spaces)))
         if not isinstance(mask, dict | tuple):
             raise ValueError(
                 f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "

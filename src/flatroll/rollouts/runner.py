@@ -466,7 +466,8 @@ class Runner:
         column = to_torch(mask)
         if self._ended is None or self.stream.same_step or self.stream.any_ended is False:
             return column
-        return select(to_torch(self._ended), torch.ones_like(column), column)
+        allowed: Tensor = select(to_torch(self._ended), torch.ones_like(column), column)
+        return allowed
 
     def _allow_where_silent(self, key: NestedKey, mask: Array | None) -> Array:
         """Return a mask of info in which envs that reported none allow all actions."""
