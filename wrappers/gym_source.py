@@ -56,7 +56,9 @@ class GymSource(VectorSource):
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
         # The single space of SyncVectorEnv(observation_mode="different") is that of the first env.
-        observation_space = widest_space(env.single_observation_space, env.observation_space)
+        observation_space = widest_space(
+            env.single_observation_space, getattr(env, "observation_space", None)
+        )
         super().__init__(env, env.num_envs, observation_space, env.single_action_space, capabilities)
 
     @override
