@@ -421,15 +421,21 @@ class Silent(gym.Env[Any, Any]):
         return np.full(1, self.count, np.float32), 1.0, self.count == 5, False, info
 
 
+@pytest.mark.parametrize("kind", [np.array, list])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_env_that_tells_no_mask_allows_all(mode: str) -> None:
-    class Shorter(Silent):
+def test_an_env_that_tells_no_mask_allows_all(mode: str, kind: Any) -> None:
+    class Tells(Silent):
+        def step(self, action: Any) -> Any:
+            *rest, info = super().step(action)
+            return *rest, {name: kind(mask) for name, mask in info.items()}
+
+    class Shorter(Tells):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             found = super().reset()
             self.count = 2  # other steps than its neighbour's
             return found
 
-    env = gym.vector.SyncVectorEnv([Silent, Shorter], autoreset_mode=AutoresetMode(mode))
+    env = gym.vector.SyncVectorEnv([Tells, Shorter], autoreset_mode=AutoresetMode(mode))
     for policy in (None, actor(env, hidden=(4,), action_mask=True)):
         keys = ["action_mask"] if policy is None else []
         batch = next(Collector(env, policy, frames_per_batch=400, seed=0, info_keys=keys))

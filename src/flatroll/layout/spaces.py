@@ -70,7 +70,7 @@ def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[
     return space
 
 
-def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any]") -> "spaces.Space[Any]":
+def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None") -> "spaces.Space[Any]":
     """Return the space of one row that holds the values of all rows of a batched space.
 
     The rows of a vector env may differ in bounds and numbers of options, as with Gymnasium's
@@ -125,7 +125,7 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any]") -> "
     return single
 
 
-def _ends_of(space: "spaces.Space[Any]") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+def _ends_of(space: "spaces.Space[Any] | None") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
     """Return the least and greatest values of a Box, Discrete or MultiDiscrete; None for other spaces."""
     if isinstance(space, spaces.Box):
         return space.low, space.high

@@ -590,18 +590,19 @@ def _head_of(
     """
     counts = option_counts(space)
     where = f"action space {name!r}" if name else "action space"
-    if 0 in (space.shape or ()):
+    shape: tuple[int, ...] = space.shape or ()
+    if 0 in shape:
         raise ValueError(f"{where} must have numbers to choose, got {space}: leave it out of the space")
     if isinstance(space, spaces.MultiBinary) and not combined:
-        head = _linear(width, math.prod(space.shape), gain=0.01)
-        return JointBernoulli, {"shape": tuple(space.shape)}, head, ("logits",)
+        head = _linear(width, math.prod(shape), gain=0.01)
+        return JointBernoulli, {"shape": shape}, head, ("logits",)
     if counts is not None:
         head = _linear(width, math.prod(counts) if combined else sum(counts), gain=0.01)
         start = torch.from_numpy(first_options(space))
         if isinstance(space, spaces.Discrete) and not bool(start.any()):
             return Categorical, {"validate_args": False}, head, ("logits",)
         same = bool((start == start[0]).all())
-        kwargs: dict[str, Any] = {"nvec": counts, "shape": tuple(space.shape)}
+        kwargs: dict[str, Any] = {"nvec": counts, "shape": shape}
         kwargs["start"] = int(start[0]) if same else start
         return CombinedCategorical if combined else JointCategorical, kwargs, head, ("logits",)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):

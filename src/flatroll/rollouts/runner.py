@@ -519,7 +519,10 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
     """Return a mask, or tree of masks, of an info; envs that reported none (see ``"_name"``) allow all actions."""
     mask = info.get(name)
     if isinstance(mask, dict):
-        return {part: _allow_silent(mask, part) for part in mask if not str(part).startswith("_")}
+        parts = {part: _allow_silent(mask, part) for part in mask if not str(part).startswith("_")}
+        return {part: own for part, own in parts.items() if own is not None}
+    if isinstance(mask, np.ndarray) and mask.dtype == object:
+        mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
     return mask if mask is None or told is None else _open_rows(mask, ~told)
 
@@ -598,8 +601,10 @@ class InfoColumns:
         told = info.get("_final_info")
         if told is None:  # it is about all ended rows
             return None
-        told = np.asarray(told) if isinstance(stream.ended, np.ndarray) else to_torch(told, self._device)
-        lost = stream.ended & ~told
+        if isinstance(stream.ended, np.ndarray):
+            lost = stream.ended & ~np.asarray(told, bool)
+        else:
+            lost = stream.ended & ~to_torch(told, self._device).bool()
         return lost if not self._on_host or lost.any() else None
 
     def _hide(self, name: NestedKey, value: Array, lost: Array) -> Array:

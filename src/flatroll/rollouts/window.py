@@ -474,9 +474,8 @@ class _Rows:
         window, trailing = self._window, column.shape[2:]
         further = after * window.num_envs
         if not isinstance(column, Tensor):
-            flat = column.reshape(
-                len(column) * window.num_envs, *trailing
-            )  # (-1 fails for empty observations)
+            # [room, E, ...] -> [room * E, ...]; -1 is not possible where a row has no numbers.
+            flat = column.reshape(len(column) * window.num_envs, *trailing)
             if self.count <= _FEW_ROWS:
                 return torch.from_numpy(flat.take(self.host_cells + further, 0))
             column = torch.from_numpy(column)

@@ -124,7 +124,7 @@ class FlatVecEnv(VecEnv):
         ended = np.flatnonzero(dones).tolist()
         if ended:
             final = map_tree(_numpy, info["final_obs"])
-            last = split_info(self._last_info(info, dones), ended)
+            last = self._last_infos(info, ended)
             for i, row in zip(ended, last, strict=True):
                 self.reset_infos[i] = infos[i]
                 row = dict(row)
@@ -136,19 +136,25 @@ class FlatVecEnv(VecEnv):
             self._returns[ended] = self._lengths[ended] = 0
         return map_tree(_numpy, observations), rewards, dones, infos
 
-    def _last_info(self, info: dict[str, Any], dones: np.ndarray[Any, Any]) -> dict[str, Any]:
-        """Return what the env said of the last steps of ended rows; nothing where it is unknown.
+    def _last_infos(self, info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
+        """Return what the env said of the last steps of the ended rows; nothing where it is unknown.
 
         A SAME_STEP env without ``final_info`` may say in ``info`` what belongs to the reset.
         """
         final = info.get("final_info")
-        if isinstance(final, dict) or not self._stream.resets_itself:
-            return info if final is None else final
+        if isinstance(final, dict):
+            told = info.get("_final_info")
+            known = [True] * len(ended) if told is None else _numpy(told)[ended].tolist()
+            rows = split_info(final, ended)
+            return [row if is_known else {} for row, is_known in zip(rows, known, strict=True)]
+        if not self._stream.resets_itself:
+            return split_info(info, ended)
         # RecordEpisodeStatistics writes the step's entry beside those of the reset.
-        names = [
-            layer._stats_key for layer in layers(self._stream.source.env) if hasattr(layer, "_stats_key")
-        ]
-        return {key: info[key] for name in names for key in (name, f"_{name}") if key in info}
+        around = layers(self._stream.source.env)
+        names = [layer._stats_key for layer in around if hasattr(layer, "_stats_key")]
+        return split_info(
+            {key: info[key] for name in names for key in (name, f"_{name}") if key in info}, ended
+        )
 
     @override
     def close(self) -> None:
