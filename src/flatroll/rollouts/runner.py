@@ -347,11 +347,13 @@ class Runner:
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
-        chosen = {name: self._infos.entry(info, name) for name in keys.infos}
-        for name in self._masks.keys() & chosen.keys():
-            chosen[name] = self._allow_where_silent(name, chosen[name])
-        for name, value in chosen.items():
+        chosen: dict[NestedKey, Array | None] = {}
+        for name in keys.infos:
+            value = self._infos.entry(info, name)
+            if name in self._masks:
+                value = self._allow_where_silent(name, value)
             window.put_loose(name, value)
+            chosen[name] = value
         if self._versions is not None:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
@@ -433,7 +435,9 @@ class Runner:
                 column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
-            columns |= {name: to_torch(entry) for name, entry in chosen.items() if entry is not None}
+            for name, entry in chosen.items():
+                if entry is not None:
+                    columns[name] = to_torch(entry)
             for key, counts in self._masks.items():
                 if mask_form(counts, columns[key].shape[1:]) is not None:
                     columns[key] = self._allow_where_ended(columns[key])
