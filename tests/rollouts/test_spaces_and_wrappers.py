@@ -247,9 +247,7 @@ def test_checks_and_buffers_of_unusual_spaces(name):
 def test_integer_keys_and_their_texts_in_one_space_are_refused():
     both = spaces.Dict({"0": spaces.Box(-1, 1, (2,)), "1": spaces.Discrete(2)})
     both.spaces[0] = both.spaces["0"]
-    with pytest.raises(
-        ValueError, match=r"observation entries \['0', '1', 0\] must have different names in a batch"
-    ):
+    with pytest.raises(ValueError, match=r"observation entries \['0', '1', 0\]"):
         observation_leaves(both)
     with pytest.raises(
         TypeError, match=r"keys of a Dict space must be different strings or integers, got \['0', '1', 0\]"
