@@ -119,7 +119,9 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, tuple):
             return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
         if isinstance(obs, dict):
-            deltas = {name: self._delta((*path, name), leaf, next_obs[name]) for name, leaf in obs.items()}
+            deltas = {
+                name: self._delta((*path, str(name)), leaf, next_obs[name]) for name, leaf in obs.items()
+            }
             return {name: delta for name, delta in deltas.items() if delta is not None}
         key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:

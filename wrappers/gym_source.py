@@ -13,6 +13,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
+from flatroll.layout.spaces import widest_space
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
@@ -54,8 +55,11 @@ class GymSource(VectorSource):
             # A wrapper in between would miss step_async and step_wait.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
-        spaces = env.single_observation_space, env.single_action_space
-        super().__init__(env, env.num_envs, *spaces, capabilities)
+        # The single space of SyncVectorEnv(observation_mode="different") is that of the first env.
+        observation_space = widest_space(
+            env.single_observation_space, getattr(env, "observation_space", None)
+        )
+        super().__init__(env, env.num_envs, observation_space, env.single_action_space, capabilities)
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -167,7 +171,8 @@ class AsyncPart(AsyncVectorEnv):
         rows = slice(first, first + num_envs)
         self.num_envs = num_envs
         self.action_space = batch_space(whole.single_action_space, num_envs)
-        self.observation_space = batch_space(whole.single_observation_space, num_envs)
+        self.single_observation_space = widest_space(whole.single_observation_space, whole.observation_space)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.env_fns = whole.env_fns[rows]
         self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
         # Views of the memory that the workers write to.

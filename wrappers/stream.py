@@ -160,6 +160,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return None if self.same_step or not self._stepped else ~self.first
 
     @property
+    def resets_itself(self) -> bool:
+        """Whether the env resets ended rows within the step that ended them; otherwise this stream or a step does."""
+        return self._native_same_step
+
+    @property
     def whole_finals(self) -> bool:
         """Whether ``info["final_obs"]`` is the true next observation of every row."""
         return not self._native_same_step or (self.capabilities.whole_finals and self._final == "auto")
@@ -459,7 +464,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             # Some envs return it only in steps that end an episode. Checking that syncs with a device.
             if not bool(ended.any()):
                 return obs
-            names = sorted(key for key in info if not key.startswith("_"))
+            names = sorted(str(key) for key in info if not str(key).startswith("_"))
             raise ValueError(
                 f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
                 f"has {names}. Name the key, or pass final_obs='auto' (search info) or None (the env hides them)"
@@ -551,7 +556,7 @@ def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, An
     final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
     merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
-        if key not in reset_info and _has_rows(value, rows):
+        if key not in reset_info and key != "_final_info" and _has_rows(value, rows):
             merged[key] = _clear_rows(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)

@@ -130,6 +130,10 @@ def test_a_step_limit_keeps_the_last_entries_of_rows_that_the_env_ends(mode, bac
         pytest.skip("this env cannot reset chosen rows")
     batch = rollout(env, num_steps=7, info_keys=["t"])
     assert torch.equal(batch["next", "t"].double(), batch["t"].double() + 1)
+    if mode == "SameStep":
+        env.reset()
+        info = [env.step(np.zeros(2, np.int64))[4] for _ in range(3)][-1]
+        assert info["_final_info"].tolist() == [True, True] and info["final_info"]["t"].tolist() == [3, 3]
 
 
 class Telling(gym.Env):

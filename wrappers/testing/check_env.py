@@ -396,7 +396,7 @@ def _features(tree: Tree) -> npt.NDArray[np.float64]:
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
     # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.
-    stride = -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES)
+    stride = max(1, -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES))
     return np.concatenate([leaf[:, ::stride].astype(np.float64) for leaf in leaves], 1)
 
 

@@ -280,12 +280,15 @@ def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
 
 
 def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
-    """Convert dicts to tuples where the space has tuples (a tensordict names their parts "0", "1", ...)."""
+    """Return a tensordict's tree as the space has it: tuples and integer keys are named "0", "1", ... there."""
     if isinstance(tree, dict) and isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
         return tuple(_tuples(child, tree[str(i)]) for i, child in parts if str(i) in tree)
     if isinstance(tree, dict) and isinstance(space, spaces.Dict):
-        return {key: _tuples(space.spaces.get(key, space), child) for key, child in tree.items()}
+        children: dict[Any, Any] = dict(space.spaces)
+        names = {str(name): name for name in children}
+        given = {names.get(key, key): child for key, child in tree.items()}
+        return {name: _tuples(children.get(name, space), child) for name, child in given.items()}
     return tree
 
 

@@ -359,7 +359,7 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         return
     for key in rows.keys:
         column = rows.batch.get(key, None)
-        if column is None or not column.is_floating_point() or len(rows.numbers) < 2:
+        if column is None or not column.is_floating_point() or len(rows.numbers) < 2 or not column.numel():
             continue
         flat = column.reshape(len(rows.numbers), -1)
         # distance between the observations of adjacent rows
