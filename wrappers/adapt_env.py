@@ -1,6 +1,7 @@
 """Chooses the adapter for an environment, or raises an error if none fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import gymnasium
@@ -286,6 +287,8 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
         if isinstance(resets, bool):
             if mode is None and not resets:
                 return AutoresetMode.DISABLED
+            if mode is None and is_from("mani_skill", env):
+                return AutoresetMode.SAME_STEP
             mode = mode or _declared_mode(env)
             if resets == (mode is AutoresetMode.DISABLED):
                 raise ValueError(
@@ -297,23 +300,55 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
 
 
 def _declared_mode(env: object) -> AutoresetMode:
-    base = getattr(env, "unwrapped", env)
-    metadata = getattr(env, "metadata", None) or {}
-    # Gymnasium before 1.4 writes the mode of a Sync or Async env into the metadata of its envs' class, often
-    # gymnasium.Env itself, so the vector env created last overwrites the mode of the others.
-    if isinstance(base, SyncVectorEnv | AsyncVectorEnv) and metadata is base.metadata:
-        return base.autoreset_mode
-    declared = None if metadata is gymnasium.Env.metadata else metadata.get("autoreset_mode")
+    """Return the autoreset mode that the env declares; TypeError if it declares none, ValueError if it declares two."""
+    for layer in layers(env):
+        own = _own_attribute(layer)
+        told = _own_metadata(layer)
+        if own is not None and told not in (None, own):
+            raise ValueError(
+                f"autoreset_mode is unclear: {type(layer).__name__}.autoreset_mode is {own.value!r} and its "
+                f"metadata['autoreset_mode'] is {told.value!r}. Pass the right one, as_vector_env(env, "
+                f"autoreset_mode={own.value!r})"
+            )
+        declared = own or told
+        if declared is not None:
+            return declared
+    declared = _parse_mode(getattr(getattr(env, "cfg", None), "autoreset_mode", None))
     if declared is None:
-        declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
-    if declared is None:
+        name = type(getattr(env, "unwrapped", env)).__name__
         raise TypeError(
-            f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
-            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: 'SameStep')"
+            f"autoreset_mode is needed: {name} declares none in an attribute autoreset_mode or in metadata of its own. "
+            "Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: "
+            "'SameStep')"
         )
-    mode = _parse_mode(declared)
-    assert mode is not None
-    return mode
+    return declared
+
+
+def _own_attribute(layer: object) -> AutoresetMode | None:
+    """Return the ``autoreset_mode`` of the env or wrapper itself; None if it has none of Gymnasium's modes."""
+    # Static: a wrapper's __getattr__ would answer for the env inside.
+    if getattr_static(layer, "autoreset_mode", None) is None:
+        return None
+    mode = getattr(layer, "autoreset_mode", None)
+    return _parse_mode(mode) if isinstance(mode, AutoresetMode | str) else None
+
+
+def _own_metadata(layer: object) -> AutoresetMode | None:
+    """Return the mode in the metadata of the env or wrapper itself, or None.
+
+    A dict that a class of Gymnasium owns counts for nothing: all envs without metadata of their own share it, and
+    some write their mode into it, so it may hold the mode of another env.
+    """
+    metadata = getattr(layer, "metadata", None)
+    inner = getattr(layer.env, "metadata", None) if isinstance(layer, VectorWrapper) else None
+    if not isinstance(metadata, Mapping) or metadata is inner:
+        return None
+    # Gymnasium before 1.4 gives Sync and Async envs the metadata of their sub-envs' class.
+    if isinstance(layer, SyncVectorEnv | AsyncVectorEnv):
+        return None
+    if any(vars(kind).get("metadata") is metadata for kind in (gymnasium.Env, VectorEnv)):
+        return None
+    return _parse_mode(metadata.get("autoreset_mode"))
 
 
 def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
