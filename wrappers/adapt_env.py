@@ -114,10 +114,9 @@ def scales_by_running_statistics(env: object) -> bool:
 
     The sub-envs of an AsyncVectorEnv are in other processes and are not checked.
     """
+    # By name, to match the wrappers of both vector and single envs. Either may be frozen.
     return any(
-        # By name, to match the wrappers of both vector and single envs. Either may be frozen.
-        any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
-        and getattr(layer, "update_running_mean", True)
+        _is_known(layer, "NormalizeObservation") and getattr(layer, "update_running_mean", True)
         for layer in wrappers_within(env)
     )
 
@@ -317,9 +316,9 @@ def _declared_mode(env: object) -> AutoresetMode:
     if declared is None:
         name = type(getattr(env, "unwrapped", env)).__name__
         raise TypeError(
-            f"autoreset_mode is needed: {name} declares none in an attribute autoreset_mode or in metadata of its own. "
-            "Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: "
-            "'SameStep')"
+            f"autoreset_mode is needed: {name} declares none in metadata['autoreset_mode'] (its own, not gymnasium's) or "
+            "in an attribute autoreset_mode. Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | "
+            "'Disabled') (most GPU simulators: 'SameStep')"
         )
     return declared
 
@@ -364,16 +363,14 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
     """Raise for combinations in Gymnasium 1.1 to 1.4 that give wrong data or an unrelated error."""
-    # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
-    if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
+    if _is_known(env.unwrapped, "FunctionalJaxVectorEnv"):
         raise ValueError(
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of all other envs when one env "
             "resets, even inside a wrapper: adapt the env first, wrapper(as_vector_env(phys2d_env))"
         )
     for layer in layers(env):
-        # By name: importing NumpyToTorch needs one of gymnasium's extras.
-        kinds = {kind.__name__ for kind in type(layer).__mro__}
-        if kinds & {"NumpyToTorch", "ArrayConversion"} and mode is AutoresetMode.SAME_STEP:
+        converts = _is_known(layer, "NumpyToTorch", "ArrayConversion")
+        if converts and mode is AutoresetMode.SAME_STEP:
             raise ValueError(
                 "NumpyToTorch fails on the first episode end of a SAME_STEP env: leave it out and pass "
                 "framework='torch' to as_vector_env"
@@ -382,11 +379,20 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
         _refuse_statistics(env, "a DISABLED env")
 
 
+def _is_known(layer: object, *names: str) -> bool:
+    """Return whether a layer is of one of these classes of Gymnasium (or flatroll), or of a subclass.
+
+    By name, since importing some of them imports JAX, or needs one of Gymnasium's extras.
+    """
+    return any(
+        kind.__name__ in names and kind.__module__.split(".")[0] in ("gymnasium", "flatroll")
+        for kind in type(layer).__mro__
+    )
+
+
 def _refuse_statistics(env: object, who: str) -> None:
     """Refuse RecordEpisodeStatistics around a vector env: it clears the statistics of all envs when one resets."""
-    if any(
-        kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__
-    ):
+    if any(_is_known(layer, "RecordEpisodeStatistics") for layer in layers(env)):
         raise ValueError(
             f"RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which {who} "
             "needs: use flatroll.wrappers.RewardSum and StepCounter instead"

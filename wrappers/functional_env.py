@@ -93,7 +93,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(env).__mro__}
     if kinds.get("FuncEnv") == "gymnasium":
         return _convert_gymnasium
-    if "FunctionalJaxVectorEnv" in kinds:
+    if kinds.get("FunctionalJaxVectorEnv") == "gymnasium":
         return _convert_gymnasium_vector
     # (playground's rsl_rl wrapper has num_envs, keeps its own states and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):

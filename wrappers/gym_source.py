@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, info_dict, layers
+from flatroll.wrappers.sub_env_returns import checked_returns, explain_observations
 
 CLOSE_SECONDS = 5.0  # timeout of close() for workers in the middle of a step
 
@@ -41,6 +43,8 @@ class GymSource(VectorSource):
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._sent = False  # whether a step is pending
+        #: The methods whose first results are still to be checked, in a Sync env.
+        self._unchecked = {"reset", "step"} if isinstance(base, SyncVectorEnv) else set()
         if isinstance(base, AsyncVectorEnv):
             whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
@@ -68,11 +72,12 @@ class GymSource(VectorSource):
                 self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
         try:
-            obs, info = self.env.reset(seed=seed, options=options)
-        except (EOFError, OSError) as error:
-            self._end_dead_workers(error)
+            reset = self._checked(self.env.reset) if "reset" in self._unchecked else self.env.reset
+            obs, info = reset(seed=seed, options=options)
+        except Exception as error:  # an env may raise anything
+            self._explain(error)
             raise
-        return map_tree(copy_of, obs) if self._copies else obs, dict(info)
+        return map_tree(copy_of, obs) if self._copies else obs, info_dict(info, self.env)
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -81,12 +86,14 @@ class GymSource(VectorSource):
                 self._sent = False
                 obs, reward, terminated, truncated, info = self.env.step_wait()
             else:
-                obs, reward, terminated, truncated, info = self.env.step(actions)
-        except (EOFError, OSError) as error:
-            self._end_dead_workers(error)
+                step = self._checked(self.env.step) if "step" in self._unchecked else self.env.step
+                obs, reward, terminated, truncated, info = step(actions)
+        except Exception as error:  # an env may raise anything
+            self._explain(error)
             raise
         if self._copies:
-            obs, info = map_tree(copy_of, obs), dict(info)
+            obs = map_tree(copy_of, obs)
+            info = info_dict(info, self.env)
             reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
         if self._keeps_pending:
             self._pending = np.asarray(terminated) | np.asarray(truncated)
@@ -122,6 +129,30 @@ class GymSource(VectorSource):
             if _dead_workers(base) or not answers:
                 _kill_workers(base)
         super().close()
+
+    def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the env that also checks, this once, what its sub-envs return."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with checked_returns(self.env.unwrapped, method.__name__):
+                result = method(*args, **kwargs)
+            self._unchecked.discard(method.__name__)
+            return result
+
+        return call
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a clear error, from the env's, for dead workers and for observations that do not fit their space."""
+        base = self.env.unwrapped
+        if isinstance(error, EOFError | OSError):
+            self._end_dead_workers(error)
+        elif isinstance(base, SyncVectorEnv):
+            explain_observations(base, error)
+        elif isinstance(base, AsyncVectorEnv) and _from_worker(error):
+            error.add_note(
+                "raised in a worker process of AsyncVectorEnv. If it is about what the env returned: a SyncVectorEnv of "
+                "the same envs tells which env and entry"
+            )
 
     def _end_dead_workers(self, error: Exception) -> None:
         """If worker processes have died, terminate the others, close the env and raise."""
@@ -206,6 +237,12 @@ def split_async(env: AsyncVectorEnv, parts: int) -> list[AsyncPart]:
     """Split the envs into ``parts`` ranges of almost equal length; do not step the env itself afterwards."""
     groups = np.array_split(np.arange(env.num_envs), parts)
     return [AsyncPart(env, int(group[0]), len(group)) for group in groups]
+
+
+def _from_worker(error: Exception) -> bool:
+    """Return whether Gymnasium raised an error that it received from a worker."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1].f_code is AsyncVectorEnv._raise_if_errors.__code__
 
 
 def _dead_workers(env: AsyncVectorEnv) -> list[int]:

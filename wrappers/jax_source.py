@@ -260,18 +260,18 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
             one, other = (jax.make_jaxpr(lambda *given: function(*given))(*args) for _ in range(2))
             same = str(one) == str(other) and all(map(np.array_equal, one.consts, other.consts))
             changed = [] if same else ["result"]
-        if changed:
-            raise TypeError(
-                f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
-                "random numbers from the key"
-            )
     except (TypeError, jax.errors.JAXIndexError) as error:
-        if str(error).startswith(must):
-            raise
+        first_line = (str(error).splitlines() or [""])[0]
+        came = f"{must}, and tracing it raised {type(error).__name__}: {first_line}"
+        # JAX's own errors: the function needs the value of a traced array. Another TypeError may be anything.
+        if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+            came += "\nWrite it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
+        raise TypeError(came) from error
+    if changed:
         raise TypeError(
-            f"{must}, got {type(error).__name__}: {str(error).splitlines()[0]}\n"
-            "Write it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
-        ) from error
+            f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
+            "random numbers from the key"
+        )
     if not isinstance(result, tuple) or len(result) != length:
         came = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
         raise TypeError(f"{must}, got {came}")

@@ -588,6 +588,8 @@ def test_wrappers_around_functional_jax_envs_are_refused() -> None:
     class FunctionalJaxVectorEnv(ScriptedVectorEnv):
         pass
 
+    FunctionalJaxVectorEnv.__module__ = "gymnasium.envs.functional_jax_env"
+
     class CartPoleJaxVectorEnv(FunctionalJaxVectorEnv):  # as those that gymnasium registers
         pass
 
@@ -604,10 +606,12 @@ def test_numpy_to_torch_over_same_step_is_refused() -> None:
         as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
 
 
-def test_a_wrapper_by_the_name_of_numpy_to_torch_is_refused() -> None:
+def test_gymnasium_s_numpy_to_torch_is_refused_and_a_namesake_is_not() -> None:
     class NumpyToTorch(gym.vector.VectorWrapper):
         pass
 
+    as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
+    NumpyToTorch.__module__ = "gymnasium.wrappers.vector.numpy_to_torch"
     with pytest.raises(ValueError, match="framework='torch'"):
         as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
 
