@@ -235,6 +235,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             expect("options", options, Mapping, "a dict or None")
             options = dict(options) or None
         mask = options.pop("reset_mask", None) if options else None
+        seed = _plain_seed(seed)
         if mask is None:
             first = self.at < 0
             self.moves.count = self.at = self.moves.count + 1
@@ -488,6 +489,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{tuple(mask.shape)}"
             )
         return mask
+
+
+def _plain_seed(seed: Any) -> Seed:
+    """Return a seed, or one for each env, as Python integers: envs refuse NumPy's."""
+    if isinstance(seed, np.integer):
+        return int(seed)
+    if isinstance(seed, np.ndarray):
+        return [int(one) for one in seed] if seed.ndim else int(seed)
+    if isinstance(seed, list | tuple):
+        return [int(one) if isinstance(one, np.integer) else one for one in seed]
+    return seed
 
 
 def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
