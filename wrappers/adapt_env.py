@@ -190,7 +190,7 @@ def _choose_source(
             "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
             "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
         )
-    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
+    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or _is_batched(base)):
         env = _without_checkers(env)
     if is_from("envpool", base):
         if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
@@ -231,13 +231,12 @@ def _choose_source(
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
-    if hasattr(env, "num_envs") and hasattr(env, "step"):
+    if _is_batched(env):
         mode = _own_mode(env, mode)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
-        vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
         # A SyncVectorEnv returns copies.
-        source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
+        source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
     way_out = ": call the factory first" if callable(env) else ""
@@ -254,8 +253,40 @@ def _choose_source(
 class _OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        given: gymnasium.Env[Any, Any] = env if isinstance(env.metadata, Mapping) else _WithMetadata(env)
+        super().__init__([lambda: given], autoreset_mode=AutoresetMode.DISABLED)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the env; without options of the user it is given None, not an empty dict, after a mask, too."""
+        if options and "reset_mask" in options and options["reset_mask"].any():
+            options = {key: value for key, value in options.items() if key != "reset_mask"} or None
+        return super().reset(seed=seed, options=options)
+
     def __del__(self) -> None:
         """Gymnasium before 1.3 closes a vector env on deletion; this env belongs to the caller."""
+
+
+class _WithMetadata(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Gives an env whose ``metadata`` is None an empty dict, which a SyncVectorEnv copies."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """No metadata."""
+        return {}
+
+
+def _is_batched(env: object) -> bool:
+    """Return whether an env that is no `VectorEnv` steps several rows at once, as simulators do.
+
+    A `gymnasium.Env` is a single env, whatever it has that is called ``num_envs``, unless it also has the spaces of
+    one row, or rsl_rl's ``get_observations``. What its ``__getattr__`` passes on from another env does not count.
+    """
+    if not isinstance(env, gymnasium.Env):
+        return hasattr(env, "num_envs") and hasattr(env, "step")
+    rows = ("single_observation_space", "single_action_space", "get_observations")
+    own = [name for name in ("num_envs", *rows) if getattr_static(env, name, None) is not None]
+    return own[:1] == ["num_envs"] and len(own) > 1
 
 
 def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:

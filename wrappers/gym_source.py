@@ -1,6 +1,7 @@
 """The adapter for Gymnasium's vector environments: Sync, Async, native and custom."""
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, info_dict, layers
-from flatroll.wrappers.sub_env_returns import checked_returns, explain_observations
+from flatroll.wrappers.sub_env_returns import LastObservations, checked_returns, explain_observations
 
 CLOSE_SECONDS = 5.0  # timeout of close() for workers in the middle of a step
 
@@ -35,8 +36,18 @@ class GymSource(VectorSource):
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
         known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
-        # Rows of an Async env whose final and reset observations were seen to differ.
+        self._last = None
+        if self._checks_reuse and isinstance(base, SyncVectorEnv):
+            self._last = LastObservations(base)
+        # Rows of an Async env whose final and reset observations were seen to differ; the number of ended episodes of
+        # the other rows; whether their observations were seen to change within an episode.
         self._proven = np.zeros(env.num_envs, dtype=bool)
+        self._equal_ends = 0
+        self._changes = False
+        # The observations before and after the last step, while an Async env is watched.
+        self._watches = self._checks_reuse and isinstance(base, AsyncVectorEnv)
+        self._seen: Tree = None
+        self._shown: Tree = None
         # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset and resets again
         # at the next step.
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
@@ -77,7 +88,11 @@ class GymSource(VectorSource):
         except Exception as error:  # an env may raise anything
             self._explain(error)
             raise
-        return map_tree(copy_of, obs) if self._copies else obs, info_dict(info, self.env)
+        if self._copies:
+            obs = map_tree(copy_of, obs)
+        if self._watches:
+            self._shown = obs
+        return obs, info_dict(info, self.env)
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -95,6 +110,9 @@ class GymSource(VectorSource):
             obs = map_tree(copy_of, obs)
             info = info_dict(info, self.env)
             reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
+        if self._watches:
+            self._seen = self._shown
+            self._shown = obs
         if self._keeps_pending:
             self._pending = np.asarray(terminated) | np.asarray(truncated)
         return obs, reward, terminated, truncated, info
@@ -167,27 +185,53 @@ class GymSource(VectorSource):
     def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
         """Raise ValueError if the env reuses its array and thereby overwrites the final observations.
 
-        SAME_STEP keeps the final observation by reference. A Sync env exposes the reset observations, so shared
-        memory can be detected. An Async worker returns only values: equal final and reset observations are refused
-        until an episode of that env has shown different ones.
+        SAME_STEP keeps the final observation by reference. An array that the next first observation shares, too, may
+        be a constant entry, such as a goal: only values that differ from those that the step returned are lost.
         """
-        resets = getattr(self.env.unwrapped, "_env_obs", None)
-        if resets is not None:
-            reused = any(any(_compare(np.shares_memory, given[i], resets[i])) for i in rows)
-        else:
-            rows = [i for i in rows if not self._proven[i]]
-            shown = [
-                map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows
-            ]  # the first observations after the ended episodes
-            reused = any(
-                all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
-            )
-            self._proven[rows] = True
-        if reused:
-            raise ValueError(
-                "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
-                "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
-            )
+        if self._last is None:
+            self._refuse_equal(given, obs, rows)
+            return
+        resets = self.env.unwrapped._env_obs
+        for i in rows:
+            if not any(_compare(np.shares_memory, given[i], resets[i])):
+                self._last.forget(i)
+            elif self._last.copies[i] is None or not all(_compare(_same, given[i], self._last.copies[i])):
+                raise ValueError(_REUSED)
+
+    def _refuse_equal(self, given: Array, obs: Tree, rows: Array) -> None:
+        """Raise ValueError if the final observations of an Async env are overwritten; warn if that cannot be known.
+
+        Its workers return only values: two episodes whose final observation equals the next first one, in envs whose
+        observations otherwise change, show it.
+        """
+        for i in rows:
+            if self._proven[i]:
+                continue
+            first = map_tree(lambda leaf, i=i: leaf[i], obs)  # of the next episode
+            if not all(_compare(_same, given[i], first)):
+                self._proven[i] = True
+                self._watches = not self._proven.all()
+                continue
+            self._equal_ends += 1
+            if self._seen is not None:
+                seen = map_tree(lambda leaf, i=i: leaf[i], self._seen)
+                self._changes |= not all(_compare(_same, seen, first))
+            if self._equal_ends == 2 and not self._changes:
+                warnings.warn(
+                    "the final observations of two episodes equal the first ones of the next episodes. That is right if "
+                    "the env's observations never change; if it writes each observation into the same array, "
+                    "SAME_STEP has lost the final ones: make it with autoreset_mode='NextStep' or 'Disabled' "
+                    "(as_vector_env(own_buffers=False) skips this check)",
+                    stacklevel=6,
+                )
+            if self._equal_ends >= 2 and self._changes:
+                raise ValueError(_REUSED)
+
+
+_REUSED = (
+    "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
+    "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
+)
 
 
 class AsyncPart(AsyncVectorEnv):
@@ -271,6 +315,11 @@ def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> li
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
     return answers
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Return whether two arrays have equal values; NaN equals NaN."""
+    return np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind == "f")
 
 
 def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:

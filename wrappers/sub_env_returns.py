@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from flatroll.layout.checks import shown
-from flatroll.wrappers.arrays import Tree
+from flatroll.wrappers.arrays import Tree, map_tree
 
 _STEP = "(observation, reward, terminated, truncated, info)"
 
@@ -46,6 +46,42 @@ def checked_returns(env: SyncVectorEnv, method: str) -> Iterator[None]:
                 del own[method]
             else:
                 own[method] = method_before
+
+
+class LastObservations:
+    """Keeps a copy of each sub-env's last observation as the step that ended the episode returned it.
+
+    Created before the first step of a SAME_STEP env, whose reset may write into that observation's arrays.
+
+    Args:
+        env: the vector env; each sub-env's ``step`` is shadowed until `forget`.
+    """
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        #: The copies, by the env's number; None before the end of its first episode.
+        self.copies: list[Tree | None] = [None] * env.num_envs
+        self._holders: list[dict[str, Any] | None] = [getattr(part, "__dict__", None) for part in env.envs]
+        self._before = [None if own is None else own.get("step") for own in self._holders]
+        for number, (part, own) in enumerate(zip(env.envs, self._holders, strict=True)):
+            if own is not None:
+                own["step"] = partial(self._step, number, part.step)
+
+    def _step(self, number: int, step: Callable[..., Any], *action: Any) -> Any:
+        result = step(*action)
+        if len(result) == 5 and (result[2] or result[3]):
+            self.copies[number] = map_tree(np.array, result[0])
+        return result
+
+    def forget(self, number: int) -> None:
+        """Copy no more observations of an env."""
+        own = self._holders[number]
+        if own is None:
+            return
+        self._holders[number] = None
+        if self._before[number] is None:
+            del own["step"]
+        else:
+            own["step"] = self._before[number]
 
 
 def explain_observations(env: SyncVectorEnv, error: Exception) -> None:
