@@ -44,8 +44,8 @@ VALID = "shifted_valid"
 
 #: The entry of an observation or of info with the legal actions.
 ACTION_MASK = "action_mask"
-#: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
-#: these columns, so collectors refuse it.
+#: Root names that the package writes itself. An entry of a Dict observation with such a name would overwrite one of
+#: these columns, so its column gets an underscore: ``"step_count_"``.
 RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
