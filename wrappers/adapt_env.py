@@ -347,8 +347,8 @@ def _declared_mode(env: object) -> AutoresetMode:
     if declared is None:
         name = type(getattr(env, "unwrapped", env)).__name__
         raise TypeError(
-            f"autoreset_mode is needed: {name} declares none in metadata['autoreset_mode'] (its own, not gymnasium's) or "
-            "in an attribute autoreset_mode. Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | "
+            f"autoreset_mode is needed: {name} declares none in metadata['autoreset_mode'] (its own, not gymnasium's) "
+            "or in an attribute autoreset_mode. Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | "
             "'Disabled') (most GPU simulators: 'SameStep')"
         )
     return declared

@@ -168,8 +168,8 @@ class GymSource(VectorSource):
             explain_observations(base, error)
         elif isinstance(base, AsyncVectorEnv) and _from_worker(error):
             error.add_note(
-                "raised in a worker process of AsyncVectorEnv. If it is about what the env returned: a SyncVectorEnv of "
-                "the same envs tells which env and entry"
+                "raised in a worker process of AsyncVectorEnv. If it is about what the env returned: a SyncVectorEnv "
+                "of the same envs names the env and the entry"
             )
 
     def _end_dead_workers(self, error: Exception) -> None:
@@ -218,8 +218,8 @@ class GymSource(VectorSource):
                 self._changes |= not all(_compare(_same, seen, first))
             if self._equal_ends == 2 and not self._changes:
                 warnings.warn(
-                    "the final observations of two episodes equal the first ones of the next episodes. That is right if "
-                    "the env's observations never change; if it writes each observation into the same array, "
+                    "the final observations of two episodes equal the first ones of the next episodes. That is right "
+                    "if the env's observations never change; if it writes each observation into the same array, "
                     "SAME_STEP has lost the final ones: make it with autoreset_mode='NextStep' or 'Disabled' "
                     "(as_vector_env(own_buffers=False) skips this check)",
                     stacklevel=6,

@@ -20,7 +20,6 @@ from typing_extensions import override
 from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, is_from
 
-
 #: In how many steps that end episodes an entry in shared memory must keep its values to count as constant.
 _FINALS_TO_CHECK = 3
 

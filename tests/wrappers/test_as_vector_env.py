@@ -650,6 +650,25 @@ quiet = pytest.mark.filterwarnings("ignore:.*precision lowered:UserWarning")
 
 
 @quiet
+@pytest.mark.parametrize("name", ["Go9x9-v1", "IntersectionMultiAgent-v0"])
+def test_envpools_of_several_players_are_refused(pool: Any, name: str) -> None:
+    if name not in pool.list_all_envs():
+        pytest.skip("of a later envpool")
+    with pytest.raises(TypeError, match=r"envpool of a game for 2 players .*VectorSource.*PettingZooSource"):
+        as_vector_env(pool.make_gymnasium(name, num_envs=2))
+
+
+@quiet
+def test_envpool_s_ports_of_jumanji_have_jumanji_s_columns(pool: Any) -> None:
+    name = "Jumanji/Snake-v1"
+    if name not in pool.list_all_envs():
+        pytest.skip("of a later envpool")
+    batch = rollout(pool.make_gymnasium(name, num_envs=2, seed=0), num_steps=5)
+    assert batch["step_count_"].flatten().tolist() == [0, 1, 2, 3, 4] * 2
+    assert batch["next", "step_count_"].flatten().tolist() == [1, 2, 3, 4, 5] * 2
+
+
+@quiet
 def test_envpool_spaces_are_batched_and_actions_checked(pool: Any) -> None:
     env = as_vector_env(pool.make_gymnasium("CartPole-v1", num_envs=3, seed=1))
     assert env.single_action_space == spaces.Discrete(2)

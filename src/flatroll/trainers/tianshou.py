@@ -30,11 +30,11 @@ from flatroll.layout import (
     require,
     run_ends,
 )
-from flatroll.layout.spaces import column_name
 from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import ID_BITS
+from flatroll.layout.spaces import column_name
 from flatroll.trainers.versions import trainer_imports
 
 with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of its own"):
