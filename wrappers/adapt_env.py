@@ -23,7 +23,15 @@ from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.jax_source import JaxSource
-from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, is_from, layers
+from flatroll.wrappers.source import (
+    DtypeView,
+    EnvLike,
+    TorchView,
+    VectorSource,
+    is_from,
+    layers,
+    qualified_name,
+)
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 from flatroll.wrappers.vmas_source import VmasSource
@@ -167,6 +175,7 @@ def _choose_source(
             "envs inside it with gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or the env "
             "that FlatVecEnv was made from"
         )
+    _refuse_other_interfaces(env)
     functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
     if functional is not None:
         if mode not in (None, AutoresetMode.SAME_STEP):
@@ -239,14 +248,14 @@ def _choose_source(
         source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
-    way_out = ": call the factory first" if callable(env) else ""
+    way_out = ": call the factory first" if callable(env) and not hasattr(env, "step") else ""
     if isinstance(env, str):
         way_out = f": gymnasium.make_vec({env!r}, num_envs=..., vectorization_mode='sync') makes one"
     elif isinstance(env, list | tuple):
         way_out = ": gymnasium.vector.SyncVectorEnv(...) makes one of a list of functions"
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
-        f"reset and step, got {type(env).__name__}{way_out}"
+        f"reset and step, got {qualified_name(env)}{way_out}"
     )
 
 
@@ -408,6 +417,36 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
             )
     if mode is AutoresetMode.DISABLED:
         _refuse_statistics(env, "a DISABLED env")
+
+
+def _refuse_other_interfaces(env: object) -> None:
+    """Raise TypeError for envs of packages with another interface, and name the package and the way out."""
+    if isinstance(env, gymnasium.Env):
+        return  # an env that derives from Gymnasium's in such a package is Gymnasium's, too
+    steps = hasattr(env, "step")
+    way_out = None
+    if is_from("pufferlib", env):
+        way_out = (
+            "which is not a Gymnasium vector env: pass the Gymnasium envs inside it, "
+            "gymnasium.vector.SyncVectorEnv(functions)"
+        )
+    elif is_from("supersuit", env) and hasattr(env, "num_envs"):
+        way_out = (
+            "whose infos are a list with one dict for each agent: pass the PettingZoo game itself, as_vector_env(game) "
+            "or as_vector_env([game, another])"
+        )
+    elif is_from("pgx", env) and steps:
+        way_out = "a game of players that move in turn, and pgx's games are not supported"
+    elif is_from("gym", env) and steps:
+        way_out = "which has the interface of gym, not of Gymnasium: shimmy.GymV26CompatibilityV0(env=env) converts it"
+        way_out += " (GymV21CompatibilityV0 if its step returns 4 values)"
+    elif is_from("dm_env", env) and steps and not is_from("envpool", env):
+        way_out = (
+            "which has the interface of dm_env: shimmy.DmControlCompatibilityV0(env) converts dm_control's, other "
+            "classes of shimmy those of bsuite and dm_lab"
+        )
+    if way_out is not None:
+        raise TypeError(f"env is {qualified_name(env)}, {way_out}")
 
 
 def _is_known(layer: object, *names: str) -> bool:

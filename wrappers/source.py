@@ -219,6 +219,12 @@ def info_dict(info: object, env: object) -> Info:
     return dict(info)
 
 
+def qualified_name(env: object) -> str:
+    """Return the name of an env's class with its module, ``"gym.wrappers.time_limit.TimeLimit"``; for errors."""
+    kind = type(env)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def is_from(package: str, env: object) -> bool:
     """Return whether the env's class or one of its bases is from this package."""
     return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)

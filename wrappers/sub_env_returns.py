@@ -111,7 +111,8 @@ def one_reward(came: str) -> str:
     """Return the error message for a reward that is not a number."""
     return (
         f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
-        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
+        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=). Of one "
+        "reward per agent: sum them, or play the game as agents (flatroll.wrappers.PettingZooSource)"
     )
 
 
@@ -145,9 +146,7 @@ def _check_step(env: SyncVectorEnv, where: str, step: Callable[..., Any], *actio
         raise TypeError(f"{where} must return {_STEP}, got {shown(result)}")
     if len(result) != 5:
         way_out = ": split done into terminated and truncated" if len(result) == 4 else ""
-        raise ValueError(
-            f"{where} returned {len(result)} values: Gymnasium's API has 5, {_STEP}{way_out}"
-        )
+        raise ValueError(f"{where} returned {len(result)} values: Gymnasium's API has 5, {_STEP}{way_out}")
     _check_reward(env, where, result[1])
     _check_info(where, result[4])
     return result

@@ -35,7 +35,12 @@ def of_groups(seed: Any) -> Any:
 
 def of_workers(seed: Any) -> Any:
     collector = MultiCollector(
-        lambda: gym.make("CartPole-v1"), num_workers=1, sync=True, frames_per_batch=4, total_frames=4, seed=seed
+        lambda: gym.make("CartPole-v1"),
+        num_workers=1,
+        sync=True,
+        frames_per_batch=4,
+        total_frames=4,
+        seed=seed,
     )
     with collector:
         return next(iter(collector))["observation"]

@@ -236,7 +236,9 @@ def test_rewards_in_rows_that_only_reset_are_told_once(framework):
     script = Script(2, lengths=[[2, 3], [4]])
     env = as_vector_env(PaysAtResets(script), framework=framework)
     collector = Collector(env, frames_per_batch=12, total_frames=36, seed=0)
-    with pytest.warns(UserWarning, match=r"PaysAtResets paid rewards \(the first is 7\) .* only reset") as told:
+    with pytest.warns(
+        UserWarning, match=r"PaysAtResets paid rewards \(the first is 7\) .* only reset"
+    ) as told:
         batches = list(collector)
     assert len(told) == 1
     right = list(Collector(ScriptedVectorEnv(script), frames_per_batch=12, total_frames=36, seed=0))

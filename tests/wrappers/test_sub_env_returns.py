@@ -25,7 +25,9 @@ class Task(gym.Env[Any, Any]):
 
     observation_space, action_space = SPACE, spaces.Discrete(2)
 
-    def __init__(self, change: Callable[[int, tuple[Any, ...]], Any] | None = None, first: Any = None) -> None:
+    def __init__(
+        self, change: Callable[[int, tuple[Any, ...]], Any] | None = None, first: Any = None
+    ) -> None:
         self.change = change
         self.first = first
         self.at = 0
@@ -85,7 +87,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"step of Task \(env NUMBER\) returned 4 values: Gymnasium's API has 5, .*: split done into",
     ),
-    "no tuple": (lambda at, result: result[0], TypeError, r"step of Task \(env NUMBER\) must return \(observation, rew"),
+    "no tuple": (
+        lambda at, result: result[0],
+        TypeError,
+        r"step of Task \(env NUMBER\) must return \(observation, rew",
+    ),
     "two rewards": (
         reward_as(lambda value: np.ones(2)),
         ValueError,
@@ -133,9 +139,13 @@ def test_a_wrong_step_names_env_and_entry(make: Any, number: int, change: Any, k
 
 @pytest.mark.parametrize(("make", "number"), [(one, 0), (sync, 1)])
 def test_a_wrong_reset_names_env_and_entry(make: Any, number: int) -> None:
-    with pytest.raises(TypeError, match=rf"info must be a dict, got None from reset of Task \(env {number}\)"):
+    with pytest.raises(
+        TypeError, match=rf"info must be a dict, got None from reset of Task \(env {number}\)"
+    ):
         rollout(make(first=(observation(), None)), num_steps=4)
-    with pytest.raises(TypeError, match=rf"reset of Task \(env {number}\) must return \(observation, info\), got"):
+    with pytest.raises(
+        TypeError, match=rf"reset of Task \(env {number}\) must return \(observation, info\), got"
+    ):
         rollout(make(first=observation()), num_steps=4)
     with pytest.raises(ValueError, match=rf"reset of Task \(env {number}\) must return .*, got 3 values"):
         rollout(make(first=(observation(), {}, 1)), num_steps=4)
@@ -197,5 +207,7 @@ def test_infos_of_a_vector_env_that_are_no_dict(infos: Any) -> None:
 
 
 def test_a_batch_of_another_shape_than_its_space() -> None:
-    with pytest.raises(ValueError, match=r"observation of Lists has shape \(2, 3\), and its space has \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"observation of Lists has shape \(2, 3\), and its space has \(2, 1\)"
+    ):
         rollout(Lists({}, {}, (2, 3)), num_steps=2)

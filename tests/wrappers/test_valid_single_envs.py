@@ -116,7 +116,9 @@ def test_an_entry_that_is_always_the_same_array_is_valid(kind: Any, length: int)
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_place_that_the_reset_overwrites_is_refused_at_the_first_end(length: int) -> None:
-    env = as_vector_env(SyncVectorEnv([lambda: Goal(reuses=True, length=length)] * 2, autoreset_mode="SameStep"))
+    env = as_vector_env(
+        SyncVectorEnv([lambda: Goal(reuses=True, length=length)] * 2, autoreset_mode="SameStep")
+    )
     env.reset()
     with pytest.raises(ValueError, match="into the same array"):
         for _ in range(length):
@@ -165,7 +167,11 @@ class TorchGoal(ScriptedTorchEnv):
 
 
 def test_a_goal_in_one_tensor_is_valid_and_one_that_changes_is_not() -> None:
-    right = rollout(ScriptedTorchEnv(Script(2, lengths=[[3, 1], [2]], obs="dict"), final_obs="dense"), num_steps=20, seed=0)
+    right = rollout(
+        ScriptedTorchEnv(Script(2, lengths=[[3, 1], [2]], obs="dict"), final_obs="dense"),
+        num_steps=20,
+        seed=0,
+    )
     batch = rollout(TorchGoal(), num_steps=20, seed=0)
     assert (batch["goal"] == 1).all() and (batch["next", "goal"] == 1).all()
     assert (batch.exclude("goal", ("next", "goal")) == right).all()

@@ -285,9 +285,12 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         raise
     except NotImplementedError as error:
         raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
+    way_out = ""
+    if not batch.batch_size and column.ndim:  # as of a module that is called by keyword
+        way_out = f": call it with a TensorDict of batch size [{column.shape[0]}]"
     raise ValueError(
         f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
-        f"got {tuple(column.shape)}"
+        f"got {tuple(column.shape)}{way_out}"
     )
 
 

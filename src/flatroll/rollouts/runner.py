@@ -259,7 +259,7 @@ class Runner:
         fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
         if fresh and self.started:
             raise RuntimeError(
-                f"the recurrent states {sorted(map(repr, fresh))} are new, and rows were collected without them: "
+                f"the recurrent states {sorted(fresh, key=repr)} are new, and rows were collected without them: "
                 "set them before the first batch"
             )
         self._carry(fresh)
@@ -497,7 +497,6 @@ class Runner:
         if self.action_range is not None and len(laid_out[0]):
             self.action_range.look(laid_out[0])
         return laid_out
-
 
     def _look_for_lost_rewards(self) -> None:
         """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
