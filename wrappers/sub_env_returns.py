@@ -111,8 +111,8 @@ def one_reward(came: str) -> str:
     """Return the error message for a reward that is not a number."""
     return (
         f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
-        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=). Of one "
-        "reward per agent: sum them, or play the game as agents (flatroll.wrappers.PettingZooSource)"
+        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=). If "
+        "there is one reward per agent: sum them, or play the game as agents (flatroll.wrappers.PettingZooSource)"
     )
 
 

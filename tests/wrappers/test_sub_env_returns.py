@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no tuple": (
         lambda at, result: result[0],
         TypeError,
-        r"step of Task \(env NUMBER\) must return \(observation, rew",
+        r"step of Task \(env NUMBER\) must return \(obs",
     ),
     "two rewards": (
         reward_as(lambda value: np.ones(2)),

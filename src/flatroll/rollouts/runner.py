@@ -506,11 +506,11 @@ class Runner:
         if not bool(lost.any()):
             return
         self._looks_for_rewards = False
+        first = float(lost[lost != 0][0])
         warnings.warn(
-            f"{type(self.stream.source.env).__name__} paid rewards (the first is {float(lost[lost != 0][0]):g}) in steps "
-            "in which it only reset an ended episode. Such a step is not a transition and is in no batch, so these "
-            "rewards are lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an "
-            "episode, pass as_vector_env(env, autoreset_mode='SameStep')",
+            f"{type(self.stream.source.env).__name__} paid rewards (the first is {first:g}) in steps in which it "
+            "only reset an ended episode. Such a step is not a transition and is in no batch, so these rewards are "
+            "lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an episode, pass as_vector_env(env, autoreset_mode='SameStep')",
             stacklevel=3,
         )
 
