@@ -279,10 +279,9 @@ class _OneEnv(SyncVectorEnv):
 class _WithMetadata(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Gives an env whose ``metadata`` is None an empty dict, which a SyncVectorEnv copies."""
 
-    @property
-    def metadata(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """No metadata."""
-        return {}
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.metadata = {}
 
 
 def _is_batched(env: object) -> bool:

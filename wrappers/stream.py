@@ -494,7 +494,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return mask
 
 
-def _plain_seed(seed: Any) -> Seed:
+def _plain_seed(seed: Any) -> Any:
     """Return a seed, or one for each env, as Python integers: envs refuse NumPy's."""
     if isinstance(seed, np.integer):
         return int(seed)

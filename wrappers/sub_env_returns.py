@@ -3,7 +3,7 @@
 Gymnasium's own errors there come from NumPy ("Output array is the wrong shape") and name neither.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -62,9 +62,10 @@ class LastObservations:
         self.copies: list[Tree | None] = [None] * env.num_envs
         self._holders: list[dict[str, Any] | None] = [getattr(part, "__dict__", None) for part in env.envs]
         self._before = [None if own is None else own.get("step") for own in self._holders]
-        for number, (part, own) in enumerate(zip(env.envs, self._holders, strict=True)):
+        self._shadows = [partial(self._step, number, part.step) for number, part in enumerate(env.envs)]
+        for own, shadow in zip(self._holders, self._shadows, strict=True):
             if own is not None:
-                own["step"] = partial(self._step, number, part.step)
+                own["step"] = shadow
 
     def _step(self, number: int, step: Callable[..., Any], *action: Any) -> Any:
         result = step(*action)
@@ -75,8 +76,8 @@ class LastObservations:
     def forget(self, number: int) -> None:
         """Copy no more observations of an env."""
         own = self._holders[number]
-        if own is None:
-            return
+        if own is None or own.get("step") is not self._shadows[number]:
+            return  # of another adapter around the same env, which calls this one's
         self._holders[number] = None
         if self._before[number] is None:
             del own["step"]
@@ -170,20 +171,29 @@ def _check_info(where: str, info: object) -> None:
 
 def _misfit(space: spaces.Space[Any], obs: Tree, rows: tuple[int, ...], at: str) -> str | None:
     place = f" at {at}" if at else ""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        is_dict = isinstance(space, spaces.Dict)
-        kind = Mapping if is_dict else (tuple, list)
-        if not isinstance(obs, kind):
-            return f"must be a {'dict' if is_dict else 'tuple'}{place}, as its space is, got {shown(obs)}"
-        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, child in items:
-            inner = f"{at}[{key!r}]" if at else repr(key)
-            if key not in (obs if is_dict else range(len(obs))):
-                return f"lacks the entry {inner} of its space"
-            problem = _misfit(child, obs[key], rows, inner)
-            if problem is not None:
-                return problem
-        return None
+    if isinstance(space, spaces.Dict):
+        if not isinstance(obs, Mapping):
+            return f"must be a dict{place}, as its space is, got {shown(obs)}"
+        parts: Iterable[tuple[Any, spaces.Space[Any]]] = space.spaces.items()
+        present: Any = obs
+    elif isinstance(space, spaces.Tuple):
+        if not isinstance(obs, tuple | list):
+            return f"must be a tuple{place}, as its space is, got {shown(obs)}"
+        parts = enumerate(space.spaces)
+        present = range(len(obs))
+    else:
+        return _misfit_of_leaf(space, obs, rows, place)
+    for key, child in parts:
+        inner = f"{at}[{key!r}]" if at else repr(key)
+        if key not in present:
+            return f"lacks the entry {inner} of its space"
+        problem = _misfit(child, obs[key], rows, inner)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _misfit_of_leaf(space: spaces.Space[Any], obs: Any, rows: tuple[int, ...], place: str) -> str | None:
     try:
         shape = tuple(np.shape(obs))
     except ValueError:  # a ragged list

@@ -135,6 +135,17 @@ def test_the_sub_envs_are_not_watched_for_longer_than_needed() -> None:
     assert not any("step" in vars(one) for one in envs.envs)
 
 
+def test_two_adapters_watch_one_env() -> None:
+    envs = SyncVectorEnv([Goal] * 2, autoreset_mode="SameStep")
+    first, second = as_vector_env(envs), as_vector_env(envs)
+    for env in (first, second, first):
+        env.reset()
+        for step in range(1, 7):
+            info = env.step(np.zeros(2, np.int64))[4]
+            if step % 2 == 0:
+                assert info["final_obs"]["place"].tolist() == [[2.0], [2.0]]
+
+
 def test_observations_that_never_change_in_workers() -> None:
     env = AsyncVectorEnv([lambda: Goal(moves=False)] * 2, autoreset_mode="SameStep")
     with pytest.warns(UserWarning, match="final observations of two episodes equal the first ones"):

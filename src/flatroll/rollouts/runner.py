@@ -510,7 +510,8 @@ class Runner:
         warnings.warn(
             f"{type(self.stream.source.env).__name__} paid rewards (the first is {first:g}) in steps in which it "
             "only reset an ended episode. Such a step is not a transition and is in no batch, so these rewards are "
-            "lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an episode, pass as_vector_env(env, autoreset_mode='SameStep')",
+            "lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an episode, pass "
+            "as_vector_env(env, autoreset_mode='SameStep')",
             stacklevel=3,
         )
 
