@@ -203,17 +203,20 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            way_out = "make it with vectorization_mode='sync', or with autoreset_mode=SAME_STEP"
+            name = type(self.source.env).__name__
             if limits and is_from("ale_py", self.source.env):
-                way_out = "set the limit in the env: max_num_frames_per_episode=..."
-            elif limits:
-                way_out = (
-                    "make it with vectorization_mode='sync', or set the limit in the env (gymnasium, envpool: "
-                    "max_episode_steps=...)"
+                raise ValueError(
+                    f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
+                    "max_num_frames_per_episode=..."
                 )
+            way_out = (
+                "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
+                if limits
+                else "or with autoreset_mode=SAME_STEP"
+            )
             raise ValueError(
-                f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: "
-                f"{way_out}"
+                f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
+                f"vectorization_mode='sync', {way_out}"
             )
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")

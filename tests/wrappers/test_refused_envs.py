@@ -244,7 +244,7 @@ def test_the_way_to_a_limit_of_ale_s_vector_env() -> None:
         __module__ = "ale_py.vector_env"
 
     with pytest.raises(
-        ValueError, match=r"AtariVectorEnv cannot: set the limit in the env: max_num_frames_per_episo"
+        ValueError, match=r"AtariVectorEnv cannot: set the limit in the env, max_num_frames_per_episo"
     ):
         StepCounter(AtariVectorEnv(Script(2)), max_steps=5)
     with pytest.raises(
