@@ -183,11 +183,12 @@ def _misfit(space: spaces.Space[Any], obs: Tree, rows: tuple[int, ...], at: str)
         present = range(len(obs))
     else:
         return _misfit_of_leaf(space, obs, rows, place)
+    values: Any = obs
     for key, child in parts:
         inner = f"{at}[{key!r}]" if at else repr(key)
         if key not in present:
             return f"lacks the entry {inner} of its space"
-        problem = _misfit(child, obs[key], rows, inner)
+        problem = _misfit(child, values[key], rows, inner)
         if problem is not None:
             return problem
     return None
