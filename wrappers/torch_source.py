@@ -52,7 +52,8 @@ class TorchSource(VectorSource):
         self._shapes: Tree = None  # of the observations of the last reset
         self._check_step = self._check_final = True
         self._finals_to_check = _FINALS_TO_CHECK
-        # Until final observations have been checked: the last output of step, and copies of it and of the one before.
+        # Until final observations have been checked: the last output of step, and what the caller got for it and for
+        # the one before, which the env does not overwrite.
         self._shown: Tree = None
         self._copy: Tree = None
         self._before: Tree = None
@@ -126,9 +127,10 @@ class TorchSource(VectorSource):
             )
         self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
         self._finals_to_check = _FINALS_TO_CHECK
-        self._copy = map_tree(Tensor.clone, obs)
+        owned = self._own(obs)
+        self._copy = owned
         # (The second item is legged_gym's privileged observations; Genesis returns None.)
-        return self._own(obs), dict(info) if isinstance(info, dict) else {}
+        return owned, dict(info) if isinstance(info, dict) else {}
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -159,14 +161,15 @@ class TorchSource(VectorSource):
             )
         if self._copies and not self.lends:
             reward = reward.clone()
+        owned = self._own(obs)
         if self._check_final:
             self._shown = obs
             self._before = self._copy
-            self._copy = map_tree(Tensor.clone, _plain(obs))
+            self._copy = owned
         if self._check_step:
             self._check_step = False
             self._refuse_other_shapes("step's observations", obs)
-        return self._own(obs), reward, terminated, truncated, dict(extras)
+        return owned, reward, terminated, truncated, dict(extras)
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
