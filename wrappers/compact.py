@@ -7,7 +7,7 @@ import torch
 from flatroll.layout.checks import floating_dtype, key_names
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
-from flatroll.layout.spaces import observation_leaves
+from flatroll.layout.spaces import column_name, observation_leaves
 from flatroll.wrappers.arrays import Array, Tree, copy_of, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Step
@@ -119,8 +119,9 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, tuple):
             return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
         if isinstance(obs, dict):
+            keys = {name: str(name) if path else column_name(name) for name in obs}
             deltas = {
-                name: self._delta((*path, str(name)), leaf, next_obs[name]) for name, leaf in obs.items()
+                name: self._delta((*path, keys[name]), leaf, next_obs[name]) for name, leaf in obs.items()
             }
             return {name: delta for name, delta in deltas.items() if delta is not None}
         key = plain_key(path) if path else OBSERVATION

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from traceback import extract_tb
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +26,8 @@ from flatroll.wrappers.arrays import (
     map_tree,
     select,
 )
-from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, layers
+from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, is_from, layers
+from flatroll.wrappers.sub_env_returns import misfit, one_reward
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -208,14 +208,20 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
+            name = type(self.source.env).__name__
+            if limits and is_from("ale_py", self.source.env):
+                raise ValueError(
+                    f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
+                    "max_num_frames_per_episode=..."
+                )
             way_out = (
                 "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
                 if limits
                 else "or with autoreset_mode=SAME_STEP"
             )
             raise ValueError(
-                f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
-                f"it with vectorization_mode='sync', {way_out}"
+                f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
+                f"vectorization_mode='sync', {way_out}"
             )
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
@@ -240,12 +246,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             expect("options", options, Mapping, "a dict or None")
             options = dict(options) or None
         mask = options.pop("reset_mask", None) if options else None
+        seed = _plain_seed(seed)
         if mask is None:
             first = self.at < 0
             self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
             if first:
-                _compare_entries(type(self.source.env).__name__, self.single_observation_space, obs)
+                self._compare_with_space(obs)
             like = first_leaf(obs)
             self.first = full_for(like, self.num_envs, True, torch.bool)
             self.ended = full_for(like, self.num_envs, False, torch.bool)
@@ -300,7 +307,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
-                    raise ValueError(_one_reward(f"shape {tuple(reward.shape)}"))
+                    raise ValueError(one_reward(f"shape {tuple(reward.shape)}"))
                 for name, flags in (("terminated", terminated), ("truncated", truncated)):
                     if len(flags.reshape(-1)) != self.num_envs:
                         raise ValueError(
@@ -351,10 +358,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._on_host = False
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clear ValueError, from the env's error, for vector rewards and for actions out of range."""
-        *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv assigns rewards and flags into arrays
-        if last.filename.endswith("sync_vector_env.py") and "array element with a sequence" in str(error):
-            raise ValueError(_one_reward("an array")) from error
+        """Raise a clear ValueError, from the env's error, for actions out of range."""
         if self._on_host:
             for path, limits in action_limits(self.single_action_space):
                 (leaf,) = leaves_at(self.actions, [path])
@@ -371,6 +375,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         sent = map_tree(copy_of, self._check_actions(actions))
         self.source.send(sent)
         return sent
+
+    def _compare_with_space(self, obs: Tree) -> None:
+        """Warn if observations have entries that their space lacks; ValueError if they do not fit it."""
+        name = type(self.source.env or self.source).__name__
+        _compare_entries(name, self.single_observation_space, obs)
+        rows = self.capabilities.batch_size or self.num_envs
+        problem = misfit(self.single_observation_space, obs, (rows,))
+        if problem is not None:
+            raise ValueError(
+                f"the observation of {name} {problem}: return what single_observation_space describes, or change it"
+            )
 
     def _refuse(self, before_reset: str) -> None:
         """Raise the error for an env that somebody else stepped or reset, or that was never reset."""
@@ -487,6 +502,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return mask
 
 
+def _plain_seed(seed: Any) -> Any:
+    """Return a seed, or one for each env, as Python integers: envs refuse NumPy's."""
+    if isinstance(seed, np.integer):
+        return int(seed)
+    if isinstance(seed, np.ndarray):
+        return [int(one) for one in seed] if seed.ndim else int(seed)
+    if isinstance(seed, list | tuple):
+        return [int(one) if isinstance(one, np.integer) else one for one in seed]
+    return seed
+
+
 def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
     """Warn if an observation has entries that its space lacks; raise ValueError if it lacks entries of the space."""
     extra: list[object] = []
@@ -511,16 +537,8 @@ def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
         warnings.warn(
             f"the observation of {name} has entries that its observation_space lacks, so they are left out: {extra}. "
             "Declare them in single_observation_space, or do not return them",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def _one_reward(came: str) -> str:
-    """Return the error message for a reward that is not a number."""
-    return (
-        f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
-        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
-    )
 
 
 def check_space(space: object, name: str, hint: str = "") -> None:

@@ -437,7 +437,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
             for key in keys:
                 if storage.columns and key not in storage.columns and next_key(key) not in storage.columns:
-                    present = sorted(map(repr, storage.columns))
+                    present = sorted(storage.columns, key=repr)
                     raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override

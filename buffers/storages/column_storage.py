@@ -313,7 +313,7 @@ class ColumnStorage(Storage):
             if kept is None:
                 raise ValueError(
                     f"the batch has an entry {key!r} that the first extend did not have: "
-                    f"the storage keeps {sorted(map(repr, self.columns))}"
+                    f"the storage keeps {sorted(self.columns, key=repr)}"
                 )
             if kept.dtype is not column.dtype or kept.shape != column.shape[1:]:
                 raise ValueError(
@@ -406,7 +406,7 @@ class ColumnStorage(Storage):
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
-                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(map(repr, self.columns))}")
+                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(self.columns, key=repr)}")
             stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(

@@ -63,7 +63,7 @@ class Encodings:
         self.sparse = set(map(plain_key, key_names("sparse", sparse)))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
             raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec name as well"
+                f"sparse names {sorted(both, key=repr)}, which frame_stack or codec name as well"
             )
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
@@ -71,7 +71,7 @@ class Encodings:
 
         ValueError if an option names an entry that is not in ``like``, or one that is no stack.
         """
-        present = sorted(map(repr, like))
+        present = sorted(like, key=repr)
         for option, asked in (("frame_stack", self.frame_stack), ("codec", self.codec)):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
@@ -87,7 +87,7 @@ class Encodings:
                 size = 4
             total += 0 if key in self.codec else size
         if absent := self.sparse - set(like):
-            raise ValueError(f"sparse names {sorted(map(repr, absent))}, not in the batch: it has {present}")
+            raise ValueError(f"sparse names {sorted(absent, key=repr)}, not in the batch: it has {present}")
         return total
 
     def column(

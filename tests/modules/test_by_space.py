@@ -475,3 +475,13 @@ def test_observations_of_another_shape_are_refused() -> None:
 def test_print_says_which_images_are_divided_by_255() -> None:
     networks = [actor(make(observation=OBSERVATIONS[name])) for name in ("stacked image", "number")]
     assert ["divided by 255" in repr(network) for network in networks] == [True, False]
+
+
+@pytest.mark.parametrize("low", [np.finfo(np.float32).tiny, -np.finfo(np.float32).max])
+def test_the_largest_numbers_of_float32_are_no_bounds(low: float) -> None:
+    """Raw pools of envpool declare unbounded actions so; as_vector_env gives infinite bounds."""
+    unbounded = actor(make(action=spaces.Box(low, np.finfo(np.float32).max, (2,))))
+    with set_interaction_type(InteractionType.RANDOM):
+        rows = unbounded(TensorDict({"observation": torch.zeros(64, 3)}, [64]))
+    assert rows["action"].abs().max() < 10
+    assert rows["action_log_prob"].isfinite().all()

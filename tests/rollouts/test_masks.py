@@ -90,7 +90,7 @@ class Masked(gym.vector.VectorEnv[Any, Any, Any]):
         self.illegal += int((~legal & ~self.ended).sum())
         self.steps += int((~self.ended).sum())
         ends = (self.rng.random(self.num_envs) < 0.1) & ~self.ended
-        reward = np.ones(self.num_envs, np.float32)
+        reward = (~self.ended).astype(np.float32)  # a step that only resets pays nothing
         if self.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP:
             self.ended = ends
             return (*(shown := self.show(ends))[:1], reward, ends, np.zeros_like(ends), shown[1])

@@ -91,7 +91,7 @@ def vector_env_problems(
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
     whole_number("steps", steps)
-    seed_number("seed", seed)
+    seed = seed_number("seed", seed)
     if actions is not None:
         function("actions", actions, "a function of the step")
     try:

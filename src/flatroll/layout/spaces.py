@@ -35,7 +35,7 @@ def space_leaves(
 
 
 def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """List the batch key and the tree path of each observation entry.
+    """List the batch key and the tree path of each observation entry; see `column_name`.
 
     >>> from gymnasium.spaces import Box, Dict
     >>> observation_leaves(Box(0, 1, (2,)))
@@ -45,18 +45,24 @@ def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tupl
     """
     if not isinstance(space, spaces.Dict):
         return space_leaves(space, (OBSERVATION,))
-    taken = sorted(RESERVED & set(space.spaces))
-    if len(set(map(str, space.spaces))) < len(space.spaces):
+    names = {key: column_name(key) for key in space.spaces}
+    if len(set(names.values())) < len(names):
         raise ValueError(
-            f"observation entries {list(space.spaces)} must have different names in a batch, where a number is its "
-            "text: rename them with gymnasium.wrappers.TransformObservation"
+            f"observation entries {list(names)} would become columns of the same name, {[*names.values()]}: rename "
+            "one with gymnasium.wrappers.TransformObservation"
         )
-    if taken:
-        raise ValueError(
-            f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
-            "rename them with gymnasium.wrappers.TransformObservation"
-        )
-    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (str(key),), (key,))]
+    return [
+        leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (names[key],), (key,))
+    ]
+
+
+def column_name(entry: object) -> str:
+    """Return the name of an entry of a Dict observation in a batch; one that batches reserve gets an underscore.
+
+    >>> column_name("eye"), column_name("step_count")
+    ('eye', 'step_count_')
+    """
+    return f"{entry}_" if entry in RESERVED else str(entry)
 
 
 def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":

@@ -606,7 +606,7 @@ def _head_of(
         kwargs["start"] = int(start[0]) if same else start
         return CombinedCategorical if combined else JointCategorical, kwargs, head, ("logits",)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        bounded = _has_bounds(space)
         if squash and not bounded:
             raise ValueError(f"squash=True needs finite bounds, got {space}: leave squash out")
         spread = LocScale(width, tuple(space.shape), dependent=std == "dependent")
@@ -622,6 +622,12 @@ def _head_of(
         f"{where} must be a Discrete, MultiDiscrete, MultiBinary, a Box of floats or of integers with at most "
         f"{MOST_OPTIONS} values in all, or a Dict or Tuple of these, got {space}: {_WAY_OUT}"
     )
+
+
+def _has_bounds(space: spaces.Box) -> bool:
+    """Return whether all bounds are finite, and far from float32's largest number, which stands for none in envpool."""
+    largest = np.finfo(np.float32).max / 4
+    return bool((np.abs(space.low) < largest).all() and (np.abs(space.high) < largest).all())
 
 
 class LocScale(nn.Module):

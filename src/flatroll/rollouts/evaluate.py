@@ -166,7 +166,7 @@ def evaluate(
     if film is not None:
         one_of("film", film, ("best", "worst", "first"))
     if seed is not None:
-        seed_number("seed", seed)
+        seed = seed_number("seed", seed)
     exploration = exploration_of(exploration_type)
     with ExitStack() as undo:
         made, is_own = make_env(env, obs_dtype, None, max_steps, undo)
@@ -520,7 +520,7 @@ def _bootstrap(
     """Compute a statistic of ``[n, tasks]`` (it maps ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
     if not table.numel():
         raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
-    seed_number("seed", seed)
+    seed = seed_number("seed", seed)
     number("confidence", confidence, above=0, below=1)
     whole_number("resamples", resamples)
     table = table.cpu()

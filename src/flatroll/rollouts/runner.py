@@ -145,6 +145,13 @@ class Runner:
         self.sends = False
         self._sent: Tree = None  # the actions of the pending step
         self._warned = False  # whether it has warned that other code moved the env
+        # Whether to warn if the env paid rewards in steps that only reset. A wrapper may add a constant to all rewards;
+        # an async pool's window has cells without values, as meta tensors have none.
+        can = stream.capabilities
+        shifts = any(
+            isinstance(layer, VectorRewardWrapper) for layer in (*layers(env), *layers(stream.source.env))
+        )
+        self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type != "meta"
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -258,7 +265,7 @@ class Runner:
         fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
         if fresh and self.started:
             raise RuntimeError(
-                f"the recurrent states {sorted(map(repr, fresh))} are new, and rows were collected without them: "
+                f"the recurrent states {sorted(fresh, key=repr)} are new, and rows were collected without them: "
                 "set them before the first batch"
             )
         self._carry(fresh)
@@ -513,10 +520,29 @@ class Runner:
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False other code that steps the env may write into these arrays.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
+        if self._looks_for_rewards and DEAD in self.window.columns:
+            self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
         if self.action_range is not None and len(laid_out[0]):
             self.action_range.look(laid_out[0])
         return laid_out
+
+    def _look_for_lost_rewards(self) -> None:
+        """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
+        window = self.window
+        dead = to_torch(window.columns[DEAD][: window.steps])
+        lost = to_torch(window.columns[REWARD][: window.steps])[dead]
+        if not bool(lost.any()):
+            return
+        self._looks_for_rewards = False
+        first = float(lost[lost != 0][0])
+        warnings.warn(
+            f"{type(self.stream.source.env).__name__} paid rewards (the first is {first:g}) in steps in which it "
+            "only reset an ended episode. Such a step is not a transition and is in no batch, so these rewards are "
+            "lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an episode, pass "
+            "as_vector_env(env, autoreset_mode='SameStep')",
+            stacklevel=3,
+        )
 
 
 def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
