@@ -10,7 +10,7 @@ The module can be called: after ``from flatroll import export``, ``export(buffer
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -181,13 +181,19 @@ def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBa
 
 
 def import_minari(
-    source: Any, *, infos: bool = True, rename: Mapping[str, str] | None = None
+    source: Any,
+    *,
+    infos: bool = True,
+    rename: Mapping[str, str] | None = None,
+    leave_out: Collection[str] = (),
+    texts: bool = False,
 ) -> TensorDictBase:
     """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
-    flags(infos=infos)
+    flags(infos=infos, texts=texts)
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
-    return _concatenate(read_minari(source, infos=infos, rename=rename), source)
+    episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)
+    return _concatenate(episodes, source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:

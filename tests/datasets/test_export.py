@@ -276,7 +276,8 @@ def test_a_minari_set_of_other_makers(tmp_path: Path) -> None:
     )
     storage.update_episodes([episode])
     (rows,) = module.read_minari(minari.MinariDataset(tmp_path))
-    assert rows["0"].tolist() == seen[0][:3].tolist() and rows["next", "1"].tolist() == [1, 2, 3]
+    assert rows["observation", "0"].tolist() == seen[0][:3].tolist()
+    assert rows["next", "observation", "1"].tolist() == [1, 2, 3]
     assert rows["next", "done"].tolist() == [[False], [False], [True]]
     assert rows["next", "reward"].shape == (3, 1) and rows["action"].tolist() == [2, 0, 1]
     assert rows["is_init"].tolist() == [[True], [False], [False]]

@@ -25,7 +25,9 @@ from flatroll.layout.keys import (
     STEP_COUNT,
     TERMINATED,
     TRUNCATED,
+    as_tuple,
     is_entry,
+    plain_key,
 )
 
 Array = npt.NDArray[Any]
@@ -65,7 +67,15 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    return dict(_columns(batch, _check_separator(separator)))
+    _check_separator(separator)
+    columns: dict[str, Array] = {}
+    for key, array in to_columns(batch):
+        if any(separator in name for name in key):
+            raise ValueError(
+                f"entry {plain_key(key)!r} has {separator!r} in its name: pass another separator="
+            )
+        columns[separator.join(key)] = array
+    return columns
 
 
 def _check_separator(separator: str) -> str:
@@ -75,11 +85,10 @@ def _check_separator(separator: str) -> str:
     return separator
 
 
-def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
+def to_columns(batch: TensorDictBase) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """Yield the key and the array ``[N, ...]`` of each entry; TypeError for an entry that NumPy cannot hold."""
     for key in batch.keys(True, True, is_leaf=is_entry):
-        names, column = (key,) if isinstance(key, str) else key, batch.get(key)
-        if any(separator in name for name in names):
-            raise ValueError(f"entry {key!r} has {separator!r} in its name: pass another separator=")
+        column = batch.get(key)
         if not isinstance(column, torch.Tensor) or column.is_nested:
             raise TypeError(
                 f"entry {key!r} holds {type(column).__name__}, which is not a tensor [N, ...]: leave it out, "
@@ -91,7 +100,7 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
             raise TypeError(
                 f"entry {key!r} is {column.dtype}, which NumPy does not support: cast it first"
             ) from error
-        yield separator.join(names), array
+        yield as_tuple(key), array
 
 
 def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDict:
@@ -112,26 +121,33 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         raise TypeError(
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
         )
-    return _assemble(((name, np.asarray(columns[name])) for name in columns), _check_separator(separator))
+    _check_separator(separator)
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
     entries = dict(columns)
-    lengths = {name: len(array) if array.ndim else -1 for name, array in entries.items()}
+    return from_columns({tuple(name.split(separator)): array for name, array in entries.items()}, separator)
+
+
+def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".") -> TensorDict:
+    """Return the flat batch ``[N]`` of arrays by key; errors as `from_numpy`, with names joined by ``separator``."""
+    lengths = {separator.join(key): len(array) if array.ndim else -1 for key, array in columns.items()}
     if len(set(lengths.values())) > 1 or -1 in lengths.values():
         raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
-    keys = {name: tuple(name.split(separator)) for name in entries}
-    folders = {key[:depth] for key in keys.values() for depth in range(1, len(key))}
-    if both := sorted(name for name, key in keys.items() if key in folders):
+    folders = {key[:depth] for key in columns for depth in range(1, len(key))}
+    if both := sorted(separator.join(key) for key in columns if key in folders):
         raise ValueError(
             f"columns {both} are entries, and also prefixes of other entries' names: rename them first"
         )
     batch = TensorDict({}, [next(iter(lengths.values()), 0)])
-    for name, array in entries.items():
+    for key, array in columns.items():
         if array.dtype.kind not in "biufc":
-            raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
+            raise TypeError(
+                f"column {separator.join(key)!r} must hold numbers or bools, got {array.dtype}: leave it out"
+            )
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
-        batch.set(keys[name], torch.from_numpy(np.require(native, requirements=["C", "W"])))
+        batch.set(key, torch.from_numpy(np.require(native, requirements=["C", "W"])))
     return batch
 
 

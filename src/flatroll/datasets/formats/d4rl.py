@@ -15,8 +15,9 @@ from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, 
 from flatroll.layout.checks import file_path, flags
 from flatroll.layout.export import optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey, plain_key
 
-_NAMES = {"actions": "action", "next_observations": "next.observation"}
+_NAMES: dict[str, NestedKey] = {"actions": "action", "next_observations": ("next", "observation")}
 _OWN = ("observations", "rewards", "terminals", "timeouts")
 
 
@@ -73,7 +74,7 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
     for number, last in enumerate(np.flatnonzero(over)):
         rows = slice(first, last + 1)
         others = {
-            _NAMES.get(name, name.replace("/", ".")): column[rows]
+            _NAMES.get(name, plain_key(tuple(name.split("/")))): column[rows]
             for name, column in columns.items()
             if name not in _OWN
         }

@@ -13,6 +13,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey, plain_key
 
 _STATES = ("observations", "env_infos")
 
@@ -65,12 +66,13 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
             raise ValueError(f"{place}: {name!r} must be one number per row, got {list(columns[name].shape)}")
     arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
-    states, others = dict[str, Array](), dict[str, Array]()
+    states = dict[NestedKey, Array]()
+    others = dict[NestedKey, Array]()
     for name, array in arrays.items():
         first, *rest = name.split("/")
         if first not in ("rewards", "done", "terminated", "truncated"):
             target = states if first in _STATES else others
-            target[".".join([names.get(first, first), *rest])] = array
+            target[plain_key((names.get(first, first), *rest))] = array
     over = arrays.get("done", arrays.get("terminated", np.zeros(length, bool))).reshape(-1).astype(bool)
     cut = arrays.get("truncated", np.zeros(length, bool)).reshape(-1).astype(bool)
     cut[-1:] |= ~over[-1:]

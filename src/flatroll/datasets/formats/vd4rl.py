@@ -17,6 +17,7 @@ from flatroll.datasets.formats.npy import read_whole
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey
 
 _PIXELS = ("image", "observation", "pixels")
 _MARKS = ("is_first", "is_last", "step_type")
@@ -115,13 +116,15 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
         terminated[-1] = bool(np.all(steps["discount"][-1] == 0))
     truncated = np.zeros(length, bool)
     truncated[-1] = not terminated[-1]
-    others = {"action": steps["action"][1:]}  # in row t, the action that led to observation t
-    states: dict[str, Array] = {"pixels": steps["pixels"]}
+    others: dict[NestedKey, Array] = {
+        "action": steps["action"][1:]
+    }  # in row t, the action that led to observation t
+    states: dict[NestedKey, Array] = {"pixels": steps["pixels"]}
     for name, column in steps.items():
         if name == "discount":
             others[name] = column[1:]
         elif name not in (*_OWN, "action", "pixels"):
-            states[f"state.{name}"] = column
+            states["state", *name.split("/")] = column
     return episode_of(
         number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
     )
