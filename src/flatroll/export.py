@@ -99,9 +99,10 @@ def export(
             (``.parquet``, ``.arrow``, ``.feather``, ``.h5``, ``.hdf5``); ``"parquet"`` without one.
         chunk_rows: rows held in memory at a time. Default: 32 MiB of rows.
         progress: show a progress bar. Default: only if stderr is a terminal.
-        **options: format options: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
-            `observation_space`, `action_space`, more metadata (minari); `fps`, `task`, `robot_type` (lerobot);
-            arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
+        **options: format options: `separator`, which joins the names of a nested key, for entries with a dot in their
+            name (parquet, arrow, pandas; pass it to the importer, too); `compression` (parquet); `split` (pandas);
+            `dataset_id`, `data_format`, `observation_space`, `action_space`, more metadata (minari); `fps`, `task`,
+            `robot_type` (lerobot); arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
 
     Raises:
         ImportError: the format's library is missing; the message names the extra.
@@ -145,31 +146,31 @@ def _format_of(path: Path, format: str | None) -> str:
     return format or (known or ("parquet",))[0]
 
 
-def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read a Parquet file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_parquet` reads it in chunks.
     """
     path = file_path("path", path)
-    return _concatenate(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_parquet(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
-def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read an Arrow IPC file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_arrow` reads it in chunks and documents compressed files.
     """
     path = file_path("path", path)
-    return _concatenate(read_arrow(path), path, max_bytes)
+    return _concatenate(read_arrow(path, separator=separator), path, max_bytes)
 
 
-def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read a Parquet file that pandas wrote as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_pandas` reads it in chunks.
     """
     path = file_path("path", path)
-    return _concatenate(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_pandas(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""Rows of every space in Minari's files: written here and read by Minari; Minari's own sets, some with gaps, read here."""
+"""Rows of every space in Minari's files, written here and read by Minari; and Minari's own sets, some with gaps."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,19 @@ from tensordict import TensorDictBase
 
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
 from flatroll.datasets import BaseDatasetExperienceReplay, MinariExperienceReplay, convert
-from flatroll.export import export, import_minari, import_parquet, read_minari
+from flatroll.export import (
+    export,
+    from_numpy,
+    import_arrow,
+    import_h5,
+    import_lerobot,
+    import_minari,
+    import_pandas,
+    import_parquet,
+    read_minari,
+    to_numpy,
+)
+from flatroll.layout.keys import as_tuple
 from flatroll.modules import actor
 from flatroll.rollouts import Collector, rollout
 
@@ -314,7 +326,7 @@ def test_texts_are_left_out_with_one_warning(missions: Path, tmp_path: Path) -> 
     ) as seen:
         rows = import_minari(missions)
     assert len(seen) == 1
-    assert rows["direction"].tolist() == [0, 1, 2] * 2 and "mission" not in rows.keys()
+    assert rows["direction"].tolist() == [0, 1, 2] * 2 and "mission" not in rows
     check_equal(rows, import_minari(missions, leave_out=["mission"]))  # without a warning
     data = MinariExperienceReplay(
         "set", root=tmp_path / "home", leave_out=["mission"], fetch=lambda *_: missions
@@ -323,7 +335,7 @@ def test_texts_are_left_out_with_one_warning(missions: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"was converted with options .*'leave_out': \['mission'\]"):
         MinariExperienceReplay("set", root=tmp_path / "home")
     less = import_minari(missions, leave_out=["mission", "image"])
-    assert "image" not in less.keys() and "direction" in less.keys()
+    assert "image" not in less and "direction" in less
     with pytest.raises(ValueError, match=r"leave_out names 'goal', which is not one of the observations"):
         import_minari(missions, leave_out=["goal"])
     with pytest.raises(
@@ -345,12 +357,44 @@ def test_texts_are_kept_where_they_are_asked_for(missions: Path) -> None:
 # -- the names of an actor's entries -----------------------------------------------------------------------------------
 
 
+READERS = {
+    "parquet": import_parquet,
+    "arrow": import_arrow,
+    "pandas": import_pandas,
+    "h5": import_h5,
+    "lerobot": import_lerobot,
+}
+
+
+@pytest.mark.parametrize("format", READERS)
 @pytest.mark.parametrize("name", ["dict", "tuple in a tuple", "tuple in a dict"])
-def test_rows_of_an_actor_of_nested_actions_go_to_every_format(name: str, tmp_path: Path) -> None:
-    env = Diary(action=name)
-    rows = played(env)
-    assert not [key for key in rows.keys(True, True) if any("." in part for part in key if key != part)]
-    export(rows, tmp_path / "rows.parquet")
-    check_equal(rows, import_parquet(tmp_path / "rows.parquet"))
+def test_rows_of_an_actor_of_nested_actions_go_to_every_format(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    rows = played(Diary(action=name))
+    assert not [key for key in rows.keys(True, True) if "." in "".join(as_tuple(key))]
+    assert from_numpy(to_numpy(rows)).batch_size == (12,)
+    export(rows, tmp_path / "rows", format)
+    assert rows["collector", "traj_ids"].diff().min() >= 0  # in order of episodes, as they come back
+    check_equal(rows, READERS[format](tmp_path / "rows"))
     convert([rows], tmp_path / "folder")
     check_equal(rows, BaseDatasetExperienceReplay(tmp_path / "folder")[:])
+
+
+@pytest.mark.parametrize("format", READERS)
+def test_names_with_dots_go_to_every_format(format: str, tmp_path: Path) -> None:
+    rows = played(Diary("dots", "dots"))
+    kept: dict[str, Any] = {}
+    if format in ("parquet", "arrow", "pandas"):
+        with pytest.raises(ValueError, match=r"has '\.' in its name: pass another separator="):
+            export(rows, tmp_path / "rows", format)
+        kept = {"separator": "|"}
+    export(rows, tmp_path / "rows", format, **kept)
+    check_equal(rows, READERS[format](tmp_path / "rows", **kept))
+
+
+def test_a_slash_would_be_a_group_of_hdf5(tmp_path: Path) -> None:
+    rows = played(Diary())
+    rows["a/b"] = torch.zeros(12)
+    with pytest.raises(ValueError, match=r"'a/b' has '/' in its name, which separates groups in HDF5"):
+        export(rows, tmp_path / "rows.h5")

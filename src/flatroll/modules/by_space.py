@@ -141,26 +141,31 @@ def actor(
     )
     parts, masked = trunk.parts, trunk.has_mask or bool(action_mask)
     out_keys: list[Any] = []  # out_keys of the last head
-    names: dict[str, NestedKey] = {}  # part of the action -> its key
-    kinds: dict[str, type] = {}
-    options: dict[str, dict[str, Any]] = {}
+    names: dict[NestedKey, NestedKey] = {}  # part of the action, () of one without parts -> its key
+    kinds: dict[NestedKey, type] = {}
+    options: dict[NestedKey, dict[str, Any]] = {}
     leaves = space_leaves(action, (ACTION,))
     for key, path in leaves:
-        space, name = part_of(action, path), ".".join(map(str, path))
-        kind, kwargs, head, written = _head_of(space, trunk.width, std, squash, name)
-        prefix = ("params", name) if path else ()
+        space = part_of(action, path)
+        inner = tuple(map(str, path))
+        kind, kwargs, head, written = _head_of(space, trunk.width, std, squash, ".".join(inner))
+        # Nested as the action is: names have no dots but those of the space, so that rows can be exported.
+        prefix = ("params", *inner) if path else ()
         out_keys = [plain_key((*prefix, entry)) for entry in written]
         parts.append(TensorDictModule(head, [trunk.features], out_keys))
         if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             mask = plain_key((ACTION_MASK, *map(str, path)))
             parts.append(ActionMask(out_keys[0], mask, counts_of(space), strict=True))
-        names[name], kinds[name], options[name] = key, kind, kwargs
+        part = plain_key(inner)
+        names[part] = key
+        kinds[part] = kind
+        options[part] = kwargs
     sampling: dict[str, Any] = {
         "default_interaction_type": InteractionType.RANDOM,
         "return_log_prob": True,
     }
     if len(leaves) == 1 and not leaves[0][1]:
-        sampling |= {"distribution_class": kinds[""], "distribution_kwargs": options[""]}
+        sampling |= {"distribution_class": kinds[()], "distribution_kwargs": options[()]}
         parts.append(ProbabilisticTensorDictModule(out_keys, [ACTION], **sampling))
     else:
         sampling["distribution_class"] = CompositeDistribution

@@ -26,9 +26,17 @@ from flatroll.datasets.formats.episodes import damage_in, naming
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
-from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
+from flatroll.layout.export import (
+    Array,
+    from_arrow,
+    from_columns,
+    from_numpy,
+    optional_package,
+    to_arrow,
+    to_columns,
+    to_numpy,
+)
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
-from flatroll.layout.tensordict_seam import nest
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -38,6 +46,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 COUNTED = ("timestamp", "frame_index", "episode_index", "index")
 OWN = (*COUNTED, "task_index")
 _MOST_JSON = 64 << 20  # bytes
+_NO_SEPARATOR = "\0"  # names of last observations are one string each
 _NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
 
@@ -134,8 +143,10 @@ def write_lerobot(
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
             data.write_table(table)
-            last_row = {key: rows.get(next_key(key))[-1:] for key in observation_keys(rows)}
-            finals.append(to_arrow(nest(last_row, 1)))
+            last_row = {
+                ".".join(as_tuple(key)): rows.get(next_key(key))[-1:] for key in observation_keys(rows)
+            }
+            finals.append(to_arrow(TensorDict(last_row, [1]), separator=_NO_SEPARATOR))
             if len(finals) == _FINALS_AT_ONCE:
                 last = _write_finals(pyarrow, parquet, finals, path, last)
             episodes.append(_episode_row(number, frames, len(rows), task, place))
@@ -175,8 +186,9 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
     """For each entry of the batch: its key, dtype, shape, column, and how it is stored."""
     observed = {as_tuple(key) for key in observation_keys(rows)}
     fields: list[dict[str, Any]] = []
-    for name, array in to_numpy(rows).items():
-        key, shape = tuple(name.split(".")), list(array.shape[1:])
+    for key, array in to_columns(rows):
+        name = ".".join(key)
+        shape = list(array.shape[1:])
         if array.dtype.kind == "c" or not np.prod(shape):
             raise TypeError(
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
@@ -192,7 +204,7 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
         later = key[0] == NEXT and key[1:] in observed
         fields.append(
             {
-                "key": name,
+                "key": list(key),
                 "dtype": array.dtype.name,
                 "shape": shape,
                 "column": column,
@@ -203,8 +215,8 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
     stored = [field["column"] for field in fields if not field["next"]]
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
-    present = {field["key"] for field in fields}
-    missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
+    present = {_key_of(field) for field in fields}
+    missing = sorted(".".join(key) for key in observed if next_key(key) not in present)
     if missing:
         raise ValueError(
             f"next observations of {missing} are not in the batch: extend a buffer that has compact_obs=True "
@@ -223,11 +235,12 @@ def _table(
     stats: dict[str, RunningStats],
 ) -> Any:
     """The frames of one episode."""
-    columns, arrays = to_numpy(rows), dict[str, Any]()
+    columns = dict(to_columns(rows))
+    arrays: dict[str, Any] = {}
     for field in fields:
-        array = columns[field["key"]]
+        array = columns[_key_of(field)]
         if field["next"]:
-            check_follows(_root_of(field), columns[_root_of(field)], array)
+            check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
             array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
@@ -364,7 +377,13 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
     ours = (root / RECORD).is_file()
     fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
+    last = (
+        TensorDict.cat(
+            [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
+        )
+        if ours
+        else None
+    )
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -420,7 +439,8 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     for field in fields if isinstance(fields, list) else [None]:
         if not (
             isinstance(field, dict)
-            and all(isinstance(field.get(name), str) for name in ("key", "column", "dtype"))
+            and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
+            and _is_key(field.get("key"))
             and re.fullmatch(_NUMBERS, field["dtype"])
             and isinstance(field.get("shape"), list)
             and _is_shape(field["shape"])
@@ -429,14 +449,27 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
             and isinstance(field.get("next"), bool)
         ):
             raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
-    roots = {field["key"] for field in fields if not field["next"]}
-    if alone := [field["key"] for field in fields if field["next"] and _root_of(field) not in roots]:
-        raise ValueError(f"{path} was not written by export(): {alone[0]!r} has no root entry")
+    roots = {_key_of(field) for field in fields if not field["next"]}
+    if alone := [_key_of(field) for field in fields if field["next"] and _root_of(field) not in roots]:
+        raise ValueError(f"{path} was not written by export(): {'.'.join(alone[0])!r} has no root entry")
     return list(fields)
 
 
-def _root_of(field: dict[str, Any]) -> str:
-    return str(field["key"]).removeprefix(f"{NEXT}.")
+def _is_key(key: object) -> bool:
+    """Whether a value of JSON is the key of an entry: a list of names, or a dotted name, as older folders have it."""
+    return isinstance(key, str) or (
+        isinstance(key, list) and bool(key) and all(isinstance(name, str) for name in key)
+    )
+
+
+def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
+    key = field["key"]
+    return tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+
+
+def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
+    key = _key_of(field)
+    return key[1:] if key[0] == NEXT and len(key) > 1 else key
 
 
 def _is_shape(shape: Iterable[object]) -> bool:
@@ -518,30 +551,31 @@ def _column(table: Any, field: dict[str, Any]) -> Any:
 
 def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
     """Return an episode as it was passed to `write_lerobot`."""
-    columns: dict[str, Array] = {}
-    finals = to_numpy(last[number : number + 1])
+    columns: dict[tuple[str, ...], Array] = {}
+    finals = to_numpy(last[number : number + 1], separator=_NO_SEPARATOR)
     # Next values are computed from the others.
     for field in sorted(fields, key=lambda field: bool(field["next"])):
+        key = _key_of(field)
+        name = ".".join(key)
         if field["next"]:
-            now, final = columns[_root_of(field)], finals.get(_root_of(field))
+            root = ".".join(_root_of(field))
+            now = columns[_root_of(field)]
+            final = finals.get(root)
             if final is None or final.shape != (1, *now.shape[1:]):
-                raise ValueError(
-                    f"{LAST} does not match: it lacks the last {_root_of(field)} of episode {number}"
-                )
-            columns[field["key"]] = np.concatenate([now[1:], final])
+                raise ValueError(f"{LAST} does not match: it lacks the last {root} of episode {number}")
+            columns[key] = np.concatenate([now[1:], final])
             continue
         shape = field["shape"]
         if field["image"] is not None:
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
-            array = _decode(
-                _column(table, field), {"dtype": "image", "shape": seen}, len(table), field["key"]
-            )
+            about = {"dtype": "image", "shape": seen}
+            array = _decode(_column(table, field), about, len(table), name)
             array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
         else:
-            array = _decode(_column(table, field), field, len(table), field["key"])
+            array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
-        columns[field["key"]] = np.ascontiguousarray(array)
-    return from_numpy(columns)
+        columns[key] = np.ascontiguousarray(array)
+    return from_columns(columns)
 
 
 def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:

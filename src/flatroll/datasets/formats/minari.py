@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
@@ -81,9 +81,9 @@ def write_minari(
 
     Raises:
         ValueError: a space is unknown, since a dtype says neither limits nor whether a number is one of a few; it does
-            not match the columns, or Minari has no place for it (Sequence, Graph, OneOf); next observations are missing,
-            or are not the observations of the next row (n-step data); a column has no numbers; a name has "/" in it,
-            which would be a group of Minari's files.
+            not match the columns, or Minari has no place for it (Sequence, Graph, OneOf); next observations are
+            missing, or are not the observations of the next row (n-step data); a column has no numbers; a name has "/"
+            in it, which would be a group of Minari's files.
     """
     minari = optional_package("minari", "minari", "export")
     storage_of = optional_package("minari.dataset.minari_storage", "minari", "export").MinariStorage
@@ -539,8 +539,9 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """A Minari data set in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
 
     Observations of a Dict space are root entries by name, of another space ``"observation"``; parts of a Tuple have
-    their number as name, ``("observation", "0")``. ``("collector", "traj_ids")`` is the episode's number in the set. Numeric infos with one value
-    per step are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
+    their number as name, ``("observation", "0")``. ``("collector", "traj_ids")`` is the episode's number in the set.
+    Numeric infos with one value per step are ``("info", name)`` and ``("next", "info", name)``; others are left out
+    (`read_minari`).
     Minari stores images as JPEG by default (``jpeg_encoding=False`` disables it): decoded JPEGs are returned.
 
     Args:
