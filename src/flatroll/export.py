@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from flatroll.datasets.formats.h5 import read_h5, write_h5
 from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
@@ -33,6 +34,7 @@ from flatroll.datasets.formats.tables import (
 from flatroll.datasets.progress import progress_bar
 from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
+from flatroll.layout.keys import is_entry
 
 __all__ = [
     "export",
@@ -210,6 +212,7 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
     size = 0
     try:
         for part in parts:
+            _check_alike(found, part)
             found.append(part)
             size += part.bytes()
             if max_bytes is not None and size > max_bytes:
@@ -222,6 +225,29 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
     if not found:
         raise ValueError(f"{path} has no rows")
     return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])
+
+
+def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
+    """Raise ValueError if a part has other entries, shapes or dtypes than the first one."""
+    if not parts:
+        return
+    forms = []
+    for one in (parts[0], part):
+        columns = ((key, one.get(key)) for key in one.keys(True, True, is_leaf=is_entry))
+        forms.append(
+            {
+                key: (column.dtype, list(column.shape[1:])) if isinstance(column, Tensor) else type(column)
+                for key, column in columns
+            }
+        )
+    first, other = forms
+    if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
+        key = differing[0]
+        rows = sum(map(len, parts))
+        raise ValueError(
+            f"entry {key!r} is {other.get(key, 'missing')} from row {rows} on, before it was "
+            f"{first.get(key, 'missing')}: read the parts one by one"
+        )
 
 
 class _Callable(ModuleType):
