@@ -104,7 +104,8 @@ def export(
         **options: format options: `separator`, which joins the names of a nested key, for entries with a dot in their
             name (parquet, arrow, pandas; pass it to the importer, too); `compression` (parquet); `split` (pandas);
             `dataset_id`, `data_format`, `observation_space`, `action_space`, more metadata (minari); `fps`, `task`,
-            `robot_type` (lerobot); arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
+            `robot_type`, `images` (lerobot); arguments of `h5py.Group.create_dataset`, such as
+            ``compression="gzip"`` (h5).
 
     Raises:
         ImportError: the format's library is missing; the message names the extra.

@@ -10,8 +10,9 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 COUNTED = ("timestamp", "frame_index", "episode_index", "index")
 OWN = (*COUNTED, "task_index")
 _MOST_JSON = 64 << 20  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
 _NO_SEPARATOR = "\0"  # names of last observations are one string each
 _NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
@@ -97,14 +99,19 @@ class RunningStats:
 
 
 def write_lerobot(
-    source: Source, path: Path, *, fps: float = 30.0, task: str = "", robot_type: str | None = None
+    source: Source,
+    path: Path,
+    *,
+    fps: float = 30.0,
+    task: str = "",
+    robot_type: str | None = None,
+    images: Mapping[str, str] | None = None,
 ) -> None:
     """Write a LeRobot v3 folder, one trajectory at a time.
 
     ``observation`` is ``observation.state`` (``observation.image`` if it is one), other observations
-    ``observation.<name>``; other entries have their dotted names. uint8 entries ``[H, W, C]`` and ``[C, H, W]`` of 1, 3
-    or 4 channels are images, stored as lossless PNG; video is not written. The next observation of an
-    episode's last row, for which LeRobot has no place, is stored in an extra file.
+    ``observation.<name>``; other entries have their dotted names. Images are stored as lossless PNG; video is not
+    written. The next observation of an episode's last row, for which LeRobot has no place, is stored in an extra file.
 
     Args:
         source: the rows.
@@ -112,10 +119,13 @@ def write_lerobot(
         fps: steps per second, which timestamps are made of. Default 30.
         task: description of the robot's task. Default ``""``.
         robot_type: goes into ``meta/info.json``. Default None.
+        images: which observations are images, and how they lie: ``{"pixels": "CHW"}`` or ``"HWC"``, of 1, 3 or 4
+            channels. Default: uint8 observations with three dimensions, one of which, the first or the last, is 1 or 3.
+            Stacks of four frames, and shapes that fit both ways, are numbers unless they are named here.
 
     Raises:
         ValueError: ``fps`` is not above 0; next observations are not the observations of the next row (n-step data);
-            names clash.
+            names clash; ``images`` names an entry that is none.
         TypeError: an entry of complex numbers or of no numbers.
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
@@ -125,7 +135,7 @@ def write_lerobot(
         (path / folder).mkdir(parents=True)
     trajectories = episodes_of(source)
     first = next(trajectories)
-    fields = _fields(first)
+    fields = _fields(first, images)
     stored = [field for field in fields if not field["next"]]
     stats = {field["column"]: RunningStats(field["image"] is not None) for field in stored}
     episodes: list[dict[str, Any]] = []
@@ -182,9 +192,14 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2))
 
 
-def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
+def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict[str, Any]]:
     """For each entry of the batch: its key, dtype, shape, column, and how it is stored."""
     observed = {as_tuple(key) for key in observation_keys(rows)}
+    named = dict(images or {})
+    if unknown := sorted(named.keys() - set(map(".".join, observed))):
+        raise ValueError(
+            f"images names {unknown[0]!r}, the observations are {sorted(map('.'.join, observed))}"
+        )
     fields: list[dict[str, Any]] = []
     for key, array in to_columns(rows):
         name = ".".join(key)
@@ -194,8 +209,8 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
             )
         image = None
-        if (key in observed or key[1:] in observed) and array.dtype == np.uint8 and array.ndim == 4:
-            image = "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
+        if root := key if key in observed else key[1:] if key[1:] in observed else ():
+            image = _image_axes(".".join(root), array, named.get(".".join(root)))
         column = name
         if key == (OBSERVATION,):
             column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
@@ -223,6 +238,24 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
             "with the compact batch and its final=, and export the buffer"
         )
     return fields
+
+
+def _image_axes(name: str, array: Array, given: str | None) -> str | None:
+    """How the images of an entry ``[N, ...]`` lie, ``"HWC"`` or ``"CHW"``; None if it is of numbers."""
+    shape = array.shape[1:]
+    pictures = array.dtype == np.uint8 and len(shape) == 3
+    if given is not None:
+        checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
+        channels = shape[-1 if given == "HWC" else 0] if pictures else 0
+        if channels not in MODES:
+            raise ValueError(
+                f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
+                f"{list(shape)}"
+            )
+        return given
+    # Four channels may be a stack of frames as well.
+    fits = [axes for axes, place in (("HWC", -1), ("CHW", 0)) if pictures and shape[place] in (1, 3)]
+    return fits[0] if len(fits) == 1 else None
 
 
 def _table(
@@ -360,7 +393,11 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     Raises:
         ImportError: pyarrow is missing, or Pillow if there are images; the message names the extra.
         FileNotFoundError: a required file is missing.
-        ValueError: the version is not supported, there are videos, more than ``max_bytes``, or inconsistent files.
+        ValueError: the version is not supported, there are videos, more than ``max_bytes``, frames that are missing or
+            not in order, or a picture that bytes of its shape do not hold exactly (16 bits, transparency, colours).
+
+    Warns:
+        UserWarning: ``meta/episodes`` names other files than those with the frames, which decide.
     """
     root = Path(path).absolute()
     with naming(root):
@@ -477,39 +514,126 @@ def _is_shape(shape: Iterable[object]) -> bool:
 
 
 def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:
-    """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
+    """The number and the frames of each episode, as the frames themselves say; a warning where ``meta`` differs."""
     pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
-    opened, groups, waiting = Path(), iter(()), None
-    names = ("episode_index", "length", "data/chunk_index", "data/file_index")
-    rows = (
-        row for path in files for group in row_groups(path, max_bytes, names) for row in group.to_pylist()
-    )
-    for row in rows:
-        number, length, chunk, place = (row.get(name) for name in names)
-        if (
-            not all(isinstance(value, int) and value >= 0 for value in (number, length, chunk, place))
-            or not length
-        ):
-            raise ValueError(f"{root}/meta/episodes: an episode needs {', '.join(names)}, got {row}")
-        if length * row_bytes > max_bytes:
+    noted = _noted_episodes(root, files, row_bytes, max_bytes)
+    found: dict[int, tuple[int, Path]] = {}
+    waiting: Any = None
+    began = Path()  # the file with the first frame of the episode that waits
+
+    def take(table: Any) -> tuple[int, Any]:
+        number = table["episode_index"][0].as_py()
+        if number in found:
+            raise ValueError(f"{began} has frames of episode {number}, but those before it are elsewhere")
+        _check_in_order(table, number, began)
+        if number in noted and noted[number][0] != len(table):
             raise ValueError(
-                f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
+                f"{began} has {len(table)} frames of episode {number}, meta/episodes says {noted[number][0]}"
             )
-        file = root / DATA.format(chunk_index=chunk, file_index=place)
-        if file != opened:
-            opened, waiting = file, None
-            groups = row_groups(file, max_bytes)
-        while waiting is None or len(waiting) < length:
-            group = next(groups, None)
-            if group is None:
-                raise ValueError(f"{file} ends before the {length} frames of episode {number}")
-            waiting = group if waiting is None else pyarrow.concat_tables([waiting, group])
-        table, waiting = waiting.slice(0, length), waiting.slice(length)
-        if "episode_index" not in table.column_names or table["episode_index"].unique().to_pylist() != [
-            number
-        ]:
-            raise ValueError(f"{file} should continue with {length} frames of episode {number}, but does not")
-        yield number, table
+        found[number] = (len(table), began)
+        return number, table
+
+    for file in _data_files(root):
+        for group in row_groups(file, max_bytes):
+            numbers = _episode_numbers(group, file)
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(group)]
+            for first, end in pairwise(edges):
+                if first == end:
+                    continue
+                part = group.slice(first, end - first)
+                if waiting is not None and waiting["episode_index"][0].as_py() == int(numbers[first]):
+                    waiting = pyarrow.concat_tables([waiting, part])
+                else:
+                    if waiting is not None:
+                        yield take(waiting)
+                    waiting, began = part, file
+                if len(waiting) * row_bytes > max_bytes:
+                    raise ValueError(
+                        f"{file}: episode {numbers[first]} takes more than max_bytes={max_bytes}"
+                    )
+    if waiting is not None:
+        yield take(waiting)
+    _warn_of_differences(root, noted, found)
+
+
+def _data_files(root: Path) -> list[Path]:
+    """The files of frames in order."""
+
+    def place(file: Path) -> tuple[Any, ...]:
+        return tuple(int(number) for number in re.findall("[0-9]+", str(file.relative_to(root)))), str(file)
+
+    files = sorted((root / "data").rglob("*.parquet"), key=place)
+    if not files:
+        raise FileNotFoundError(f"{root} has no data/chunk-000/file-000.parquet")
+    return files
+
+
+def _noted_episodes(
+    root: Path, files: list[Path], row_bytes: int, max_bytes: int
+) -> dict[int, tuple[int, Path]]:
+    """How many frames each episode has, and in which file, as ``meta/episodes`` says."""
+    names = ("episode_index", "length", "data/chunk_index", "data/file_index")
+    noted: dict[int, tuple[int, Path]] = {}
+    for path in files:
+        for group in row_groups(path, max_bytes, names):
+            for row in group.to_pylist():
+                number, length, chunk, place = (row.get(name) for name in names)
+                valid = all(isinstance(value, int) and value >= 0 for value in (number, length, chunk, place))
+                if not valid or not length:
+                    raise ValueError(f"{root}/meta/episodes: an episode needs {', '.join(names)}, got {row}")
+                if length * row_bytes > max_bytes:
+                    raise ValueError(
+                        f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
+                    )
+                noted[number] = (length, root / DATA.format(chunk_index=chunk, file_index=place))
+    return noted
+
+
+def _episode_numbers(group: Any, file: Path) -> Array:
+    """The number of each frame's episode, int64 ``[N]``."""
+    if "episode_index" not in group.column_names:
+        raise ValueError(f"{file} has no column 'episode_index', it has {group.column_names}")
+    column = group["episode_index"]
+    numbers: Array = column.to_numpy()
+    if column.null_count or numbers.dtype.kind not in "iu":
+        raise ValueError(f"{file} has frames whose 'episode_index' is no number")
+    return numbers
+
+
+def _check_in_order(table: Any, number: int, file: Path) -> None:
+    """Raise ValueError unless the frames of an episode follow one another, by their own counters."""
+    for name in ("frame_index", "index"):
+        if name in table.column_names:
+            steps = np.diff(table[name].to_numpy())
+            if (wrong := np.flatnonzero(steps != 1)).size:
+                at = int(wrong[0])
+                values = table[name].slice(at, 2).to_pylist()
+                raise ValueError(
+                    f"{file}: the frames of episode {number} are not in order: {name} {values[0]} comes before "
+                    f"{values[1]}"
+                )
+
+
+def _warn_of_differences(
+    root: Path, noted: dict[int, tuple[int, Path]], found: dict[int, tuple[int, Path]]
+) -> None:
+    """Say where ``meta/episodes`` differs from the frames that were read; ValueError if it has episodes without any."""
+    if lost := sorted(noted.keys() - found.keys()):
+        raise ValueError(
+            f"{root} has no frames of episode {lost[0]}, meta/episodes says {noted[lost[0]][0]}: its files are "
+            "incomplete"
+        )
+    differing = [number for number in sorted(found) if noted.get(number) != found[number]]
+    if not differing:
+        return
+    number = differing[0]
+    says = f"names {noted[number][1].relative_to(root)}" if number in noted else "does not name it"
+    warnings.warn(
+        f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
+        f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
@@ -526,7 +650,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
                 picture = pillow.open(io.BytesIO(content), formats=["PNG", "JPEG"])
                 if picture.size != (width, height):  # known before decoding
                     raise ValueError(f"{name}: an image is {picture.size}, the folder says {(width, height)}")
-                picture = picture.convert(MODES[channels])
+                picture = _exactly(picture, MODES[channels], content, name)
             except (OSError, SyntaxError) as error:
                 raise ValueError(f"{name} has an image that cannot be read: {error}") from None
             images.append(np.asarray(picture).reshape(height, width, channels))
@@ -541,6 +665,31 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
             f"{len(values)} values, {values.null_count} of them missing"
         )
     return array.reshape(length, *about["shape"])
+
+
+def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
+    """The picture in the mode that the folder says; ValueError if that would lose something."""
+    # Pillow halves the bits of colours with 16, and its mode does not show it; PNG notes the bits at this place.
+    deep = content.startswith(_PNG) and len(content) > 24 and content[24] == 16
+    if deep or picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
+        bits = "16-bit " if deep else ""
+        raise ValueError(
+            f"{name} has a {bits}picture of mode {picture.mode!r}, which bytes of {mode!r} cannot hold: convert it, or "
+            "store it as numbers"
+        )
+    whole = picture
+    if picture.mode in ("P", "PA") or "transparency" in picture.info:
+        whole = picture.convert("RGBA")
+    elif picture.mode == "1":
+        whole = picture.convert("L")
+    made = whole.convert(mode)
+    if made.convert(whole.mode).tobytes() != whole.tobytes():
+        lost = "colours" if mode == "L" and whole.mode != "LA" else "transparency"
+        raise ValueError(
+            f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
+            "says: correct its shape in meta/info.json, or the picture"
+        )
+    return made
 
 
 def _column(table: Any, field: dict[str, Any]) -> Any:
@@ -587,12 +736,16 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         array = _decode(table[name], about, length, name)
         floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be floating
         dtype = about["dtype"] if floating else "float32"
-        columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
+        # A wider dtype of the file is kept, since it may hold more than the folder says.
+        fits = re.fullmatch(_NUMBERS, dtype) and (not floating or np.can_cast(array.dtype, dtype, "safe"))
+        columns[name] = array.astype(dtype, copy=False) if fits else array
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
     is_init, never, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
-    is_init[0], known[-1] = True, False
+    # Frames before the first one may be missing.
+    is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
+    known[-1] = False
     done, terminated, truncated = (
         columns[place].reshape(length, 1).astype(bool) if (place := f"{NEXT}.{name}") in columns else None
         for name in ("done", "terminated", "truncated")

@@ -59,7 +59,8 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
 
     Raises:
-        ValueError: an episode has no rows, its steps have different entries, or there are steps after its last one.
+        ValueError: an episode has no rows, its steps have different entries, there are steps after its last or terminal
+            one, or a later step is a first one.
         KeyError: a step without observation.
 
     Source: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement Learning (2021).
@@ -82,6 +83,10 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
             raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
         if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
             raise ValueError(f"episode {number} continues after step {early[0]}, its last one")
+        if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_terminal", False))]:
+            raise ValueError(f"episode {number} continues after step {early[0]}, which is terminal")
+        if again := [t for t, step in enumerate(steps) if t and bool(step.get("is_first", False))]:
+            raise ValueError(f"episode {number} begins again at step {again[0]}: split it there")
         if any("observation" not in step for step in steps):
             raise KeyError(f"episode {number} has a step without 'observation'")
         states = _columns(steps, "observation", number)
