@@ -199,7 +199,7 @@ def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
 
 def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(home))
-    with pytest.raises(FileNotFoundError, match=r"no local set 'test/z-v0'.*test/a-v0"):
+    with pytest.raises(FileNotFoundError, match=r"no local set 'test/z-v0' .*test/a-v0"):
         MinariExperienceReplay("test/z-v0", 4, root=tmp_path, load_from_local_minari=True)
 
     def unknown(*_: Any, **options: Any) -> None:

@@ -165,27 +165,34 @@ def actor(
     trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
     parts = trunk.parts
     out_keys: list[Any] = []  # out_keys of the last head
-    names: dict[str, NestedKey] = {}  # part of the action -> its key
-    kinds: dict[str, type] = {}
-    options: dict[str, dict[str, Any]] = {}
+    names: dict[NestedKey, NestedKey] = {}  # part of the action, () of one without parts -> its key
+    kinds: dict[NestedKey, type] = {}
+    options: dict[NestedKey, dict[str, Any]] = {}
     leaves = space_leaves(action, (ACTION,))
     for key, path in leaves:
-        space, name = part_of(action, path), ".".join(map(str, path))
+        space = part_of(action, path)
+        inner = tuple(map(str, path))
         mask = masks.get(path)
         combined = mask is not None and mask.form == "combinations"
-        kind, kwargs, head, written = _head_of(space, trunk.width, std, squash, name, combined=combined)
-        prefix = ("params", name) if path else ()
+        kind, kwargs, head, written = _head_of(
+            space, trunk.width, std, squash, ".".join(inner), combined=combined
+        )
+        # Nested as the action is: names have no dots but those of the space, so that rows can be exported.
+        prefix = ("params", *inner) if path else ()
         out_keys = [plain_key((*prefix, entry)) for entry in written]
         parts.append(TensorDictModule(head, [trunk.features], out_keys))
         if mask is not None:
             parts.append(mask.module_for(space, out_keys[0]))
-        names[name], kinds[name], options[name] = key, kind, kwargs
+        part = plain_key(inner)
+        names[part] = key
+        kinds[part] = kind
+        options[part] = kwargs
     sampling: dict[str, Any] = {
         "default_interaction_type": InteractionType.RANDOM,
         "return_log_prob": True,
     }
     if len(leaves) == 1 and not leaves[0][1]:
-        sampling |= {"distribution_class": kinds[""], "distribution_kwargs": options[""]}
+        sampling |= {"distribution_class": kinds[()], "distribution_kwargs": options[()]}
         parts.append(ProbabilisticTensorDictModule(out_keys, [ACTION], **sampling))
     else:
         sampling["distribution_class"] = CompositeDistribution
