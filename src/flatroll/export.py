@@ -187,13 +187,15 @@ def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBa
 def import_minari(
     source: Any,
     *,
-    infos: bool = True,
+    infos: bool | Collection[str] = True,
     rename: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
     texts: bool = False,
 ) -> TensorDictBase:
     """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
-    flags(infos=infos, texts=texts)
+    if isinstance(infos, bool) or not isinstance(infos, Collection):
+        flags(infos=infos)
+    flags(texts=texts)
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
     episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)

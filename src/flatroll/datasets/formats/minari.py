@@ -265,7 +265,7 @@ def _arrange(space: gym.Space[Any], leaves: _Leaves, columns: Mapping[_Key, Arra
 def read_minari(
     source: "str | Path | MinariDataset",
     *,
-    infos: bool = True,
+    infos: bool | Collection[str] = True,
     rename: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
     texts: bool = False,
@@ -283,7 +283,8 @@ def read_minari(
 
     Args:
         source: a `minari.MinariDataset`, or the path of a data set's ``data`` folder.
-        infos: False leaves all infos out, as where episodes differ in them. Default True.
+        infos: names of the infos to keep, ``["qpos"]``, dotted where they are nested, where episodes differ in the
+            others; a name stands for all in its group. False leaves all out. Default True: all.
         rename: new names of entries of the observations, ``{"action": "last_action"}``: those that have the name of one
             of our columns need one. Default: none.
         leave_out: names of entries of the observations to leave out, ``["mission"]``. Default: texts, with a warning.
@@ -293,9 +294,9 @@ def read_minari(
     Raises:
         ImportError: Minari is missing; the message names the extra.
         TypeError: actions of text, without ``texts``.
-        ValueError: episodes differ in their infos; an entry of the observations has the name of a column
-            (`flatroll.layout.RESERVED`); ``rename`` or ``leave_out`` names none; an episode has other numbers of
-            observations or actions than steps.
+        ValueError: episodes differ in their infos, or lack one that ``infos`` names; an entry of the observations has
+            the name of a column (`flatroll.layout.RESERVED`); ``rename`` or ``leave_out`` names none; an episode has
+            other numbers of observations or actions than steps.
     """
     data = open_minari(source)
     for columns in read_minari_columns(data, infos=infos, rename=rename, leave_out=leave_out, texts=texts):
@@ -320,7 +321,7 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
 def read_minari_columns(
     data: "MinariDataset",
     *,
-    infos: bool = True,
+    infos: bool | Collection[str] = True,
     rename: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
     texts: bool = False,
@@ -353,7 +354,7 @@ def read_minari_columns(
         if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
             raise ValueError(
                 f"the infos of episode {episode.id} differ from those of earlier episodes in entries, shapes or "
-                f"dtypes: {differing}; pass infos=False to omit all infos"
+                f"dtypes: {differing}; pass infos=[...] with the names of those to keep, or infos=False to omit all"
             )
         before = kinds
         yield columns
@@ -427,7 +428,7 @@ class _Reader:
 
     def __init__(
         self,
-        infos: bool,
+        infos: bool | Collection[str],
         rename: Mapping[str, str],
         leave_out: Collection[str],
         texts: bool,
@@ -435,6 +436,8 @@ class _Reader:
     ) -> None:
         if isinstance(leave_out, str):
             raise TypeError(f"leave_out must be a list of names, got {leave_out!r}: pass [{leave_out!r}]")
+        if isinstance(infos, str):
+            raise TypeError(f"infos must be True, False or a list of names, got {infos!r}: pass [{infos!r}]")
         self._infos = infos
         self._rename = rename
         self._leave_out = leave_out
@@ -453,7 +456,7 @@ class _Reader:
                 raise ValueError(
                     f"episode {episode.id} has {len(array)} values of {'.'.join(key)} for {length} steps"
                 )
-        for key, values in named_leaves(episode.infos or {}, ("info",), _FOLDERS) if self._infos else ():
+        for key, values in self._chosen_infos(episode).items():
             array = np.asarray(values)
             if array.dtype.kind in "biufc" and array.shape[:1] == (length + 1,):
                 states[plain_key(key)] = array
@@ -464,6 +467,23 @@ class _Reader:
         if self._some_are_cut:
             columns.setdefault(as_tuple(NEXT_KNOWN), np.ones(length, bool))
         return columns
+
+    def _chosen_infos(self, episode: "EpisodeData") -> dict[_Key, Any]:
+        """The infos that are asked for, numeric or not, by key."""
+        if not self._infos:
+            return {}
+        found = dict(named_leaves(episode.infos or {}, ("info",), _FOLDERS))
+        if self._infos is True:
+            return found
+        kept: dict[_Key, Any] = {}
+        for name in self._infos:
+            place = ("info", *name.split("."))
+            inside = {key: values for key, values in found.items() if key[: len(place)] == place}
+            if not inside:
+                names = sorted(".".join(key[1:]) for key in found)
+                raise ValueError(f"infos names {name!r}, which episode {episode.id} lacks: it has {names}")
+            kept |= inside
+        return kept
 
     def _observations(self, episode: "EpisodeData") -> dict[_Key, Array]:
         """The observations that are asked for, by their new keys."""
@@ -550,7 +570,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         batch_size, options: see `BaseDatasetExperienceReplay`.
         load_from_local_minari: take the set from the folder in which Minari keeps those that were made or fetched here,
             and never fetch it. Default False: fetch it, unless it is there.
-        infos: False leaves infos out, as is needed where episodes differ in them. Default True.
+        infos: names of the infos to keep, False for none, see `read_minari`. Default True: all.
         rename: new names of entries of the observations, see `read_minari`. Default: none.
         leave_out: names of entries of the observations to leave out, ``["mission"]``. Default: texts, with a warning.
 
@@ -571,7 +591,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         batch_size: int | None = None,
         *,
         load_from_local_minari: bool = False,
-        infos: bool = True,
+        infos: bool | Collection[str] = True,
         rename: Mapping[str, str] | None = None,
         leave_out: Collection[str] = (),
         **options: Unpack[DatasetOptions],
@@ -612,4 +632,6 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         options: dict[str, Any] = {"rename": self._rename}
         if self._leave_out:
             options["leave_out"] = sorted(self._leave_out)
+        if self._infos is not True:
+            options["infos"] = sorted(self._infos) if self._infos else False
         return super()._facts() | {"metadata": self.metadata, "options": options}
