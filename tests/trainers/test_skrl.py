@@ -188,7 +188,7 @@ def test_returns_of_skrl_s_ppo_mix_episodes(time_limit_bootstrap: bool) -> None:
 
 @pytest.mark.parametrize("cfg", [{}, PPO_CFG(), {"time_limit_bootstrap": False}], ids=str)
 def test_a_setting_that_continues_returns_past_a_time_limit_is_refused(cfg: Any) -> None:
-    with pytest.raises(ValueError, match="ExactPPO needs cfg.time_limit_bootstrap=True, got False"):
+    with pytest.raises(ValueError, match=r"ExactPPO needs cfg\.time_limit_bootstrap=True, got False"):
         ExactPPO(models={}, cfg=cfg, device="cpu")
 
 
@@ -202,7 +202,7 @@ def test_recurrent_agents_that_never_value_last_observations_are_refused(kind: A
 @pytest.mark.parametrize("kind", [A2C, RPO, TRPO])
 def test_the_other_agents_of_rollouts_need_it_too(kind: Any) -> None:
     exact = type("Exact", (FinalObservations, kind), {})
-    with pytest.raises(ValueError, match="Exact needs cfg.time_limit_bootstrap=True"):
+    with pytest.raises(ValueError, match=r"Exact needs cfg\.time_limit_bootstrap=True"):
         exact(models={}, device="cpu")
     exact(models={}, cfg={"time_limit_bootstrap": True}, device="cpu")
 

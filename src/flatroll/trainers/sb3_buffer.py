@@ -154,8 +154,8 @@ class FlatReplayBuffer(ReplayBuffer):
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
 
     Raises:
-        ValueError: ``optimize_memory_usage``, a ``buffer_size`` below a window, ``n_steps`` above 1 without ``gamma``, a
-            ``frame_stack`` that is not the observation's first dimension, or a key that the space does not have.
+        ValueError: ``optimize_memory_usage``, a ``buffer_size`` below a window, ``n_steps`` above 1 without ``gamma``,
+            a ``frame_stack`` that is not the observation's first dimension, or a key that the space does not have.
 
     >>> from stable_baselines3 import DQN
     >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=FlatReplayBuffer, buffer_size=1000, device="cpu",

@@ -77,9 +77,9 @@ class FinalObservations:
         name = type(self).__name__
         if isinstance(self, _BOOTSTRAP_BEFORE_THE_STEP):
             raise TypeError(
-                f"FinalObservations is not for {name}: skrl's recurrent on-policy agents take the value before the last "
-                "step of a truncated episode for that of its last observation, and continue the return with the next "
-                "episode. Use the agent without _RNN, or a recurrent network and PPO loss of flatroll"
+                f"FinalObservations is not for {name}: skrl's recurrent on-policy agents bootstrap a truncated row "
+                "from the value before its step, and continue its return with the next episode. Use the agent without "
+                "_RNN, or flatroll's recurrent networks and PPO loss"
             )
         parent: Any = super()
         parent.__init__(*arguments, **named)
