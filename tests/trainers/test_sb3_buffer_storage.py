@@ -256,8 +256,12 @@ def test_what_is_refused() -> None:
         make(codec={"x": "zstd"})
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
         make(n_steps=2, gamma=1.5)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
+        make(gamma=1.5)  # also where no reward is summed
     with pytest.raises(ValueError, match="n_steps must be"):
         make(n_steps=0)
+    with pytest.raises(ValueError, match="gamma is needed with n_steps=3: it discounts the rewards"):
+        make(n_steps=3)
     with pytest.raises(RuntimeError, match="there is no sample whose priorities could be set"):
         make().update_priority(1.0)
 
