@@ -642,12 +642,11 @@ class ReplayBuffer(Facts):
     def stats(self) -> dict[str, int | float]:
         """Return statistics for logging: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
-        ``bytes`` counts storage, index and the sampler's priorities: memory, or disk for storages of files. Memory of
-        rows not written yet is reserved and counts, though the system gives it to the process with the first write.
-        It is 0 where the storage cannot tell (`ListStorage`), and does not count what passes through: batches,
-        samples made ahead and steps that wait. ``bytes_saved`` counts the savings of ``compact_obs``,
-        ``frame_stack`` and ``codec``. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever written and
-        rows / capacity.
+        ``bytes`` counts storage, index and the sampler's priorities: memory, or disk for storages of files; 0 where
+        the storage cannot tell (`ListStorage`). Memory reserved for rows to come counts, although the process takes
+        it only when they are written; batches, samples made ahead and steps that wait do not. ``bytes_saved`` counts
+        the savings of ``compact_obs``, ``frame_stack`` and ``codec``. ``size``, ``write_count`` and
+        ``utilization`` are torchrl's names for rows, rows ever written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
