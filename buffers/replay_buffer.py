@@ -642,9 +642,11 @@ class ReplayBuffer(Facts):
     def stats(self) -> dict[str, int | float]:
         """Return statistics for logging: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
-        ``bytes`` counts storage and index, ``bytes_saved`` the savings of ``compact_obs``, ``frame_stack`` and
-        ``codec``. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever written and
-        rows / capacity.
+        ``bytes`` counts storage, index and the sampler's priorities: memory, or disk for storages of files; 0 where
+        the storage cannot tell (`ListStorage`). Memory reserved for rows to come counts, although the process takes
+        it only when they are written; batches, samples made ahead and steps that wait do not. ``bytes_saved`` counts
+        the savings of ``compact_obs``, ``frame_stack`` and ``codec``. ``size``, ``write_count`` and
+        ``utilization`` are torchrl's names for rows, rows ever written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
@@ -654,7 +656,7 @@ class ReplayBuffer(Facts):
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
                 "bytes_per_row": storage.bytes_per_row,
-                "bytes": storage.nbytes,
+                "bytes": storage.nbytes and storage.nbytes + self.sampler.nbytes,
                 "bytes_saved": storage.bytes_saved,
                 **storage.counts(),
             }
