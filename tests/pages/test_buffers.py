@@ -12,7 +12,6 @@ from plain_loop import (
     position_of,
 )
 from tensordict import TensorDict
-from torch import Tensor
 
 from flatroll.rollouts import Collector
 
@@ -139,7 +138,7 @@ def scripted_stream(env: int, lengths: list[int], count: int) -> list[list[float
 
 
 def assert_scripted(rows: TensorDict, lengths: list[list[int]]) -> None:
-    """Rows of a script: each env's observations in order, next observations one step later, 100 * episode + step + 1."""
+    """Rows of a script: each env's observations in order, next observations one step later; rewards and ends."""
     for env, stream in enumerate(per_env(rows, len(lengths))):
         seen = scripted_stream(env, lengths[env], len(stream))
         assert stream["observation"].tolist() == seen
@@ -157,7 +156,6 @@ def test_slices(until) -> None:
     buffer = space["buffer"]
     rows = buffer[:]
     assert_scripted(rows, [[9, 3], [7]])
-    lengths: set[int] = set()
     for _ in range(20):
         sample = buffer.sample()
         assert len(sample) == 10
@@ -171,7 +169,7 @@ def test_rows_of_recent_policies(until) -> None:
     recent = space["recent"]
     stored = recent[:]
     version = stored["collector", "policy_version"].flatten()
-    assert version.sort().values.tolist() == sum(([b] * 20 for b in range(5)), [])
+    assert version.sort().values.tolist() == [b for b in range(5) for _ in range(20)]
     allowed = {tuple(row) for row, at in zip(stored["observation"].tolist(), version, strict=True) if at >= 3}
     drawn = {tuple(row) for row in recent.sample(4000)["observation"].tolist()}
     assert drawn == allowed

@@ -20,7 +20,7 @@ def assert_sums(rows: TensorDict, num_envs: int) -> list[float]:
         for row in stream.unbind(0):
             if row["is_init"]:
                 step, total = 0, 0.0
-            if "step_count" in row.keys():
+            if "step_count" in row:
                 assert (row["step_count"].item(), row["next", "step_count"].item()) == (step, step + 1)
             step += 1
             total += row["next", "reward"].item()
@@ -45,7 +45,7 @@ def test_the_tours_batch_and_returns(until) -> None:
 
 
 def gru_by_hand(rows: TensorDict, policy: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of each row, and the states before and after it: float64, step by step, zeros at each episode's start."""
+    """Features of each row, and the states before and after it: float64, step by step, zeros where episodes start."""
     weights = {name: value.detach().double() for name, value in policy.named_parameters()}
     inner = rows["observation"].double() @ weights["module.0.module.layers.0.weight"].T
     inner = (inner + weights["module.0.module.layers.0.bias"]).tanh()

@@ -1,4 +1,4 @@
-"""What a plain loop on the bare env returns for the actions of stored rows: a reference that shares no code with them."""
+"""What a plain loop on the bare env returns for the actions of stored rows, and slow sums over rows."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def assert_as_played(
         mode: its autoreset mode.
         markers: also compare ``is_init``, ``("next", "done")`` and the trajectory ids.
     """
-    if isinstance(env, gym.Env):
+    if isinstance(env, gym.Env) and not hasattr(env, "num_envs"):
         single = env
         env = gym.vector.SyncVectorEnv([lambda: single], autoreset_mode=AutoresetMode.NEXT_STEP)
     count = env.num_envs
@@ -146,9 +146,13 @@ def plain_gae(
     return advantage
 
 
-def plain_n_step(rows: TensorDict, i: int, n_steps: int, gamma: float) -> tuple[float, float, int, int]:
-    """(reward, discount, steps, the row whose next observation counts) of row ``i``: sums that stop at its run's end."""
-    ends = ends_of(rows)
+def plain_n_step(
+    rows: TensorDict, ends: list[bool], i: int, n_steps: int, gamma: float
+) -> tuple[float, float, int, int]:
+    """Reward, discount, steps and last row of row ``i``: sums that stop at the end of its run.
+
+    ``ends`` is `ends_of` of the rows.
+    """
     reward = 0.0
     at = i
     for steps in range(1, n_steps + 1):
@@ -203,9 +207,10 @@ def assert_slices(sample: TensorDict, rows: TensorDict, slice_len: int) -> int:
 
 
 def assert_n_step(sample: TensorDict, rows: TensorDict, at: list[int], n_steps: int, gamma: float) -> None:
-    """Row k of the sample holds the n-step sums of row ``at[k]``: reward, discount, steps, last flags and observation."""
+    """Row k of the sample holds the n-step sums of row ``at[k]``, and the flags and observation after its last step."""
+    ends = ends_of(rows)
     for k, i in enumerate(at):
-        reward, discount, steps, last = plain_n_step(rows, i, n_steps, gamma)
+        reward, discount, steps, last = plain_n_step(rows, ends, i, n_steps, gamma)
         assert sample["steps_to_next_obs"][k].item() == steps
         np.testing.assert_allclose(sample["next", "reward"][k].item(), reward, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(sample["gamma"][k].item(), discount, rtol=1e-6)
