@@ -186,7 +186,7 @@ def test_whole_buffers(until) -> None:
         )
     np.testing.assert_array_equal(found["observation"], rows["observation"].numpy())
     np.testing.assert_array_equal(found["next/reward"], rows["next", "reward"].numpy())
-    starts = [0] + [i + 1 for i, end in enumerate(ends_of(rows)) if end][:-1]
+    starts = [0, *(i + 1 for i, end in enumerate(ends_of(rows)[:-1]) if end)]
     assert found["_first_rows"].tolist() == starts
 
     trajectories: dict[int, list[TensorDict]] = {}
