@@ -1,6 +1,5 @@
 """The pages on collecting, workers, environments and evaluation: rows are those of loops on the bare envs."""
 
-import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -34,9 +33,11 @@ def chosen_by_push(rows: TensorDict) -> bool:
 
 def bare_pool() -> Any:
     envpool = pytest.importorskip("envpool")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the precision of its spaces' bounds
-        return envpool.make_gymnasium("CartPole-v1", num_envs=4, seed=0)
+    return envpool.make_gymnasium("CartPole-v1", num_envs=4, seed=0)
+
+
+# A bare pool's spaces have bounds in float64.
+of_bare_pools = pytest.mark.filterwarnings("ignore:.*precision lowered by casting")
 
 
 # collecting.md: env 0 terminates after 3 and 4 steps, env 1 is truncated after 2 and 4; a step between resets.
@@ -125,6 +126,7 @@ def test_split_envs(until) -> None:
     split.shutdown()
 
 
+@of_bare_pools
 def test_two_pools(until) -> None:
     space = until(OVERLAP, "halves = Collector([pool(0), pool(2)]")
     rows = torch.cat([next(space["halves"]) for _ in range(5)])
@@ -142,6 +144,7 @@ def test_two_pools(until) -> None:
         assert torch.equal(late["observation"][:count], whole["observation"][begin : begin + count])
 
 
+@of_bare_pools
 def test_a_pool_in_its_async_mode(until) -> None:
     space = until(OVERLAP, "in_step, first_come = collect(4), collect(2)")
     for name in ("in_step", "first_come"):
@@ -280,6 +283,7 @@ def test_hidden_last_observations(until) -> None:
     )
 
 
+@of_bare_pools
 def test_a_pool(until) -> None:
     space = until(ENVIRONMENTS, "rollout(pool, policy, num_steps=50)")
     rows = space["rollout"](bare_pool(), space["policy"], num_steps=50)
