@@ -20,6 +20,15 @@ ELSEWHERE = (
 WITHOUT = {
     ("README.md", "from flatroll.modules import actor, critic"): "tests/examples/test_learning.py plays them",
     ("README.md", "import matplotlib.pyplot as plt"): "tests/examples/test_learning.py plays them",
+    ("docs/agents.md", "rows = agents_of(batch)"): "compared with the team's sums, a block later",
+    ("docs/howto/own_transform.md", "class Bytes(Transform):"): "compared a block later",
+    ("docs/text.md", "loader = get_dataloader("): "not run: needs a tokenizer",
+    ("docs/tour.md", "print(describe(batch))"): "compared a block later",
+    (
+        "docs/tour.md",
+        "collector = Collector(env, policy",
+    ): "compared with advantages and slices, two blocks later",
+    ("docs/trees.md", "small = MCTSForest()"): "the page prints each value of three steps written by hand",
     ("docs/buffers/writing.md", "def worker(handle):"): "run by tests/buffers/remote/test_processes.py",
     ("docs/cheat_sheet.md", "few = rollout("): "compared with the buffers that it fills",
     ("docs/collecting/resuming.md", "frames_per_batch=0"): "refused",

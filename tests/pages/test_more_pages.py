@@ -261,6 +261,35 @@ def test_torchrls_buffer_holds_our_rows(until) -> None:
         assert ended[i] or (at[i + 1] == at[i] + 1 and ids[i + 1] == ids[i])
 
 
+def test_torchrls_sac_gets_rows_whose_ends_are_marked(until) -> None:
+    space = until(TORCHRL, "loss.make_value_estimator(gamma=0.99)")
+    batch = space["batch"]
+    ends = torch.tensor(ends_of(batch))
+    assert torch.equal(batch["next", "done"].flatten(), ends)
+    assert torch.equal(batch["next", "truncated"].flatten(), ends)
+    cut = batch.clone()
+    cut["next", "truncated"][:] = cut["next", "done"][:] = False  # 16 steps of Pendulum end nothing
+    bare = gym.make_vec("Pendulum-v1", num_envs=4, vectorization_mode="sync")
+    assert_as_played(cut, bare, seed=0)
+
+
+def test_torchrls_dqn_loss_of_our_rows(until) -> None:
+    """The mean squared error of the targets, from the network's layer in float64."""
+    space = until(TORCHRL, "q_network = QValueActor(")
+    batch, layer = space["batch"], space["q_network"].module[0].module
+    with torch.no_grad():
+        q, following = (
+            batch[key].double() @ layer.weight.double().T + layer.bias.double()
+            for key in ("observation", ("next", "observation"))
+        )
+    chosen = q.gather(1, batch["action"][:, None]).flatten()
+    assert torch.equal(batch["action"], q.argmax(1))
+    goes_on = 1 - batch["next", "terminated"].flatten().double()
+    target = batch["next", "reward"].flatten().double() + 0.99 * goes_on * following.max(1).values
+    plain = (chosen - target).square().mean()
+    np.testing.assert_allclose(space["loss"](batch)["loss"].item(), plain.item(), rtol=1e-4)
+
+
 def test_torchrls_sac_reads_our_rows(until) -> None:
     """The normalised sample, by the mean and deviation of the observations seen."""
     space = until(TORCHRL, "following.statistics = norm.statistics")
