@@ -103,7 +103,6 @@ def test_agents(until) -> None:
         step = int(row["collector", "game_step"])
         sums[step] = sums.get(step, 0.0) + row["next", "reward"].item()
         acting[step] = acting.get(step, 0) + 1
-        whole = int(row["collector", "num_agents"])
     complete = {}
     for row in batch.unbind(0):
         step, whole = int(row["collector", "game_step"]), int(row["collector", "num_agents"])
@@ -237,11 +236,11 @@ def test_a_forest(until) -> None:
 
 
 def test_a_search(until) -> None:
-    """Values 1 and 3 halved on the way up, and the bound of each edge by hand."""
+    """Values 1 and 3, halved at each step up; of equal counts the larger mean is best."""
     space = until(TREES, "backup(torch.tensor([0, 2]), value=1.0")
     assert space["count"].tolist() == [1, 1, 1]
-    assert sorted(space["total"].tolist()) == [0.25, 0.5, 1.5]
-    assert space["total"].tolist() in ([0.25, 1.5, 0.5], [0.5, 1.5, 0.25])
+    # The edge nearest to the simulation's end gets half of its value, the one before a quarter.
+    assert space["total"].tolist() == [0.25, 1.5, 0.5]
 
 
 # torchrl.md
