@@ -89,7 +89,9 @@ class StepInfo(Mapping[str, Any]):
         if last is None:
             if not self._has_rows(now):
                 return now
-            return fill_rows(copy_of(now), rows_like(self._ended, now), None if now.dtype == object else False)
+            return fill_rows(
+                copy_of(now), rows_like(self._ended, now), None if now.dtype == object else False
+            )
         if now is None or not self._has_rows(last):
             return last
         if not self._has_rows(now) or now.shape != last.shape:
@@ -104,10 +106,7 @@ class StepInfo(Mapping[str, Any]):
         if not self._has_rows(entry):
             return entry
         rows = rows_like(lost, entry)
-        if isinstance(entry, Tensor):
-            floating = entry.is_floating_point()
-        else:
-            floating = entry.dtype.kind == "f"
+        floating = entry.is_floating_point() if isinstance(entry, Tensor) else entry.dtype.kind == "f"
         if floating:
             return fill_rows(copy_of(entry), rows, float("nan"))
         if name.startswith("_"):  # Gymnasium's mask of the rows that returned the entry

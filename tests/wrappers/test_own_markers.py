@@ -1,4 +1,4 @@
-"""Markers of one's own: the page's examples against the script, the step's own observations and infos, `check_marker`."""
+"""Markers of one's own: the page's examples against the script, the step's own observations and infos, the check."""
 
 import importlib
 import sys
@@ -202,7 +202,9 @@ def test_what_the_env_hides_is_unknown(final_obs: Any) -> None:
         hidden += 1
         # The two entries are like a wrapper's, so they are passed on; "t" is the env's own.
         assert own["speed"].tolist() == obs[:, 2].tolist()
-        with pytest.raises(ValueError, match=r"info\['t'\] of a step that ends an episode is unknown: .*final_info"):
+        with pytest.raises(
+            ValueError, match=r"info\['t'\] of a step that ends an episode is unknown: .*final_info"
+        ):
             own["t"]
         assert (own["_t"] == ~stream.ended).all()
     assert hidden > 3
@@ -354,12 +356,21 @@ class InfoOfReset(Left):
 
 
 FAULTS: list[tuple[Any, str]] = [
-    (StateAtEnds, r"column 'left' differs in \d+ of 57 rows: env 0, episode 1, step 0, whose .* 499 \(NextStep\)"),
+    (
+        StateAtEnds,
+        r"column 'left' differs in \d+ of 57 rows: env 0, episode 1, step 0, whose .* 499 \(NextStep\)",
+    ),
     (AllRows, r"column 'left' differs in \d of \d+ rows: env 1, .* 500 \(after a reset of env 0\)"),
     (OneArray, r"NextStep: info\['left'\] changed after it was returned"),
-    (OneNumber, r"info\['left'\] of OneNumber must be numbers with one row for each of 2 envs, and is int64 after step"),
+    (
+        OneNumber,
+        r"info\['left'\] of OneNumber must be numbers with one row for each of 2 envs, and is int64 after",
+    ),
     (Nothing, r"info\['left'\] of Nothing is missing after step"),
-    (OwnReward, r"column \('next', 'reward'\) differs in \d+ of 57 rows: .*step 2, whose step ended the episode"),
+    (
+        OwnReward,
+        r"column \('next', 'reward'\) differs in \d+ of 57 rows: .*step 2, whose step ended the episode",
+    ),
     (InfoOfReset, r"column \('next', 'left'\) differs in \d+ of 57 rows: .*3 \(NextStep\), 0 \(SameStep\)"),
 ]
 
@@ -390,9 +401,21 @@ def _other_seed(mode: AutoresetMode) -> Any:
     [
         ((7,), TypeError, "wrap must be a function that wraps an env"),
         ((Left, 7), TypeError, "make_env must be a function of the autoreset mode"),
-        ((as_vector_env,), TypeError, "wrap must return an env with a flatroll.wrappers.MarkerWrapper around it, got"),
-        ((Left, lambda mode: make_scripted(SCRIPT)), ValueError, "make_env must make an env in the given autoreset"),
-        ((Left, _other_seed), ValueError, r"env 0 plays others \(SameStep\) than before \(NextStep\), from episode 0"),
+        (
+            (as_vector_env,),
+            TypeError,
+            "wrap must return an env with a flatroll.wrappers.MarkerWrapper around it, got",
+        ),
+        (
+            (Left, lambda mode: make_scripted(SCRIPT)),
+            ValueError,
+            "make_env must make an env in the given autoreset",
+        ),
+        (
+            (Left, _other_seed),
+            ValueError,
+            r"env 0 plays others \(SameStep\) than before \(NextStep\), from episode 0",
+        ),
         ((Left, partial(_make, "CartPole-v1")), ValueError, "steps=3 must be enough for an episode to end"),
     ],
 )

@@ -37,8 +37,8 @@ def check_marker(
     Args:
         wrap: function that puts the marker, or a stack of wrappers, around an env, such as the marker's class.
         make_env: function from an autoreset mode to a new vector env in that mode, whose episodes depend on the seed
-            and the actions of each sub-env alone. Default: two scripted envs, whose observation is (env, episode, step),
-            float32 ``[3]``, with episodes of one to four steps.
+            and the actions of each sub-env alone. Default: two scripted envs, whose observation is (env, episode,
+            step), float32 ``[3]``, with episodes of one to four steps.
         steps: vector steps in each mode, default 40; in each mode an episode must end in them.
         seed: seed of the env and of the random actions, default 0.
 
@@ -102,7 +102,9 @@ class _Run:
         mode: AutoresetMode,
     ) -> None:
         env = wrap(make_env(mode))
-        self.markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column]
+        self.markers = [
+            layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column
+        ]
         if not self.markers:
             raise TypeError(
                 "wrap must return an env with a flatroll.wrappers.MarkerWrapper around it, got "
@@ -116,7 +118,9 @@ class _Run:
             )
         self.rows: list[list[_Row]] = [[] for _ in range(env.num_envs)]
         self.problems: list[str] = []
-        self._kept: dict[str, list[tuple[Any, npt.NDArray[Any]]]] = {}  # arrays of info, and copies made at once
+        self._kept: dict[
+            str, list[tuple[Any, npt.NDArray[Any]]]
+        ] = {}  # arrays of info, and copies made at once
 
     def play(self, steps: int, seed: int, reset_after: int | None = None) -> "_Run":
         """Step the env; after ``reset_after`` steps, reset the first sub-env alone."""
@@ -135,8 +139,7 @@ class _Run:
                     obs, info = self.env.reset(options={"reset_mask": np.arange(count) == 0})
                     now = self._read(info, "reset")
                 before = map_tree(copied, obs)
-                action = map_tree(lambda *each: np.stack([each[made[i]][i] for i in range(count)]), *plan)
-                obs, reward, terminated, truncated, info = self.env.step(action)
+                obs, reward, terminated, truncated, info = self.env.step(_take(plan, made))
                 after = self._read(info, "step")
                 if self.problems:
                     break
@@ -151,7 +154,9 @@ class _Run:
                         else:
                             columns[marker.key] = now[marker.info_name][i]
                     flags = (bool(over[i]), bool(cut[i]))
-                    self.rows[i].append(_Row(int(episode[i]), int(step[i]), row(before, int(i)), flags, columns))
+                    self.rows[i].append(
+                        _Row(int(episode[i]), int(step[i]), row(before, int(i)), flags, columns)
+                    )
                 ended = valid & (over | cut)
                 made += valid
                 episode += ended
@@ -190,6 +195,11 @@ class _Run:
             times = sum(not same(copied(entry), copy) for entry, copy in kept)
             if times:
                 yield f"info[{name!r}] changed after it was returned ({times} times): put a new array into it each time"
+
+
+def _take(plan: list[Tree], at: npt.NDArray[np.int64]) -> Tree:
+    """Return the batched action in which sub-env ``i`` takes its action of step ``at[i]`` of the plan."""
+    return map_tree(lambda *leaves: np.stack([leaves[k][i] for i, k in enumerate(at)]), *plan)
 
 
 def _need_ends(runs: dict[str, _Run], steps: int) -> None:
