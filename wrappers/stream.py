@@ -1,7 +1,7 @@
 """`VectorStream`: the interface of every adapted vector env, with the flags that all markers use."""
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from traceback import extract_tb
 from typing import Any
 from weakref import WeakValueDictionary
@@ -148,7 +148,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.any_ended: bool | None = False
         # The entries of info that the env itself returned in the last step that may have ended an episode. Of these,
         # RecordEpisodeStatistics writes those of the step where SAME_STEP keeps the entries of the reset.
-        self._own_entries: Set[str] = frozenset()
+        self._own_entries: set[str] = set()
         keys = [layer._stats_key for layer in layers(source.env) if hasattr(layer, "_stats_key")]
         self._of_step = {name for key in keys for name in (key, f"_{key}")}
 
