@@ -150,7 +150,6 @@ def test_a_dict_with_frames_and_numbers() -> None:
     assert_same_samples(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:env 0 continues after its episode ended")  # few values, so they coincide
 def test_spaces_of_every_kind() -> None:
     """What SB3 casts on its way in, we cast: float64 actions, numbers [E], matrices of actions."""
     box64 = gym.spaces.Box(-1, 1, (2, 2), np.float64)

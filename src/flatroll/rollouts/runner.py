@@ -53,7 +53,7 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs, final_of
+from flatroll.wrappers.compact import CompactObs
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -398,7 +398,8 @@ class Runner:
         elif stream.hides_final_obs:
             window.put_known(stream.known)
         if self._dense_finals:
-            leaves, final = leaves_at(obs, keys.obs_paths), final_of(info, stream)
+            leaves = leaves_at(obs, keys.obs_paths)
+            final = stream.final_of(info)
             finals = leaves if final is None else leaves_at(final, keys.obs_paths)
             if self._whole_finals:
                 window.put((*self._result_keys, *self._next_keys), (*results, *finals))
@@ -491,7 +492,7 @@ class Runner:
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
-        final = final_of(info, self.stream)
+        final = self.stream.final_of(info)
         if final is not None:
             # Indexing copies: the env may reuse its arrays.
             envs = np.flatnonzero(self.stream.ended)
