@@ -187,9 +187,10 @@ def find(row: TensorDictBase, key: str) -> Any:
     return row[renamed] if renamed in names else row[key]
 
 
-def same_rows(one: Sequence[Row], other: Sequence[Row]) -> bool:
-    """Whether two plain loops saw the same."""
-    return all(flat(left) == flat(right) for left, right in zip(one, other, strict=True))
+def same_rows(one: Sequence[Row], other: Sequence[Row]) -> int:
+    """How many rows from the first on two plain loops have in common: not all envs are reproducible."""
+    pairs = zip(one, other, strict=True)
+    return next((index for index, (left, right) in enumerate(pairs) if flat(left) != flat(right)), len(one))
 
 
 def flat(value: Any) -> list[bytes]:
