@@ -67,7 +67,7 @@ interop: $(VERSIONS)/interop/.ready
 	OMP_NUM_THREADS=1 $(VERSIONS)/interop/bin/python -m pytest -m interop tests/interop $(ARGS)
 
 # Real simulators on the CPU: requirements-GROUP.txt is what an environment holds, test_GROUP*.py what runs in it. Each
-# run writes its rows of docs/compatibility/simulators.md. The first line of the requirements of a slow group says so.
+# run writes its rows of docs/compatibility/simulators.md, zoo its own page. The first line of the requirements of a slow group says so.
 SIMULATORS := $(patsubst tests/simulators/requirements-%.txt,%,$(wildcard tests/simulators/requirements-*.txt))
 SLOW = $(foreach group,$(SIMULATORS),$(if $(findstring slow,$(shell head -n 1 tests/simulators/requirements-$(group).txt)),$(group)))
 simulators: $(addprefix simulators-,$(or $(NAMES),$(filter-out $(SLOW),$(SIMULATORS))))
