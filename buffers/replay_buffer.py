@@ -299,7 +299,7 @@ class ReplayBuffer(Facts):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
                 # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
-                followed = self.sampler.needs_index or any(map(looks_ahead, self.transforms))
+                followed = self.sampler.needs_index or any(map(reads_others, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
             if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)

@@ -1,6 +1,6 @@
 """Checks that rows continue the trajectory of their id."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.columns.column import Column, Columns, differ, put_rows, take_rows
-from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.fragments import NONE, BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.final import Final
-from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
+from flatroll.layout.following import follow
+from flatroll.layout.keys import (
+    IS_INIT,
+    NEXT,
+    NEXT_KNOWN,
+    OBSERVATION,
+    STEP_COUNT,
+    STEPS_TO_NEXT_OBS,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -22,6 +33,8 @@ if TYPE_CHECKING:
 #: Entries under "next" that describe the step and not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _LATEST = 256  # maximum number of stored rows compared per column
+_CHECKED = 64  # maximum number of rows of a batch that are compared with the next one
+_SEARCHED = 1 << 26  # maximum bytes of observations searched for a match elsewhere
 
 
 def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
@@ -75,7 +88,7 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
 
 
 def compared_keys(
-    columns: Mapping[NestedKey, Column], not_compared: Collection[NestedKey]
+    columns: Mapping[NestedKey, Column | Tensor], not_compared: Collection[NestedKey]
 ) -> tuple[NestedKey, ...]:
     """List the root keys, without ``not_compared``, by which a row is known to follow another: its observations.
 
@@ -86,6 +99,116 @@ def compared_keys(
     named = [key for key in pairs if as_tuple(key)[0] == OBSERVATION]
     wide = [key for key in pairs if columns[key].shape.numel() > 1]
     return tuple(named or wide or pairs)
+
+
+def check_followed(
+    batch: Columns,
+    fragments: Fragments,
+    compared: Sequence[NestedKey],
+    tails: Columns | None = None,
+    skip: int = 0,
+) -> None:
+    """Check some rows inside fragments: their next observation must be the observation of the next row.
+
+    Up to 64 rows, spread over the batch, in host memory. Rows with consecutive step counts were checked already, and
+    n-step rows lead to later ones: neither is checked. A next observation that is NaN, or not known by the marker
+    ``("collector", "next_known")``, may be anything.
+
+    Args:
+        batch: the batch's columns by key, ``[N, ...]``.
+        fragments: its fragments.
+        compared: root keys that tell whether a row follows another. Only entries under ``"observation"`` must agree;
+            of others (which may be outputs of a network) a row must have the next value of another row to be refused.
+        tails: compact storage: next observations of the fragments' last rows, by root key. Fragments of one run were
+            cut where the next observation is not that of the next row.
+        skip: number of rows of the batch before these, for the error.
+
+    Raises:
+        ValueError: a row does not lead to the next one.
+    """
+    if fragments.rows < 2 or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
+        return
+    if tails is None:
+        compared = [key for key in compared if key in batch and next_key(key) in batch]
+    if not compared:
+        return
+
+    if tails is None:
+        at = _broken(batch, fragments, compared)
+        ends = at
+    else:
+        (ends,) = np.nonzero(fragments.joined[1:])  # fragments that the next one continues
+        ends = ends[:: len(ends) // _CHECKED + 1]
+        at = fragments.lasts[ends]
+    if len(at) and NEXT_KNOWN in batch:
+        known = batch[NEXT_KNOWN].reshape(-1).numpy(force=True)[at]
+        at, ends = at[known], ends[known]
+    if not len(at):
+        return
+
+    # Rarely reached: NaN, low precision, and errors.
+    here = torch.from_numpy(at)
+    said, differing = dict[NestedKey, Tensor](), dict[NestedKey, Tensor]()
+    for key in compared:
+        now = batch[key]
+        if not now.is_cpu:  # reading values would sync
+            return
+        later = batch[next_key(key)][here] if tails is None else tails[key][torch.from_numpy(ends)]
+        before, behind, after = (
+            values.detach().reshape(len(at), -1) for values in (now[here], now[here + 1], later)
+        )
+        said[key], differing[key] = after, ~follow(before, after, behind)
+    named = as_tuple(compared[0])[0] == OBSERVATION
+    each = torch.stack(list(differing.values()))
+    wrong = each.any(0) if named else each.all(0)
+    for i in wrong.nonzero().flatten().tolist():
+        source = _row_with({key: values[i] for key, values in said.items()}, batch)
+        if source is None and not named:
+            continue
+        key = next(key for key in compared if bool(differing[key][i]))
+        row = int(at[i]) + skip
+        where = "" if source is None else f", but that of row {source + skip}"
+        raise ValueError(
+            f"row {row + 1} of the batch does not follow row {row} in its trajectory: the {next_key(key)!r} of row "
+            f"{row} is not the {key!r} of row {row + 1}{where}. Extend with rows as they were collected, before you "
+            f"shuffle, index or filter them, or set {IS_INIT!r} or a new id where each trajectory begins; where a "
+            f"next observation is unknown, set {NEXT_KNOWN!r} to False"
+        )
+
+
+def _broken(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> Array:
+    """Return up to 64 rows inside fragments whose next observations are not, bit by bit, those of the row after."""
+    from flatroll.kernels.rows.run_marks import broken  # numba
+
+    now = [batch[key] for key in keys]
+    later = [batch[next_key(key)] for key in keys]
+    rows = fragments.rows
+    if len(fragments.lasts) == rows:  # no row is inside
+        return NONE
+    found = np.empty(_CHECKED, np.int64)
+    if all(column.is_cpu and column.is_contiguous() for column in (*now, *later)):
+        size = np.array([column.stride(0) * column.element_size() for column in now], np.int64)
+        heads, tails = (np.array([column.data_ptr() for column in side], np.int64) for side in (now, later))
+        return found[: broken(rows, _CHECKED, fragments.lasts, heads, tails, size, found)]
+    if not all(column.is_cpu for column in (*now, *later)):  # reading values would sync
+        return NONE
+    pairs = min(rows - 1, _CHECKED)
+    at = np.arange(pairs) * (rows - 1) // pairs
+    at = at[fragments.lasts[np.searchsorted(fragments.lasts, at)] != at]
+    here = torch.from_numpy(at)
+    unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
+    return at[torch.stack(unlike).any(0).numpy()]
+
+
+def _row_with(values: Mapping[NestedKey, Tensor], batch: Columns) -> int | None:
+    """Return the first row of the batch with these values; None if it has none."""
+    most = _SEARCHED // max(1, sum(value.nbytes for value in values.values()))
+    equal = [
+        (batch[key][:most].detach().reshape(min(most, len(batch[key])), -1) == value).all(1)
+        for key, value in values.items()
+    ]
+    rows = torch.stack(equal).all(0).nonzero()
+    return int(rows[0]) if len(rows) else None
 
 
 class Compared(NamedTuple):

@@ -158,6 +158,7 @@ def test_frame_stacks_in_files(compact: bool, tmp_path: Path) -> None:
         batch = stacks(first, 37)
         if first < 300:
             batch["observation"] = torch.randint(255, (37, 3, 6, 6), dtype=torch.uint8)
+            batch["next", "observation"][:-1] = batch["observation"][1:]
         for buffer in (files, plain):
             buffer.extend(batch)
     loaded.load_state_dict(files.state_dict())

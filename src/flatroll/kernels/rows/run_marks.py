@@ -19,6 +19,32 @@ def _repeats(now: Array, later: Array, size: Array, row: Int) -> bool:
 
 
 @compiled()
+def broken(rows: Int, most: Int, lasts: Array, now: Array, later: Array, size: Array, found: Array) -> Int:
+    """Find rows inside fragments whose next observation is not, bit by bit, the observation of the row after.
+
+    Up to ``most`` rows are compared, spread over the batch.
+
+    Args:
+        rows: rows of the batch.
+        lasts: int64 ``[F]``, last row of each fragment, ascending.
+        now, later, size: as for `fragments`.
+        found: int64 ``[most]``, becomes the rows that were found, ascending.
+
+    Returns:
+        how many were found.
+    """
+    pairs, count, fragment = min(rows - 1, most), 0, 0
+    for k in range(pairs):
+        row = k * (rows - 1) // pairs
+        while lasts[fragment] < row:
+            fragment += 1
+        if lasts[fragment] != row and not _repeats(now, later, size, row):
+            found[count] = row
+            count += 1
+    return count
+
+
+@compiled()
 def fragments(
     rows: Int,
     done: Int,
