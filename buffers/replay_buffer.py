@@ -16,6 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.checkpointers.own_files import OwnFiles
 from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, checkpointer_with_hooks
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
@@ -138,7 +139,7 @@ class ReplayBuffer(Facts):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: Checkpointer | OwnFiles | None = None,
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:

@@ -87,6 +87,7 @@ def assert_same_samples(ours: Any, theirs: Any, size: int = 64, draws: int = 5) 
         {},
         {"compact": False},
         {"frame_stack": 4},
+        {"frame_stack": 1},
         {"frame_stack": 4, "codec": "zstd"},
         {"codec": "zstd", "compact": False, "window": 7},
         {"frame_stack": 4, "storage": "files"},

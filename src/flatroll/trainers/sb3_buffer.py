@@ -142,7 +142,7 @@ class FlatReplayBuffer(ReplayBuffer):
         handle_timeout_termination: rows that end by ``"TimeLimit.truncated"`` in their info are not terminal.
         compact: store observations once (see `LazyTensorStorage`); False stores next observations separately.
         frame_stack: frames per stack, for observations ``[frames, ...]`` whose frames are to be kept once; a dict by
-            key for Dict spaces.
+            key for Dict spaces. 1 stores observations as they are.
         codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
         storage: folder of files that hold the rows (a pickle then names them), or what makes the storage, such as
             ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
@@ -263,7 +263,7 @@ class FlatReplayBuffer(ReplayBuffer):
         for key, frames in options.get("frame_stack", {}).items():
             whole_number("frame_stack", frames)
             shape = self._observations[key].stored[1:]
-            if shape[:1] != (frames,):
+            if frames > 1 and shape[:1] != (frames,):
                 raise ValueError(
                     f"frame_stack={frames} needs observations [{frames}, ...], those of {key!r} are {list(shape)}: "
                     "stack frames in front (SB3's VecTransposeImage moves them there)"
