@@ -197,7 +197,8 @@ def _broken(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> 
     at = at[fragments.lasts[np.searchsorted(fragments.lasts, at)] != at]
     here = torch.from_numpy(at)
     unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
-    return at[torch.stack(unlike).any(0).numpy()]
+    broken_at: Array = at[torch.stack(unlike).any(0).numpy()]
+    return broken_at
 
 
 def _row_with(values: Mapping[NestedKey, Tensor], batch: Columns) -> int | None:
