@@ -172,7 +172,6 @@ def test_a_recurrent_policy(until) -> None:
         )
         assert row["action"] == head(out).argmax()
         state = after.detach().flatten()
-        # Rows of the next sub-env begin with a reset, too.
 
 
 def test_a_function_with_a_memory(until) -> None:
@@ -208,7 +207,6 @@ def test_resuming(until) -> None:
     """Both collectors' rows are an env's own, and no id comes twice."""
     space = until("docs/collecting/resuming.md", "resumed.load_state_dict(state)")
     assert_as_played(space["batch"], gym.make_vec("CartPole-v1", num_envs=2), seed=0)
-    assert space["state"]["frames"] == 64 if "frames" in space["state"] else True
     later = next(space["resumed"])
     assert space["resumed"].frames == 192
     assert later["collector", "traj_ids"].min() > space["last_ids"].max()
