@@ -122,8 +122,8 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[NestedKey, Array]
     """The values of an entry, step after step, by key."""
     found: dict[NestedKey, list[Any]] = {}
     for step in steps:
-        for place, value in named_leaves(step.get(name), (name,)):
-            found.setdefault(plain_key(place), []).append(value)
+        for path, value in named_leaves(step.get(name), (name,)):
+            found.setdefault(plain_key(path), []).append(value)
     columns: dict[NestedKey, Array] = {}
     for place, values in found.items():
         if isinstance(values[0], str | bytes):

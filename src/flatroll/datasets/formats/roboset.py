@@ -81,8 +81,8 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
     others["seed"] = np.full(length, seed)
     rewards = arrays.get("rewards")
     ends = np.flatnonzero(over | cut) + 1
-    for count, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
-        rows = slice(first, end)
+    for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        rows = slice(start, end)
         yield episode_of(
             number + count,
             {key: values[rows] for key, values in states.items()},
