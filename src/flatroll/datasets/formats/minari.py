@@ -303,7 +303,7 @@ def read_minari(
         words = {key: column for key, column in columns.items() if column.dtype.kind in "UO"}
         batch = from_columns({key: column for key, column in columns.items() if key not in words})
         for key, column in words.items():
-            batch.set(key, NonTensorStack(*column.tolist()))
+            batch.set(key, NonTensorStack(*column.tolist()))  # pyright: ignore[reportAbstractUsage]
         yield batch
 
 

@@ -117,8 +117,7 @@ def _terminal(steps: dict[str, Any], length: int) -> Array:
         marks = steps["discount"][:] == 0
     else:
         marks = np.zeros(length, bool)
-    terminal: Array = marks.all(tuple(range(1, marks.ndim)))
-    return terminal
+    return np.asarray(marks.all(tuple(range(1, marks.ndim))))
 
 
 def _episode(steps: dict[str, Array], number: int) -> TensorDict:
