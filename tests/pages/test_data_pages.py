@@ -349,6 +349,9 @@ def runs_by_hand(batch: TensorDict) -> list[list[int]]:
 def test_padded_trajectories(until: Any) -> None:
     space = until(FORMS, "padded = split_trajectories(batch)")
     batch, padded = space["batch"], space["padded"]
+    played = [(0, 0, 3), (0, 1, 2), (1, 0, 2), (1, 1, 3)]  # env, episode, steps within five
+    seen = [[env, episode, step] for env, episode, steps in played for step in range(steps)]
+    assert batch["observation"].tolist() == seen
     for entry, rows in zip(padded.unbind(0), runs_by_hand(batch), strict=True):
         for key in batch.keys(True, True):
             assert torch.equal(entry[key][: len(rows)], batch[key][rows]), key
