@@ -142,8 +142,8 @@ class Episodes:
             same = agrees if same is None else same & agrees
         if same is not None:
             alike = same & fresh
-            self._ends_seen += np.count_nonzero(fresh)
-            self._ends_alike += np.count_nonzero(alike)
+            self._ends_seen += int(np.count_nonzero(fresh))
+            self._ends_alike += int(np.count_nonzero(alike))
             goes_on = np.zeros_like(every_fresh)
             goes_on[:, begin:] = same & inside
             if len(self._hashes) < _REMEMBERED:

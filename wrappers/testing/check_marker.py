@@ -15,10 +15,11 @@ from flatroll.wrappers.arrays import Tree, map_tree
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.testing.check_env import ContractError, copied, same
-from flatroll.wrappers.testing.script import Script, row
+from flatroll.wrappers.testing.script import End, Script, row
 from flatroll.wrappers.testing.scripted_envs import make_scripted
 
-_SCRIPT = Script(2, lengths=[[3, 1, 2], [4, 2]], ends=[["terminated", "truncated"], ["truncated", "both"]])
+_ENDS: list[list[End]] = [["terminated", "truncated"], ["truncated", "both"]]
+_SCRIPT = Script(2, lengths=[[3, 1, 2], [4, 2]], ends=_ENDS)
 
 
 def check_marker(

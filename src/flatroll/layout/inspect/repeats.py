@@ -19,10 +19,10 @@ def kinds_of(columns: Sequence[Tensor]) -> Tensor:
         if not column.numel():
             continue
         flat = column.detach().reshape(len(column), -1).contiguous()
-        _, number = flat.view(torch.uint8).unique(dim=0, return_inverse=True)
+        _, number = torch.unique(flat.view(torch.uint8), dim=0, return_inverse=True)
         # A pair (number, kinds) as one number; numbered again, so that it stays below N.
         pairs = number + kinds * (int(number.max()) + 1)
-        _, kinds = pairs.unique(return_inverse=True)
+        _, kinds = torch.unique(pairs, return_inverse=True)
     return kinds
 
 
@@ -43,10 +43,10 @@ def firsts_are_rare(kinds: Tensor, first: Tensor, inner: Tensor) -> bool:
     >>> firsts_are_rare(torch.tensor([0, 1, 0, 0, 2]), first, ~first)
     False
     """
-    starts = kinds[first].unique()
+    starts = torch.unique(kinds[first])
     inside = kinds[inner]
     like_first = int(torch.isin(inside, starts).sum())
-    others = len(inside.unique()) - int(torch.isin(starts, inside).sum())
+    others = len(torch.unique(inside)) - int(torch.isin(starts, inside).sum())
     if not len(inside):  # episodes of one step: their first observations must differ from one another
         count = int(first.sum())
         return count >= _FEW_EPISODES and 2 * len(starts) > count
