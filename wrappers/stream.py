@@ -402,7 +402,6 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         Raises:
             ValueError: when an entry is read that is hidden in an ended row and has no NaN.
 
-        >>> import gymnasium as gym
         >>> from flatroll.wrappers import as_vector_env
         >>> from flatroll.wrappers.testing import Script, make_scripted
         >>> env = as_vector_env(make_scripted(Script(1, lengths=1), autoreset_mode="SameStep"))
@@ -703,8 +702,9 @@ def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(old, dict):
             merged[key] = _merge_rows(old, value, rows)
             continue
-        arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
-        merged[key] = select(rows, value, old) if arrays and old.shape == value.shape else value
+        merged[key] = value
+        if isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor):
+            merged[key] = select(rows, value, old) if old.shape == value.shape else value
     return merged
 
 

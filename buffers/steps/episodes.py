@@ -144,9 +144,9 @@ class Episodes:
             alike = same & fresh
             self._ends_seen += int(np.count_nonzero(fresh))
             self._ends_alike += int(np.count_nonzero(alike))
-            goes_on = np.zeros_like(every_fresh)
-            goes_on[:, begin:] = same & inside
             if len(self._hashes) < _REMEMBERED:
+                goes_on = np.zeros_like(every_fresh)
+                goes_on[:, begin:] = same & inside
                 self._remember(staged, every_fresh, goes_on, first)
             # Right rows of an env with few observations may look so, too.
             if alike.any() and "ended" not in self._warned and 2 * self._ends_alike >= self._ends_seen:
@@ -224,5 +224,5 @@ class Episodes:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            # the caller of write; (_store), _mark, mark, _starts and _warn_of_... are in between
+            # the caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between
             warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from env_kinds import INVALID, SCRIPT, VALID, EnvKind, Place, close
+from env_kinds import INVALID, MASKS, PLACE, SCRIPT, VALID, EnvKind, Place, Told, close, place, sync
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDict
 
@@ -125,3 +126,34 @@ def test_the_kit_names_what_is_wrong(kind: EnvKind, mode: str, made: Any) -> Non
         warnings.simplefilter("error")
         problems = vector_env_problems(made(), steps=60)
     assert any(kind.problem in text for text in problems), problems
+
+
+class Strict(Told):
+    """Raises an error for an illegal action."""
+
+    masked: Any
+
+    def step(self, action: Any) -> Any:
+        at = Place(self.index, int(self.clock.episode), int(self.clock.step), False)
+        assert np.asarray(action).tolist() == self.masked.action(at), "illegal"
+        return super().step(action)
+
+
+@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("name", ["[5] of Discrete", "[7] of MultiDiscrete", "[4] of MultiBinary"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_the_kit_plays_legal_actions(
+    where: str, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked = MASKS[name]
+    monkeypatch.setattr(Strict, "masked", masked, raising=False)
+    both = spaces.Dict(seen=PLACE, action_mask=spaces.Box(0, 1, masked.shape, np.int8))
+
+    def make(i: int) -> Told:
+        if where == "obs":
+            see = lambda at: {"seen": place(at), "action_mask": masked.mask(at)}  # noqa: E731
+            return Strict(i, both, see, action_space=masked.space)
+        return Strict(i, PLACE, place, lambda at, method: {"action_mask": masked.mask(at)}, masked.space)
+
+    problems = vector_env_problems(sync(make)(mode), steps=30)
+    assert problems == []

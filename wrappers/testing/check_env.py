@@ -455,8 +455,10 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     if mask.all():
         return
     options, given = {"reset_mask": mask}, mask.copy()
-    env.reset()
-    before = map_tree(copied, env.step(env.action_space.sample())[0])
+    obs, info = env.reset()
+    random = np.random.default_rng(0)
+    action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
+    before = map_tree(copied, env.step(action)[0])
     after = map_tree(copied, env.reset(options=options)[0])
     if list(options) != ["reset_mask"] or not np.array_equal(mask, given):
         yield "reset changed the options it was given"
