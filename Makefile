@@ -145,10 +145,10 @@ $(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
 		-e '.[$*]' pytest
 	@touch $@
 
-# Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions. Oldest has a
+# Newest has all extras, JAX and Ray among them. Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions. Oldest has a
 # pyparsing in which what Matplotlib 3.8 calls is not deprecated: warnings fail tests.
 $(VERSIONS)/newest/.ready: TORCH = torch
-$(VERSIONS)/newest/.ready: EXTRAS = docs,envpool,minari,test,text
+$(VERSIONS)/newest/.ready: EXTRAS = all,docs,test
 $(VERSIONS)/python%/.ready: TORCH = torch
 $(VERSIONS)/python%/.ready: EXTRAS = docs,envpool,minari,test,text
 $(VERSIONS)/oldest/.ready: TORCH =

@@ -2,8 +2,8 @@
 # panda-gym 3.0.7, Gymnasium 1.4.0, Python 3.11.
 #
 # reset() without a seed draws a new one from the system, instead of going on with the generator that reset(seed=...) made.
-# So a seed fixes the first episode only: from the second on, two runs with equal seeds differ. Gymnasium's own
-# documentation: "if the environment already has a PRNG and seed=None is passed, the PRNG will not be reset".
+# So a seed fixes the first episode only: from the second on, two runs with equal seeds differ. The docstring of
+# gymnasium.Env.reset says that the generator stays as it is where no seed is passed.
 #
 # Output (the numbers of the second episodes vary):
 #     goals of the first episodes equal: True
