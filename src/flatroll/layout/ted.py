@@ -442,6 +442,8 @@ class NestedRuns(TensorDict):
         for key, column in _entries(flat):
             if not isinstance(column, Tensor):
                 nested.set_non_tensor(key, column)
+            elif not column.ndim:  # a number of a state, which TensorDict converts
+                nested.set_non_tensor(key, column.item())
             elif key == LENGTHS:
                 nested.set(key, column)
             else:
