@@ -27,6 +27,7 @@ from flatroll.buffers.storages.continuity import (
     Compared,
     LinkCheck,
     check_followed,
+    check_tails,
     compared_keys,
     find_pairs,
     state_pairs,
@@ -242,7 +243,7 @@ class ColumnStorage(Storage):
                 cut = Fragments.read(marked, keys, None, pairs)
                 tails = self.pool.tails(columns, None, cut.lasts)
                 if keys.in_order:
-                    check_followed(columns, cut, self._compared_in(columns, self.pool), tails, skip)
+                    check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
                 return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
             return self._prepare_compact(structure, columns, count, late, keys, skip)
         if late is not None:
@@ -250,7 +251,11 @@ class ColumnStorage(Storage):
         marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if keys is not None and fragments is not None and keys.in_order:
-            check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
+            compared = known.compared
+            if compared is None or compared.not_compared != len(self.not_compared):
+                check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
+            else:
+                check_followed(columns, fragments, compared, source if usual else None, skip)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
@@ -312,7 +317,7 @@ class ColumnStorage(Storage):
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
         if keys.in_order:
-            check_followed(columns, fragments, self._compared_in(columns, pool), tails, skip)
+            check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
         host = None if self.known is None else self.known.host
         source = None if host is None else host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):

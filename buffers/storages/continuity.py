@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _LATEST = 256  # maximum number of stored rows compared per column
 _CHECKED = 64  # maximum number of rows of a batch that are compared with the next one
+_WIDE = 2048  # bytes of observations of a row, above which fewer rows are compared
 _SEARCHED = 1 << 26  # maximum bytes of observations searched for a match elsewhere
 
 
@@ -104,68 +105,84 @@ def compared_keys(
 def check_followed(
     batch: Columns,
     fragments: Fragments,
-    compared: Sequence[NestedKey],
-    tails: Columns | None = None,
+    compared: "Compared | Sequence[NestedKey]",
+    source: Array | None = None,
     skip: int = 0,
 ) -> None:
     """Check some rows inside fragments: their next observation must be the observation of the next row.
 
-    Up to 64 rows, spread over the batch, in host memory. Rows with consecutive step counts were checked already, and
-    n-step rows lead to later ones: neither is checked. A next observation that is NaN, or not known by the marker
-    ``("collector", "next_known")``, may be anything.
+    Up to 64 rows, spread over the batch, in host memory; of wide rows at least 16, and one in 32. Rows with consecutive
+    step counts were checked already, and n-step rows lead to later ones: neither is compared. A next observation that
+    is NaN, or not known by the marker ``("collector", "next_known")``, may be anything.
 
     Args:
         batch: the batch's columns by key, ``[N, ...]``.
         fragments: its fragments.
         compared: root keys that tell whether a row follows another. Only entries under ``"observation"`` must agree;
             of others (which may be outputs of a network) a row must have the next value of another row to be refused.
-        tails: compact storage: next observations of the fragments' last rows, by root key. Fragments of one run were
-            cut where the next observation is not that of the next row.
+        source: addresses of the columns, in the order that ``compared`` says.
         skip: number of rows of the batch before these, for the error.
 
     Raises:
         ValueError: a row does not lead to the next one.
     """
-    if fragments.rows < 2 or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
+    rows = fragments.rows
+    if rows == len(fragments.lasts) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
         return
-    if tails is None:
-        compared = [key for key in compared if key in batch and next_key(key) in batch]
-    if not compared:
-        return
-
-    if tails is None:
-        at = _broken(batch, fragments, compared)
-        ends = at
+    if isinstance(compared, Compared) and source is not None and compared.pairs is not None:
+        at, keys = _broken(fragments, compared.pairs, source), compared.keys
     else:
-        (ends,) = np.nonzero(fragments.joined[1:])  # fragments that the next one continues
-        ends = ends[:: len(ends) // _CHECKED + 1]
-        at = fragments.lasts[ends]
-    if len(at) and NEXT_KNOWN in batch:
+        given = compared.keys if isinstance(compared, Compared) else compared
+        keys = tuple(key for key in given if key in batch and next_key(key) in batch)
+        at = _broken_in(batch, fragments, keys) if keys else NONE
+    if len(at):
+        here = torch.from_numpy(at)
+        _refuse(batch, at, {key: batch[next_key(key)][here] for key in keys}, skip)
+
+
+def check_tails(
+    batch: Columns, fragments: Fragments, keys: Sequence[NestedKey], tails: Columns, skip: int = 0
+) -> None:
+    """Check rows of a compact batch, as `check_followed` does, at the ends of fragments that the next one continues.
+
+    They were cut where the next observation, in ``tails`` ``[F, ...]`` by root key, is not that of the next row.
+    """
+    if not np.count_nonzero(fragments.joined) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
+        return
+    (ends,) = np.nonzero(fragments.joined[1:])
+    ends = ends[:: len(ends) // _CHECKED + 1]
+    here = torch.from_numpy(ends)
+    _refuse(batch, fragments.lasts[ends], {key: tails[key][here.to(tails[key].device)] for key in keys}, skip)
+
+
+def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
+    """Raise ValueError if one of the rows ``at``, int64 ``[K]``, does not lead to the next one; ``said`` are their next
+    observations ``[K, ...]`` by root key. Rarely reached: NaN, low precision, and errors."""
+    if not all(batch[key].is_cpu for key in said) or not said:  # reading values would sync
+        return
+    if NEXT_KNOWN in batch:
         known = batch[NEXT_KNOWN].reshape(-1).numpy(force=True)[at]
-        at, ends = at[known], ends[known]
+        said = {key: values[torch.from_numpy(known)] for key, values in said.items()}
+        at = at[known]
     if not len(at):
         return
 
-    # Rarely reached: NaN, low precision, and errors.
     here = torch.from_numpy(at)
-    said, differing = dict[NestedKey, Tensor](), dict[NestedKey, Tensor]()
-    for key in compared:
+    differing = dict[NestedKey, Tensor]()
+    for key, later in said.items():
         now = batch[key]
-        if not now.is_cpu:  # reading values would sync
-            return
-        later = batch[next_key(key)][here] if tails is None else tails[key][torch.from_numpy(ends)]
         before, behind, after = (
             values.detach().reshape(len(at), -1) for values in (now[here], now[here + 1], later)
         )
         said[key], differing[key] = after, ~follow(before, after, behind)
-    named = as_tuple(compared[0])[0] == OBSERVATION
+    named = as_tuple(next(iter(said)))[0] == OBSERVATION
     each = torch.stack(list(differing.values()))
     wrong = each.any(0) if named else each.all(0)
     for i in wrong.nonzero().flatten().tolist():
         source = _row_with({key: values[i] for key, values in said.items()}, batch)
         if source is None and not named:
             continue
-        key = next(key for key in compared if bool(differing[key][i]))
+        key = next(key for key in said if bool(differing[key][i]))
         row = int(at[i]) + skip
         where = "" if source is None else f", but that of row {source + skip}"
         raise ValueError(
@@ -176,24 +193,29 @@ def check_followed(
         )
 
 
-def _broken(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> Array:
-    """Return up to 64 rows inside fragments whose next observations are not, bit by bit, those of the row after."""
+def _broken(fragments: Fragments, pairs: Array, source: Array) -> Array:
+    """Return rows inside fragments whose next observations are not, bit by bit, those of the row after."""
     from flatroll.kernels.rows.run_marks import broken  # numba
 
+    found = np.empty(_CHECKED, np.int64)
+    return found[: broken(fragments.rows, _CHECKED, _WIDE, fragments.lasts, pairs, source, found)]
+
+
+def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> Array:
+    """Do the same as `_broken` for a batch whose columns may lie anywhere."""
     now = [batch[key] for key in keys]
     later = [batch[next_key(key)] for key in keys]
+    columns = [*now, *later]
+    if not all(column.is_cpu for column in columns):  # reading values would sync
+        return NONE
+    if all(column.is_contiguous() for column in columns):
+        source = np.array([column.data_ptr() for column in columns], np.int64)
+        sizes = [column[0].numel() * column.element_size() for column in now]
+        pairs = np.array([(0, size, k, len(now) + k) for k, size in enumerate(sizes)], np.int64)
+        return _broken(fragments, pairs, source)
     rows = fragments.rows
-    if len(fragments.lasts) == rows:  # no row is inside
-        return NONE
-    found = np.empty(_CHECKED, np.int64)
-    if all(column.is_cpu and column.is_contiguous() for column in (*now, *later)):
-        size = np.array([column.stride(0) * column.element_size() for column in now], np.int64)
-        heads, tails = (np.array([column.data_ptr() for column in side], np.int64) for side in (now, later))
-        return found[: broken(rows, _CHECKED, fragments.lasts, heads, tails, size, found)]
-    if not all(column.is_cpu for column in (*now, *later)):  # reading values would sync
-        return NONE
-    pairs = min(rows - 1, _CHECKED)
-    at = np.arange(pairs) * (rows - 1) // pairs
+    compared = min(rows - 1, _CHECKED)
+    at = np.arange(compared) * (rows - 1) // compared
     at = at[fragments.lasts[np.searchsorted(fragments.lasts, at)] != at]
     here = torch.from_numpy(at)
     unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
