@@ -197,8 +197,10 @@ def _broken(fragments: Fragments, pairs: Array, source: Array) -> Array:
     """Return rows inside fragments whose next observations are not, bit by bit, those of the row after."""
     from flatroll.kernels.rows.run_marks import broken  # numba
 
-    found = np.empty(_CHECKED, np.int64)
-    return found[: broken(fragments.rows, _CHECKED, _WIDE, fragments.lasts, pairs, source, found)]
+    found: Array = np.empty(_CHECKED, np.int64)
+    count = int(broken(fragments.rows, _CHECKED, _WIDE, fragments.lasts, pairs, source, found))
+    rows: Array = found[:count]
+    return rows
 
 
 def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> Array:

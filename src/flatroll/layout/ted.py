@@ -471,7 +471,7 @@ class NestedRuns(TensorDict):
         loaded = NestedRuns.of(TensorDict(dict(state_dict), []))
         for key in list(self.keys()):
             self.pop(key)
-        self.batch_size = loaded.batch_size
+        self.batch_size = loaded.batch_size  # type: ignore[has-type]  # tensordict's own
         self.update(loaded)
         return self
 
