@@ -83,22 +83,6 @@ class StorageCheckpointerBase:
     A class with ``dumps(storage, path)`` and ``loads(storage, path)`` instead, a subclass of this one or not, writes
     all rows to files of its own: ``path`` is a new folder, ``storage.state_dict()`` returns the rows, and ``loads``
     passes them to ``storage.load_state_dict``. The buffer checks them before it changes.
-
-    >>> import tempfile
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-    >>> class TorchFile(StorageCheckpointerBase):
-    ...     def dumps(self, storage, path):
-    ...         torch.save(storage.state_dict(), path / "rows.pt")
-    ...
-    ...     def loads(self, storage, path):
-    ...         storage.load_state_dict(torch.load(path / "rows.pt"))
-    >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=TorchFile()) for _ in range(2))
-    >>> slots = buffer.extend(torch.arange(3))
-    >>> with tempfile.TemporaryDirectory() as path:
-    ...     buffer.dumps(path)
-    ...     other.loads(path)
-    >>> other[:]
-    tensor([0, 1, 2])
     """
 
     def __init__(self) -> None:
