@@ -146,12 +146,12 @@ class Runner:
         self._sent: Tree = None  # the actions of the pending step
         self._warned = False  # whether it has warned that other code moved the env
         # Whether to warn if the env paid rewards in steps that only reset. A wrapper may add a constant to all rewards;
-        # an async pool's window has cells without values, as meta tensors have none.
+        # an async pool's window has cells without values. On a device the question would sync once a batch.
         can = stream.capabilities
         shifts = any(
             isinstance(layer, VectorRewardWrapper) for layer in (*layers(env), *layers(stream.source.env))
         )
-        self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type != "meta"
+        self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type == "cpu"
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -531,10 +531,14 @@ class Runner:
     def _look_for_lost_rewards(self) -> None:
         """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
         window = self.window
-        dead = to_torch(window.columns[DEAD][: window.steps])
-        lost = to_torch(window.columns[REWARD][: window.steps])[dead]
-        if not bool(lost.any()):
+        dead = window.columns[DEAD][: window.steps]
+        if not dead.any():
             return
+
+        lost = window.columns[REWARD][: window.steps][dead]
+        if not lost.any():
+            return
+
         self._looks_for_rewards = False
         first = float(lost[lost != 0][0])
         warnings.warn(
