@@ -67,7 +67,7 @@ interop: $(VERSIONS)/interop/.ready
 	OMP_NUM_THREADS=1 $(VERSIONS)/interop/bin/python -m pytest -m interop tests/interop $(ARGS)
 
 # Real simulators on the CPU: requirements-GROUP.txt is what an environment holds, test_GROUP*.py what runs in it. Each
-# run writes its rows of docs/compatibility/simulators.md. The first line of the requirements of a slow group says so.
+# run writes its rows of docs/compatibility/simulators.md, zoo its own page. The first line of the requirements of a slow group says so.
 SIMULATORS := $(patsubst tests/simulators/requirements-%.txt,%,$(wildcard tests/simulators/requirements-*.txt))
 SLOW = $(foreach group,$(SIMULATORS),$(if $(findstring slow,$(shell head -n 1 tests/simulators/requirements-$(group).txt)),$(group)))
 simulators: $(addprefix simulators-,$(or $(NAMES),$(filter-out $(SLOW),$(SIMULATORS))))
@@ -145,10 +145,10 @@ $(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
 		-e '.[$*]' pytest
 	@touch $@
 
-# Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions. Oldest has a
+# Newest has all extras, JAX and Ray among them. Left out: torchrl, whose bounds keep tensordict below 0.15, and of oldest what asks for newer versions. Oldest has a
 # pyparsing in which what Matplotlib 3.8 calls is not deprecated: warnings fail tests.
 $(VERSIONS)/newest/.ready: TORCH = torch
-$(VERSIONS)/newest/.ready: EXTRAS = docs,envpool,minari,test,text
+$(VERSIONS)/newest/.ready: EXTRAS = all,docs,test
 $(VERSIONS)/python%/.ready: TORCH = torch
 $(VERSIONS)/python%/.ready: EXTRAS = docs,envpool,minari,test,text
 $(VERSIONS)/oldest/.ready: TORCH =

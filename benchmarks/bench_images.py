@@ -5,13 +5,14 @@
 
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.measure.resident import alone, resident_growth
 from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers.columns.column import After, Column, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
@@ -21,20 +22,29 @@ ENVS, STEPS, WINDOW, STACK, SAMPLE = 16, 1280, 64, 4, 256
 ROWS = ENVS * STEPS
 TURNS, CALLS = 15, 20
 KINDS = ("stacks", "frames", "stacks, zstd", "frames, zstd")
+COMPRESSED = KINDS[2:]
+PROCESS_STEPS = 5 * STEPS  # of each env, to measure the process
 
 
-def played(game: str) -> Tensor:
-    """Return observations ``[STEPS, ENVS, 4, 84, 84]`` of an Atari game played by a random policy."""
+def windows_of(game: str, steps: int, window: int = WINDOW) -> Iterator[Tensor]:
+    """Yield observations ``[window, ENVS, 4, 84, 84]`` of an Atari game played by a random policy."""
     import envpool
 
     env = envpool.make(game, env_type="gymnasium", num_envs=ENVS, seed=1)
     random = np.random.default_rng(0)
-    observations = torch.empty((STEPS, ENVS, STACK, 84, 84), dtype=torch.uint8)
     now = env.reset()[0]
-    for t in range(STEPS):
-        observations[t] = torch.from_numpy(now)
-        now = env.step(random.integers(env.action_space.n, size=ENVS).astype(np.int32))[0]
+    for _ in range(0, steps, window):
+        observations = torch.empty((window, ENVS, STACK, 84, 84), dtype=torch.uint8)
+        for t in range(window):
+            observations[t] = torch.from_numpy(now)
+            now = env.step(random.integers(env.action_space.n, size=ENVS).astype(np.int32))[0]
+        yield observations
     env.close()
+
+
+def played(game: str) -> Tensor:
+    """Return observations ``[STEPS, ENVS, 4, 84, 84]`` of an Atari game played by a random policy."""
+    (observations,) = windows_of(game, STEPS, STEPS)
     return observations
 
 
@@ -49,14 +59,14 @@ def squares() -> Tensor:
     return torch.from_numpy(np.stack([frames[k : k + STEPS] for k in range(STACK)], 2))
 
 
-def column_of(kind: str) -> Column:
+def column_of(kind: str, rows: int = ROWS) -> Column:
     """Create an empty column of a kind, with room for all rows."""
     shape = torch.Size([STACK, 84, 84])
     if kind == "stacks":
-        return TensorColumn(torch.from_numpy(np.empty((ROWS, *shape), np.uint8)))
+        return TensorColumn(torch.from_numpy(np.empty((rows, *shape), np.uint8)))
     if kind == "stacks, zstd":
-        return ZstdColumn(ROWS, shape, torch.uint8)
-    return FrameColumn(ROWS, STACK, shape, torch.uint8, make=ZstdColumn if "zstd" in kind else None)
+        return ZstdColumn(rows, shape, torch.uint8)
+    return FrameColumn(rows, STACK, shape, torch.uint8, make=ZstdColumn if "zstd" in kind else None)
 
 
 def filled(kind: str, observations: Tensor, window: int = WINDOW) -> Column:
@@ -144,13 +154,31 @@ def writing(observations: Tensor) -> str:
     )
 
 
-def sizes(games: dict[str, Tensor]) -> str:
+def sizes(games: list[str]) -> str:
     """Measure bytes per row for each game; plain stacks with next observations take 56,448."""
-    table_rows = [
-        [game, *(f"{filled(kind, observations).nbytes / ROWS:,.0f}" for kind in KINDS)]
-        for game, observations in games.items()
-    ]
-    return table(["", *KINDS], table_rows)
+    table_rows = []
+    for game in games:
+        for kind in COMPRESSED:
+            stated, standing, trimmed = alone(measure, game, kind)
+            table_rows.append([game, kind, f"{stated:,.0f}", f"{standing:,.0f}", f"{trimmed:,.0f}"])
+    return table(["", "kept as", "stated", "of the process", "trimmed"], table_rows)
+
+
+def measure(game: str, kind: str) -> list[float]:
+    """Fill a column; return the bytes per row as stated, of the process, and of the process once trimmed."""
+    rows = PROCESS_STEPS * ENVS
+    windows = windows_of(game, PROCESS_STEPS + 2 * WINDOW)
+
+    def fill(steps: int) -> Column:
+        column = column_of(kind, steps * ENVS)
+        for t in range(0, steps, WINDOW):
+            values = next(windows).transpose(0, 1).flatten(0, 1)
+            column.write(t * ENVS, values, hint(t * ENVS, WINDOW))
+        return column
+
+    fill(2 * WINDOW)  # code that is loaded once, kernels, workspaces
+    column, growth = resident_growth(lambda: fill(PROCESS_STEPS))
+    return [size / rows for size in (column.nbytes, *growth)]
 
 
 def main() -> None:
@@ -168,10 +196,9 @@ def main() -> None:
     print(reading(columns | {"frames, written step by step": filled("frames", observations, 1)}))
     print("\nWriting\n")
     print(writing(observations))
-    print("\nBytes per row\n")
-    print(sizes({first: observations}))
-    for game in others:
-        print(sizes({game: played(game)}).splitlines()[-1])
+    if others:
+        print(f"\nBytes per row, {PROCESS_STEPS * ENVS:,} rows, each column alone in its process\n")
+        print(sizes([first, *others]))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,42 @@
 """Benchmarks bytes per stored transition: as the storage reports, and as the process grows.
 
+Each buffer is filled in a process of its own. Compressed buffers get frames of games played by a random policy, if
+envpool is installed.
+
 ``python -m flatroll bench memory``
 """
 
-import multiprocessing
-from collections.abc import Iterator
-from typing import Any
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 from tensordict import TensorDict
 
 from benchmarks.bench_slices import rows_of
+from benchmarks.measure.resident import alone, resident_growth
 from benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.rollouts import Collector
 
 ENVS, STEPS, EPISODE = 64, 16, 1000
 STATES, IMAGES = 1_000_000, 20_000
+GAME_ENVS, GAME_STEPS, GAME_ROWS = 16, 16, 100_000
+WARM_UP = 5000
 
 
-def states(rows: int) -> Iterator[TensorDict]:
+def states() -> Iterator[TensorDict]:
     """Yield batches in HalfCheetah's shapes (17 + 6 float32): 16 steps of 64 envs, episodes of 1,000."""
     env, step = torch.arange(ENVS)[:, None], torch.arange(STEPS)
-    for first in range(0, rows // (ENVS * STEPS) + 1):
-        t = first * STEPS + step + env * 37
+    for first in itertools.count(0, STEPS):
+        t = first + step + env * 37
         yield rows_of((t % EPISODE).flatten(), ((t // EPISODE) * ENVS + env).flatten())
 
 
-def images(rows: int) -> Iterator[TensorDict]:
+def images() -> Iterator[TensorDict]:
     """Yield batches in Atari's shapes: stacks of 4 frames 84 x 84; an episode's first frame is repeated."""
-    for episode in range(rows // EPISODE + 1):
+    for episode in itertools.count():
         frames = torch.randint(256, (EPISODE + 1, 84, 84), dtype=torch.uint8)
         frames = torch.cat([frames[:1].expand(3, -1, -1), frames])
         stacks = frames.unfold(0, 4, 1).permute(0, 3, 1, 2)
@@ -53,52 +60,87 @@ def images(rows: int) -> Iterator[TensorDict]:
             yield TensorDict(root, [250])
 
 
-def measure(kind: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Fill a buffer; measure the bytes per row of buffer and index, and of the process."""
-    rows = STATES if kind == "states" else IMAGES
-    process = psutil.Process()
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(rows, **options),
-        sampler=SliceSampler(slice_len=16),
-        batch_size=256,
-    )
-    small = ReplayBuffer(
-        storage=LazyTensorStorage(500, **options), sampler=SliceSampler(slice_len=16), batch_size=256
-    )
-    for batch in (states if kind == "states" else images)(
-        5000
-    ):  # code that is loaded once, kernels, workspaces
-        small.extend(batch)
-        small.sample()
-    before = process.memory_info().rss
-    for batch in (states if kind == "states" else images)(rows):
-        buffer.extend(batch)
-    taken = process.memory_info().rss - before
-    return buffer.stats()["bytes"] / rows, taken / rows
+def game(name: str) -> Iterator[TensorDict]:
+    """Yield the collected batches of an Atari game played by a random policy: 16 steps of 16 envs."""
+    import envpool
+
+    env = envpool.make_gymnasium(name, num_envs=GAME_ENVS, seed=1)
+    generator = torch.Generator().manual_seed(0)
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return torch.randint(env.action_space.n, (len(observation),), generator=generator)
+
+    yield from Collector(env, policy, frames_per_batch=GAME_ENVS * GAME_STEPS)
 
 
-CASES: list[tuple[str, str, dict[str, Any], float | None]] = [
-    ("17 + 6 floats", "states", {}, None),
-    ("17 + 6 floats, compact", "states", {"compact_obs": True}, 68 + 24 + 40),
-    ("4 x 84 x 84", "images", {}, None),
-    ("4 x 84 x 84, compact", "images", {"compact_obs": True}, None),
-    (
-        "4 x 84 x 84, compact, frame_stack",
-        "images",
-        {"compact_obs": True, "frame_stack": {"observation": 4}},
-        1.05 * 7056 + 40,
+def measure(source: Callable[..., Iterator[TensorDict]], args: Any, rows: int, options: Any) -> list[float]:
+    """Fill a buffer; return the bytes per row as stated, of the process, and of the process once trimmed."""
+    batches = source(*args)
+
+    def fill(size: int) -> ReplayBuffer:
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(size, **options),
+            sampler=SliceSampler(slice_len=16),
+            batch_size=256,
+        )
+        while buffer.stats()["rows_written"] < size:
+            buffer.extend(next(batches))
+        return buffer
+
+    # Code that is loaded once, kernels, workspaces and the arrays that a collector reuses.
+    fill(WARM_UP).sample()
+
+    buffer, growth = resident_growth(lambda: fill(rows))
+
+    return [size / rows for size in (buffer.stats()["bytes"], *growth)]
+
+
+class Case(NamedTuple):
+    """A buffer and its rows; ``budget`` is our goal in bytes per row."""
+
+    name: str
+    source: Callable[..., Iterator[TensorDict]]
+    args: tuple[str, ...]
+    rows: int
+    options: dict[str, Any]
+    budget: float | None = None
+
+
+COMPACT: dict[str, Any] = {"compact_obs": True}
+FRAMES: dict[str, Any] = {**COMPACT, "frame_stack": {"observation": 4}}
+ZSTD: dict[str, Any] = {"codec": {"observation": "zstd"}}
+
+CASES = [
+    Case("17 + 6 floats", states, (), STATES, {}),
+    Case("17 + 6 floats, compact", states, (), STATES, COMPACT, 68 + 24 + 40),
+    Case("4 x 84 x 84", images, (), IMAGES, {}),
+    Case("4 x 84 x 84, compact", images, (), IMAGES, COMPACT),
+    Case("4 x 84 x 84, compact, frame_stack", images, (), IMAGES, FRAMES, 1.05 * 7056 + 40),
+]
+GAMES = [
+    Case("Pong, compact, frame_stack", game, ("Pong-v5",), GAME_ROWS, FRAMES, 1.05 * 7056 + 40),
+    Case("Pong, compact, zstd", game, ("Pong-v5",), GAME_ROWS, COMPACT | ZSTD),
+    *(
+        Case(f"{name}, compact, frame_stack, zstd", game, (f"{name}-v5",), GAME_ROWS, FRAMES | ZSTD)
+        for name in ("Pong", "Breakout", "MsPacman", "Seaquest")
     ),
 ]
 
 
 def main() -> None:
     """Print the table."""
+    cases = list(CASES)
+    if importlib.util.find_spec("envpool") and importlib.util.find_spec("zstandard"):
+        cases += GAMES
+    else:
+        print("(envpool or zstandard is not installed: no compressed frames)")
     rows = []
-    for name, kind, options, budget in CASES:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            stated, taken = pool.apply(measure, (kind, options))
-        rows.append([name, f"{stated:,.1f}", f"{taken:,.1f}", "" if budget is None else f"{budget:,.1f}"])
-    print(table(["rows", "bytes per row, stated", "of the process", "budget"], rows))
+    for case in cases:
+        measured = alone(measure, case.source, case.args, case.rows, case.options)
+        budget = "" if case.budget is None else f"{case.budget:,.1f}"
+        rows.append([case.name, f"{case.rows:,}", *(f"{size:,.1f}" for size in measured), budget])
+    header = ["rows", "number", "bytes per row, stated", "of the process", "trimmed", "budget"]
+    print(table(header, rows))
 
 
 if __name__ == "__main__":

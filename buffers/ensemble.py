@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from flatroll.buffers.checkpointers.rows import (
     StorageEnsembleCheckpointer,
     checkpointer_with_hooks,
-    load_from,
 )
-from flatroll.buffers.checkpointers.saving import SavedFolders
+from flatroll.buffers.checkpointers.saving import SavedFolders, load_from
 from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer, torchrl_names

@@ -16,6 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.checkpointers.own_files import OwnFiles
 from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, checkpointer_with_hooks
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
@@ -138,7 +139,7 @@ class ReplayBuffer(Facts):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: Checkpointer | OwnFiles | None = None,
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
@@ -299,7 +300,7 @@ class ReplayBuffer(Facts):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
                 # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
-                followed = self.sampler.needs_index or any(map(looks_ahead, self.transforms))
+                followed = self.sampler.needs_index or any(map(reads_others, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
             if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)
@@ -642,9 +643,11 @@ class ReplayBuffer(Facts):
     def stats(self) -> dict[str, int | float]:
         """Return statistics for logging: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
-        ``bytes`` counts storage and index, ``bytes_saved`` the savings of ``compact_obs``, ``frame_stack`` and
-        ``codec``. ``size``, ``write_count`` and ``utilization`` are torchrl's names for rows, rows ever written and
-        rows / capacity.
+        ``bytes`` counts storage, index and the sampler's priorities: memory, or disk for storages of files; 0 where
+        the storage cannot tell (`ListStorage`). Memory reserved for rows to come counts, although the process takes
+        it only when they are written; batches, samples made ahead and steps that wait do not. ``bytes_saved`` counts
+        the savings of ``compact_obs``, ``frame_stack`` and ``codec``. ``size``, ``write_count`` and
+        ``utilization`` are torchrl's names for rows, rows ever written and rows / capacity.
         """
         storage = self.storage
         with self.lock:
@@ -654,7 +657,7 @@ class ReplayBuffer(Facts):
                 "capacity": ring.capacity,
                 "rows_written": ring.written,
                 "bytes_per_row": storage.bytes_per_row,
-                "bytes": storage.nbytes,
+                "bytes": storage.nbytes and storage.nbytes + self.sampler.nbytes,
                 "bytes_saved": storage.bytes_saved,
                 **storage.counts(),
             }

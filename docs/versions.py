@@ -1,9 +1,9 @@
-"""Writes the tables in compatibility.md and compatibility/simulators.md, and the pins of the oldest versions allowed.
+"""Writes the tables in compatibility.md and the pages of compatibility/, and the pins of the oldest versions allowed.
 
 ``python docs/versions.py`` writes the table of packages: what is allowed comes from pyproject.toml, what is tested from
 constraints.txt; a test compares the page with them. ``python docs/versions.py run NAME REPORT`` writes the row of an
 environment of `make versions`, by the Python of that environment, from pytest's XML report; ``simulators GROUP REPORT``
-those of a group of `make simulators`. ``python docs/versions.py
+those of a group of `make simulators`, and for ``zoo`` the whole of compatibility/zoo.md. ``python docs/versions.py
 oldest [torch==VERSION]`` prints the lower bounds of pyproject.toml as pins.
 """
 
@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,11 +20,23 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 SIMULATORS = ROOT / "docs" / "compatibility" / "simulators.md"
+ZOO = ROOT / "docs" / "compatibility" / "zoo.md"
 TABLE = re.compile(r"\| package \|.*?(?=\n\n)", re.S)
 RUNS = re.compile(r"\| environment \|.*?(?=\n\n)", re.S)
 SIMULATED = re.compile(r"\| simulator \|.*?(?=\n\n)", re.S)
 # What the tests of simulators record, in the order of the table's columns.
 RECORDED = ("simulator", "version", "mode", "rows", "false", "known", "unknown", "first")
+# What the tests of the zoo record, and the heads of its columns.
+OF_ZOO = {
+    "package": "package",
+    "version": "version",
+    "id": "environment",
+    "modes": "modes",
+    "rows": "rows compared",
+    "wrong": "wrong",
+    "ends": "ends",
+    "remarks": "refused, or not compared",
+}
 # The packages whose versions stand in the table of runs.
 SHOWN = ("torch", "tensordict", "gymnasium", "numpy", "numba", "torchrl")
 PACKAGES = {
@@ -49,6 +62,21 @@ PACKAGES = {
     "rl-games": "`trainers.rl_games`",
     "torchrl": "`trainers.torchrl`, and comparisons in tests",
 }
+
+
+ZOO_PAGE = """# Compatibility: environment packages
+
+`make simulators NAMES=zoo` plays environments of other packages with random actions and writes this page. Last run:
+{date}, with Python {python}, {versions}.
+
+Each row of a batch is compared with a plain loop that steps the bare environment with the same seeds and actions:
+observation, next observation, reward, `terminated` and `truncated` must be equal bit for bit. "single" is the
+environment itself; the modes are those of `SyncVectorEnv` with two copies, or of ale-py's own vector env. Episodes are
+cut after 17 steps, so that every run has ends. The last column quotes the error where an environment is refused, or
+says why its rows could not be compared.
+
+{table}
+"""
 
 
 def normal(name: str) -> str:
@@ -132,6 +160,21 @@ def simulator_rows(group: str, report: Path) -> list[str]:
     return rows
 
 
+def zoo_page(report: Path) -> str:
+    """The page of environment packages, from what their tests have recorded: those that failed, too."""
+    lines = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        cells = {found.get("name"): found.get("value") for found in case.iter("property")}
+        if "rows" in cells:
+            lines.append(f"| {' | '.join(cells[name] for name in OF_ZOO)} |")
+    head = f"| {' | '.join(OF_ZOO.values())} |"
+    table = "\n".join([head, "|---" * len(OF_ZOO) + "|", *sorted(lines)])
+    versions = ", ".join(f"{name} {installed(name)}" for name in ("gymnasium", "numpy", "torch"))
+    return ZOO_PAGE.format(
+        date=date.today().isoformat(), python=platform.python_version(), versions=versions, table=table
+    )
+
+
 def put_row(table: str, row: str) -> str:
     """The table with this row instead of the one that has its first cell."""
     first = row[: row.index("|", 1) + 1]
@@ -153,6 +196,8 @@ if __name__ == "__main__":
             row = run_row(environment, Path(report))
             print(row)
             write(PAGE, RUNS, lambda old: put_row(old, row))
+        case ["simulators", "zoo", report]:
+            ZOO.write_text(zoo_page(Path(report)))
         case ["simulators", group, report]:
             for row in simulator_rows(group, Path(report)):
                 print(row)

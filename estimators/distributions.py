@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from flatroll.estimators.masked import WarnOnce, on_host
 from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.layout.sampling import draw, saturated, score
-from flatroll.layout.tensordict_seam import build_distribution, prepare_sampling, shallow_copy
+from flatroll.layout.tensordict_seam import build_distribution, get_entry, prepare_sampling, shallow_copy
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -48,6 +48,27 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
         # several parts may share one log-probability entry, which the loss finds itself
         keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
     return keys
+
+
+def log_prob_parts(actor: TensorDictModuleBase) -> list[NestedKey]:
+    """Return the keys under which an actor writes the log-probabilities of an action's parts; none for one part."""
+    declared: Any = getattr(actor, "log_prob_keys", None) or ()
+    return list(declared) if len(declared) > 1 else []
+
+
+def sampled_log_prob_keys(
+    actor: TensorDictModuleBase, keys: Sequence[NestedKey], batch: TensorDictBase
+) -> list[NestedKey]:
+    """Return the entries whose sum is the log-probability with which a batch's actions were sampled.
+
+    Args:
+        actor: the policy.
+        keys: the keys set for it; of an action of several parts, one each or one for their sum.
+        batch: the batch. Without the one entry for the sum, there is one for each of :func:`log_prob_parts`.
+    """
+    if len(keys) == 1 and get_entry(batch, keys[0]) is None:
+        return log_prob_parts(actor) or list(keys)
+    return list(keys)
 
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:

@@ -9,92 +9,21 @@ What the pages may contain:
 * A block that names an optional package stands alone: where the package is missing, it is skipped.
 """
 
-import contextlib
 import doctest
-import importlib.util
-import io
 import re
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from page_blocks import COMPARED, FENCE, PAGES, blocks_of, run_block, runnable
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OPTIONAL = {"envpool", "matplotlib", "minari", "moviepy", "pandas", "pyarrow", "pygame", "rsl_rl", "torchrl"}
-OPTIONAL |= {"brax", "gymnax", "jax", "jumanji", "navix"}
-OPTIONAL |= {"sb3_contrib", "skrl", "stable_baselines3", "tensorboard", "transformers"}
-NOT_RUN = re.compile(r"<!-- (not run|run by tests/[\w/]+\.py) -->\s*\Z")
-
-FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)[^)]*\)|<(?:img|a)\b[^>]*?(?:src|href)=\"(?P<html>[^\"]+)\"")
 HEADING = re.compile(r"^#+ +(?P<text>.+?) *#*$", re.M)
-COMPARED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    text: str
-    line: int
-    before: str  # what stands between it and the block before
-
-    @property
-    def skipped(self) -> bool:
-        return NOT_RUN.search(self.before) is not None
-
-    @property
-    def is_doctest(self) -> bool:
-        return self.text.startswith(">>>")
-
-
-def blocks_of(markdown: str) -> list[Block]:
-    found, end = [], 0
-    for match in FENCE.finditer(markdown):
-        line = markdown.count("\n", 0, match.start("text"))
-        found.append(Block(match["language"], match["text"], line, markdown[end : match.start()]))
-        end = match.end()
-    return found
-
-
-def runnable(blocks: list[Block]) -> Iterator[tuple[Block, str | None]]:
-    """The Python blocks that run, each with the output it claims, if it claims one."""
-    for block, after in zip_longest(blocks, blocks[1:]):
-        if block.language == "python" and not block.skipped and not needs_missing(block):
-            claims = after is not None and after.language == "text" and not after.before.strip()
-            yield block, after.text if claims else None
-
-
-def needs_missing(block: Block) -> bool:
-    return any(
-        importlib.util.find_spec(name) is None and re.search(rf"^[^#]*\b{name}\b", block.text, re.M)
-        for name in OPTIONAL
-    )
-
-
-def run_block(block: Block, namespace: dict[str, object], page: Path) -> str:
-    """What the block prints; errors and failed doctests name the page and the line."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        if not block.is_doctest:
-            # Blank lines in front, so that tracebacks show the line of the page.
-            exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
-            return printed.getvalue()
-        test = doctest.DocTestParser().get_doctest(block.text, namespace, page.name, str(page), block.line)
-        runner = doctest.DocTestRunner(verbose=False, optionflags=COMPARED)
-        runner.run(test, clear_globs=False)
-        namespace.update(test.globs)  # the doctest works on a copy
-    if runner.failures:
-        pytest.fail(printed.getvalue())
-    return ""
 
 
 def run_page(page: Path, namespace: dict[str, object]) -> None:

@@ -1,6 +1,7 @@
 """Chooses the adapter for an environment, or raises an error if none fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import gymnasium
@@ -22,7 +23,15 @@ from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.jax_source import JaxSource
-from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, is_from, layers
+from flatroll.wrappers.source import (
+    DtypeView,
+    EnvLike,
+    TorchView,
+    VectorSource,
+    is_from,
+    layers,
+    qualified_name,
+)
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 from flatroll.wrappers.vmas_source import VmasSource
@@ -113,10 +122,9 @@ def scales_by_running_statistics(env: object) -> bool:
 
     The sub-envs of an AsyncVectorEnv are in other processes and are not checked.
     """
+    # By name, to match the wrappers of both vector and single envs. Either may be frozen.
     return any(
-        # By name, to match the wrappers of both vector and single envs. Either may be frozen.
-        any(kind.__name__ == "NormalizeObservation" for kind in type(layer).__mro__)
-        and getattr(layer, "update_running_mean", True)
+        _is_known(layer, "NormalizeObservation") and getattr(layer, "update_running_mean", True)
         for layer in wrappers_within(env)
     )
 
@@ -167,6 +175,7 @@ def _choose_source(
             "envs inside it with gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or the env "
             "that FlatVecEnv was made from"
         )
+    _refuse_other_interfaces(env)
     functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
     if functional is not None:
         if mode not in (None, AutoresetMode.SAME_STEP):
@@ -190,7 +199,7 @@ def _choose_source(
             "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
             "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
         )
-    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
+    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or _is_batched(base)):
         env = _without_checkers(env)
     if is_from("envpool", base):
         if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
@@ -231,31 +240,61 @@ def _choose_source(
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
-    if hasattr(env, "num_envs") and hasattr(env, "step"):
+    if _is_batched(env):
         mode = _own_mode(env, mode)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
-        vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
         # A SyncVectorEnv returns copies.
-        source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
+        source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
-    way_out = ": call the factory first" if callable(env) else ""
+    way_out = ": call the factory first" if callable(env) and not hasattr(env, "step") else ""
     if isinstance(env, str):
         way_out = f": gymnasium.make_vec({env!r}, num_envs=..., vectorization_mode='sync') makes one"
     elif isinstance(env, list | tuple):
         way_out = ": gymnasium.vector.SyncVectorEnv(...) makes one of a list of functions"
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
-        f"reset and step, got {type(env).__name__}{way_out}"
+        f"reset and step, got {qualified_name(env)}{way_out}"
     )
 
 
 class _OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        given: gymnasium.Env[Any, Any] = env if isinstance(env.metadata, Mapping) else _WithMetadata(env)
+        super().__init__([lambda: given], autoreset_mode=AutoresetMode.DISABLED)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the env; without options of the user it is given None, not an empty dict, after a mask, too."""
+        if options and "reset_mask" in options and options["reset_mask"].any():
+            options = {key: value for key, value in options.items() if key != "reset_mask"} or None
+        return super().reset(seed=seed, options=options)
+
     def __del__(self) -> None:
         """Gymnasium before 1.3 closes a vector env on deletion; this env belongs to the caller."""
+
+
+class _WithMetadata(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Gives an env whose ``metadata`` is None an empty dict, which a SyncVectorEnv copies."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.metadata = {}
+
+
+def _is_batched(env: object) -> bool:
+    """Return whether an env that is no `VectorEnv` steps several rows at once, as simulators do.
+
+    A `gymnasium.Env` is a single env, whatever it has that is called ``num_envs``, unless it also has the spaces of
+    one row, or rsl_rl's ``get_observations``. What its ``__getattr__`` passes on from another env does not count.
+    """
+    if not isinstance(env, gymnasium.Env):
+        return hasattr(env, "num_envs") and hasattr(env, "step")
+    rows = ("single_observation_space", "single_action_space", "get_observations")
+    own = [name for name in ("num_envs", *rows) if getattr_static(env, name, None) is not None]
+    return own[:1] == ["num_envs"] and len(own) > 1
 
 
 def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
@@ -286,6 +325,8 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
         if isinstance(resets, bool):
             if mode is None and not resets:
                 return AutoresetMode.DISABLED
+            if mode is None and is_from("mani_skill", env):
+                return AutoresetMode.SAME_STEP
             mode = mode or _declared_mode(env)
             if resets == (mode is AutoresetMode.DISABLED):
                 raise ValueError(
@@ -297,23 +338,55 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
 
 
 def _declared_mode(env: object) -> AutoresetMode:
-    base = getattr(env, "unwrapped", env)
-    metadata = getattr(env, "metadata", None) or {}
-    # Gymnasium before 1.4 writes the mode of a Sync or Async env into the metadata of its envs' class, often
-    # gymnasium.Env itself, so the vector env created last overwrites the mode of the others.
-    if isinstance(base, SyncVectorEnv | AsyncVectorEnv) and metadata is base.metadata:
-        return base.autoreset_mode
-    declared = None if metadata is gymnasium.Env.metadata else metadata.get("autoreset_mode")
+    """Return the autoreset mode that the env declares; TypeError if it declares none, ValueError if it declares two."""
+    for layer in layers(env):
+        own = _own_attribute(layer)
+        told = _own_metadata(layer)
+        if own is not None and told not in (None, own):
+            raise ValueError(
+                f"autoreset_mode is unclear: {type(layer).__name__}.autoreset_mode is {own.value!r} and its "
+                f"metadata['autoreset_mode'] is {told.value!r}. Pass the right one, as_vector_env(env, "
+                f"autoreset_mode={own.value!r})"
+            )
+        declared = own or told
+        if declared is not None:
+            return declared
+    declared = _parse_mode(getattr(getattr(env, "cfg", None), "autoreset_mode", None))
     if declared is None:
-        declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
-    if declared is None:
+        name = type(getattr(env, "unwrapped", env)).__name__
         raise TypeError(
-            f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
-            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: 'SameStep')"
+            f"autoreset_mode is needed: {name} declares none in metadata['autoreset_mode'] (its own, not gymnasium's) "
+            "or in an attribute autoreset_mode. Pass as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | "
+            "'Disabled') (most GPU simulators: 'SameStep')"
         )
-    mode = _parse_mode(declared)
-    assert mode is not None
-    return mode
+    return declared
+
+
+def _own_attribute(layer: object) -> AutoresetMode | None:
+    """Return the ``autoreset_mode`` of the env or wrapper itself; None if it has none of Gymnasium's modes."""
+    # Static: a wrapper's __getattr__ would answer for the env inside.
+    if getattr_static(layer, "autoreset_mode", None) is None:
+        return None
+    mode = getattr(layer, "autoreset_mode", None)
+    return _parse_mode(mode) if isinstance(mode, AutoresetMode | str) else None
+
+
+def _own_metadata(layer: object) -> AutoresetMode | None:
+    """Return the mode in the metadata of the env or wrapper itself, or None.
+
+    A dict that a class of Gymnasium owns counts for nothing: all envs without metadata of their own share it, and
+    some write their mode into it, so it may hold the mode of another env.
+    """
+    metadata = getattr(layer, "metadata", None)
+    inner = getattr(layer.env, "metadata", None) if isinstance(layer, VectorWrapper) else None
+    if not isinstance(metadata, Mapping) or metadata is inner:
+        return None
+    # Gymnasium before 1.4 gives Sync and Async envs the metadata of their sub-envs' class.
+    if isinstance(layer, SyncVectorEnv | AsyncVectorEnv):
+        return None
+    if any(vars(kind).get("metadata") is metadata for kind in (gymnasium.Env, VectorEnv)):
+        return None
+    return _parse_mode(metadata.get("autoreset_mode"))
 
 
 def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
@@ -329,16 +402,14 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
     """Raise for combinations in Gymnasium 1.1 to 1.4 that give wrong data or an unrelated error."""
-    # By name, through all bases: importing the class imports JAX, and phys2d's envs are subclasses of it.
-    if any(kind.__name__ == "FunctionalJaxVectorEnv" for kind in type(env.unwrapped).__mro__):
+    if _is_known(env.unwrapped, "FunctionalJaxVectorEnv"):
         raise ValueError(
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of all other envs when one env "
             "resets, even inside a wrapper: adapt the env first, wrapper(as_vector_env(phys2d_env))"
         )
     for layer in layers(env):
-        # By name: importing NumpyToTorch needs one of gymnasium's extras.
-        kinds = {kind.__name__ for kind in type(layer).__mro__}
-        if kinds & {"NumpyToTorch", "ArrayConversion"} and mode is AutoresetMode.SAME_STEP:
+        converts = _is_known(layer, "NumpyToTorch", "ArrayConversion")
+        if converts and mode is AutoresetMode.SAME_STEP:
             raise ValueError(
                 "NumpyToTorch fails on the first episode end of a SAME_STEP env: leave it out and pass "
                 "framework='torch' to as_vector_env"
@@ -347,11 +418,50 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
         _refuse_statistics(env, "a DISABLED env")
 
 
+def _refuse_other_interfaces(env: object) -> None:
+    """Raise TypeError for envs of packages with another interface, and name the package and the way out."""
+    if isinstance(env, gymnasium.Env):
+        return  # an env that derives from Gymnasium's in such a package is Gymnasium's, too
+    steps = hasattr(env, "step")
+    way_out = None
+    if is_from("pufferlib", env):
+        way_out = (
+            "which is not a Gymnasium vector env: pass the Gymnasium envs inside it, "
+            "gymnasium.vector.SyncVectorEnv(functions)"
+        )
+    elif is_from("supersuit", env) and hasattr(env, "num_envs"):
+        way_out = (
+            "whose infos are a list with one dict for each agent: pass the PettingZoo game itself, as_vector_env(game) "
+            "or as_vector_env([game, another])"
+        )
+    elif is_from("pgx", env) and steps:
+        way_out = "a game of players that move in turn, and pgx's games are not supported"
+    elif is_from("gym", env) and steps:
+        way_out = "which has the interface of gym, not of Gymnasium: shimmy.GymV26CompatibilityV0(env=env) converts it"
+        way_out += " (GymV21CompatibilityV0 if its step returns 4 values)"
+    elif is_from("dm_env", env) and steps and not is_from("envpool", env):
+        way_out = (
+            "which has the interface of dm_env: shimmy.DmControlCompatibilityV0(env) converts dm_control's, other "
+            "classes of shimmy those of bsuite and dm_lab"
+        )
+    if way_out is not None:
+        raise TypeError(f"env is {qualified_name(env)}, {way_out}")
+
+
+def _is_known(layer: object, *names: str) -> bool:
+    """Return whether a layer is of one of these classes of Gymnasium (or flatroll), or of a subclass.
+
+    By name, since importing some of them imports JAX, or needs one of Gymnasium's extras.
+    """
+    return any(
+        kind.__name__ in names and kind.__module__.split(".")[0] in ("gymnasium", "flatroll")
+        for kind in type(layer).__mro__
+    )
+
+
 def _refuse_statistics(env: object, who: str) -> None:
     """Refuse RecordEpisodeStatistics around a vector env: it clears the statistics of all envs when one resets."""
-    if any(
-        kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__
-    ):
+    if any(_is_known(layer, "RecordEpisodeStatistics") for layer in layers(env)):
         raise ValueError(
             f"RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which {who} "
             "needs: use flatroll.wrappers.RewardSum and StepCounter instead"

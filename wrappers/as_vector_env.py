@@ -54,8 +54,8 @@ def as_vector_env(
             JAX's own), or the target device of a converted env.
         framework: ``"numpy"`` or ``"torch"``; None keeps the env's own (a JAX env's is NumPy on the CPU, torch
             on a GPU). ``"torch"`` turns NumPy observations into tensors.
-        autoreset_mode: the mode of an env whose metadata declares none or a wrong one. It is never guessed. A plain
-            `gymnasium.Env` needs none.
+        autoreset_mode: the mode of an env that declares none, or a wrong one, in an attribute ``autoreset_mode`` or in
+            its metadata. It is never guessed. A plain `gymnasium.Env` needs none.
         final_obs: where a SAME_STEP env puts its final observations: ``"auto"`` (the usual keys), a key of ``info``,
             a callable ``(info, done) -> dense tree``, or None (the env hides them).
         own_buffers: ``"auto"`` copies returned arrays unless the env is known to return new ones, True always copies,
@@ -76,7 +76,8 @@ def as_vector_env(
 
     Raises:
         TypeError: the env declares no autoreset mode, has an unsupported space, or is of an unknown kind.
-        ValueError: a combination that is known to give wrong data (the message names a fix).
+        ValueError: a combination that is known to give wrong data (the message names a fix); an env that declares two
+            autoreset modes.
 
     >>> import gymnasium
     >>> env = as_vector_env(gymnasium.make("CartPole-v1"))

@@ -7,30 +7,10 @@ import torch
 from flatroll.layout.checks import floating_dtype, key_names
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
-from flatroll.layout.spaces import observation_leaves
+from flatroll.layout.spaces import column_name, observation_leaves
 from flatroll.wrappers.arrays import Array, Tree, copy_of, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Step
-from flatroll.wrappers.stream import VectorStream
-
-
-def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """Return the last observations of ended episodes (``(E, ...)``, SAME_STEP only); None if hidden."""
-    final = info.get("final_obs")
-    if final is None and stream.has_final and stream.any_ended is not False:
-        raise ValueError(
-            "a wrapper around the adapted env has dropped info['final_obs'], and with it the last observations of "
-            "ended episodes: let it forward the entries of info, or put it inside as_vector_env"
-        )
-    return final
-
-
-def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
-    """Return the true next observation of the last step, never a reset observation, where the env shows it."""
-    final = final_of(info, stream)
-    if final is None or stream.any_ended is False or not stream.same_step:
-        return obs
-    return map_tree(lambda o, f: select(stream.ended, f, o), obs, final)
 
 
 class CompactObs(MarkerWrapper):
@@ -102,7 +82,7 @@ class ObservationDelta(MarkerWrapper):
         """Step the env; add the difference between next and current observation."""
         result = self.env.step(actions)
         obs, info, stream = result[0], result[4], self.stream
-        next_obs = true_next(obs, info, stream)
+        next_obs = stream.true_next(obs, info)
         if not stream.same_step and stream.any_first is not False:
             # Rows on which the env only reset are not transitions: their delta is 0.
             next_obs = map_tree(lambda n, o: select(stream.first, o, n), next_obs, self._obs)
@@ -119,7 +99,10 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, tuple):
             return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
         if isinstance(obs, dict):
-            deltas = {name: self._delta((*path, name), leaf, next_obs[name]) for name, leaf in obs.items()}
+            keys = {name: str(name) if path else column_name(name) for name in obs}
+            deltas = {
+                name: self._delta((*path, keys[name]), leaf, next_obs[name]) for name, leaf in obs.items()
+            }
             return {name: delta for name, delta in deltas.items() if delta is not None}
         key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:

@@ -19,6 +19,14 @@ class EnvPoolSource(VectorSource):
 
     def __init__(self, env: Any) -> None:
         config: Any = getattr(env, "config", {})
+        players = int(config.get("max_num_players", 1)) if config else 1
+        if players > 1:
+            raise TypeError(
+                f"env is an envpool of a game for {players} players ({type(env).__name__}, "
+                f"config['max_num_players']={players}), which returns one row for each of them, and pools with more "
+                "than one player are not supported: write a flatroll.wrappers.VectorSource with one row per player, or "
+                "play a PettingZoo game (flatroll.wrappers.PettingZooSource)"
+            )
         num_envs = int(config["num_envs"] if config else env.num_envs)
         batch = int((config and config.get("batch_size")) or num_envs)
         in_step = batch == num_envs

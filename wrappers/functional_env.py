@@ -11,6 +11,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from flatroll.wrappers.source import qualified_name
+
 #: A JAX array, or a pytree of them.
 Pytree: TypeAlias = Any
 
@@ -71,7 +73,7 @@ def as_functional(
     if family is None:
         raise TypeError(
             "env must be from gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium, "
-            f"got {type(env).__name__}: write its two functions, flatroll.wrappers.FunctionalEnv(reset, step, ...)"
+            f"got {qualified_name(env)}: write its two functions, flatroll.wrappers.FunctionalEnv(reset, step, ...)"
         )
     if params is not None and family is not _convert_gymnax:
         raise TypeError(f"params= is for envs of gymnax and craftax, got {type(env).__name__}")
@@ -93,7 +95,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(env).__mro__}
     if kinds.get("FuncEnv") == "gymnasium":
         return _convert_gymnasium
-    if "FunctionalJaxVectorEnv" in kinds:
+    if kinds.get("FunctionalJaxVectorEnv") == "gymnasium":
         return _convert_gymnasium_vector
     # (playground's rsl_rl wrapper has num_envs, keeps its own states and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):

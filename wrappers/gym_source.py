@@ -1,9 +1,11 @@
 """The adapter for Gymnasium's vector environments: Sync, Async, native and custom."""
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
+from flatroll.layout.spaces import widest_space
 from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, info_dict, layers
+from flatroll.wrappers.sub_env_returns import LastObservations, checked_returns, explain_observations
 
 CLOSE_SECONDS = 5.0  # timeout of close() for workers in the middle of a step
 
@@ -33,14 +37,26 @@ class GymSource(VectorSource):
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
         known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
-        # Rows of an Async env whose final and reset observations were seen to differ.
+        self._last = None
+        if self._checks_reuse and isinstance(base, SyncVectorEnv):
+            self._last = LastObservations(base)
+        # Rows of an Async env whose final and reset observations were seen to differ; the number of ended episodes of
+        # the other rows; whether their observations were seen to change within an episode.
         self._proven = np.zeros(env.num_envs, dtype=bool)
+        self._equal_ends = 0
+        self._changes = False
+        # The observations before and after the last step, while an Async env is watched.
+        self._watches = self._checks_reuse and isinstance(base, AsyncVectorEnv)
+        self._seen: Tree = None
+        self._shown: Tree = None
         # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset and resets again
         # at the next step.
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._sent = False  # whether a step is pending
+        #: The methods whose first results are still to be checked, in a Sync env.
+        self._unchecked = {"reset", "step"} if isinstance(base, SyncVectorEnv) else set()
         if isinstance(base, AsyncVectorEnv):
             whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
@@ -54,8 +70,11 @@ class GymSource(VectorSource):
             # A wrapper in between would miss step_async and step_wait.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
-        spaces = env.single_observation_space, env.single_action_space
-        super().__init__(env, env.num_envs, *spaces, capabilities)
+        # The single space of SyncVectorEnv(observation_mode="different") is that of the first env.
+        observation_space = widest_space(
+            env.single_observation_space, getattr(env, "observation_space", None)
+        )
+        super().__init__(env, env.num_envs, observation_space, env.single_action_space, capabilities)
 
     @override
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
@@ -68,11 +87,16 @@ class GymSource(VectorSource):
                 self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
         try:
-            obs, info = self.env.reset(seed=seed, options=options)
-        except (EOFError, OSError) as error:
-            self._end_dead_workers(error)
+            reset = self._checked(self.env.reset) if "reset" in self._unchecked else self.env.reset
+            obs, info = reset(seed=seed, options=options)
+        except Exception as error:  # an env may raise anything
+            self._explain(error)
             raise
-        return map_tree(copy_of, obs) if self._copies else obs, dict(info)
+        if self._copies:
+            obs = map_tree(copy_of, obs)
+        if self._watches:
+            self._shown = obs
+        return obs, info_dict(info, self.env)
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -81,13 +105,18 @@ class GymSource(VectorSource):
                 self._sent = False
                 obs, reward, terminated, truncated, info = self.env.step_wait()
             else:
-                obs, reward, terminated, truncated, info = self.env.step(actions)
-        except (EOFError, OSError) as error:
-            self._end_dead_workers(error)
+                step = self._checked(self.env.step) if "step" in self._unchecked else self.env.step
+                obs, reward, terminated, truncated, info = step(actions)
+        except Exception as error:  # an env may raise anything
+            self._explain(error)
             raise
         if self._copies:
-            obs, info = map_tree(copy_of, obs), dict(info)
+            obs = map_tree(copy_of, obs)
+            info = info_dict(info, self.env)
             reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
+        if self._watches:
+            self._seen = self._shown
+            self._shown = obs
         if self._keeps_pending:
             self._pending = np.asarray(terminated) | np.asarray(truncated)
         return obs, reward, terminated, truncated, info
@@ -123,6 +152,30 @@ class GymSource(VectorSource):
                 _kill_workers(base)
         super().close()
 
+    def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the env that also checks, this once, what its sub-envs return."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with checked_returns(self.env.unwrapped, method.__name__):
+                result = method(*args, **kwargs)
+            self._unchecked.discard(method.__name__)
+            return result
+
+        return call
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a clear error, from the env's, for dead workers and for observations that do not fit their space."""
+        base = self.env.unwrapped
+        if isinstance(error, EOFError | OSError):
+            self._end_dead_workers(error)
+        elif isinstance(base, SyncVectorEnv):
+            explain_observations(base, error)
+        elif isinstance(base, AsyncVectorEnv) and _from_worker(error):
+            error.add_note(
+                "raised in a worker process of AsyncVectorEnv. If it is about what the env returned: a SyncVectorEnv "
+                "of the same envs names the env and the entry"
+            )
+
     def _end_dead_workers(self, error: Exception) -> None:
         """If worker processes have died, terminate the others, close the env and raise."""
         base = self.env.unwrapped
@@ -136,27 +189,53 @@ class GymSource(VectorSource):
     def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
         """Raise ValueError if the env reuses its array and thereby overwrites the final observations.
 
-        SAME_STEP keeps the final observation by reference. A Sync env exposes the reset observations, so shared
-        memory can be detected. An Async worker returns only values: equal final and reset observations are refused
-        until an episode of that env has shown different ones.
+        SAME_STEP keeps the final observation by reference. An array that the next first observation shares, too, may
+        be a constant entry, such as a goal: only values that differ from those that the step returned are lost.
         """
-        resets = getattr(self.env.unwrapped, "_env_obs", None)
-        if resets is not None:
-            reused = any(any(_compare(np.shares_memory, given[i], resets[i])) for i in rows)
-        else:
-            rows = [i for i in rows if not self._proven[i]]
-            shown = [
-                map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows
-            ]  # the first observations after the ended episodes
-            reused = any(
-                all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
-            )
-            self._proven[rows] = True
-        if reused:
-            raise ValueError(
-                "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
-                "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
-            )
+        if self._last is None:
+            self._refuse_equal(given, obs, rows)
+            return
+        resets = self.env.unwrapped._env_obs
+        for i in rows:
+            if not any(_compare(np.shares_memory, given[i], resets[i])):
+                self._last.forget(i)
+            elif self._last.copies[i] is None or not all(_compare(_same, given[i], self._last.copies[i])):
+                raise ValueError(_REUSED)
+
+    def _refuse_equal(self, given: Array, obs: Tree, rows: Array) -> None:
+        """Raise ValueError if the final observations of an Async env are overwritten; warn if that cannot be known.
+
+        Its workers return only values: two episodes whose final observation equals the next first one, in envs whose
+        observations otherwise change, show it.
+        """
+        for i in rows:
+            if self._proven[i]:
+                continue
+            first = map_tree(lambda leaf, i=i: leaf[i], obs)  # of the next episode
+            if not all(_compare(_same, given[i], first)):
+                self._proven[i] = True
+                self._watches = not self._proven.all()
+                continue
+            self._equal_ends += 1
+            if self._seen is not None:
+                seen = map_tree(lambda leaf, i=i: leaf[i], self._seen)
+                self._changes |= not all(_compare(_same, seen, first))
+            if self._equal_ends == 2 and not self._changes:
+                warnings.warn(
+                    "the final observations of two episodes equal the first ones of the next episodes. That is right "
+                    "if the env's observations never change; if it writes each observation into the same array, "
+                    "SAME_STEP has lost the final ones: make it with autoreset_mode='NextStep' or 'Disabled' "
+                    "(as_vector_env(own_buffers=False) skips this check)",
+                    stacklevel=6,
+                )
+            if self._equal_ends >= 2 and self._changes:
+                raise ValueError(_REUSED)
+
+
+_REUSED = (
+    "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
+    "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
+)
 
 
 class AsyncPart(AsyncVectorEnv):
@@ -167,7 +246,8 @@ class AsyncPart(AsyncVectorEnv):
         rows = slice(first, first + num_envs)
         self.num_envs = num_envs
         self.action_space = batch_space(whole.single_action_space, num_envs)
-        self.observation_space = batch_space(whole.single_observation_space, num_envs)
+        self.single_observation_space = widest_space(whole.single_observation_space, whole.observation_space)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.env_fns = whole.env_fns[rows]
         self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
         # Views of the memory that the workers write to.
@@ -208,6 +288,12 @@ def split_async(env: AsyncVectorEnv, parts: int) -> list[AsyncPart]:
     return [AsyncPart(env, int(group[0]), len(group)) for group in groups]
 
 
+def _from_worker(error: Exception) -> bool:
+    """Return whether Gymnasium raised an error that it received from a worker."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1].f_code is AsyncVectorEnv._raise_if_errors.__code__
+
+
 def _dead_workers(env: AsyncVectorEnv) -> list[int]:
     """Return the indices of the worker processes that have exited."""
     ended = wait([process.sentinel for process in env.processes], 0)
@@ -234,6 +320,11 @@ def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> li
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
     return answers
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Return whether two arrays have equal values; NaN equals NaN."""
+    return np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind == "f")
 
 
 def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:

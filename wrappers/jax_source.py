@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import RESERVED
+from flatroll.layout.spaces import column_name
 from flatroll.wrappers.arrays import Array, Tree, map_tree
 from flatroll.wrappers.functional_env import FunctionalEnv, Pytree, gym_space
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
@@ -260,18 +260,18 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
             one, other = (jax.make_jaxpr(lambda *given: function(*given))(*args) for _ in range(2))
             same = str(one) == str(other) and all(map(np.array_equal, one.consts, other.consts))
             changed = [] if same else ["result"]
-        if changed:
-            raise TypeError(
-                f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
-                "random numbers from the key"
-            )
     except (TypeError, jax.errors.JAXIndexError) as error:
-        if str(error).startswith(must):
-            raise
+        first_line = (str(error).splitlines() or [""])[0]
+        came = f"{must}, and tracing it raised {type(error).__name__}: {first_line}"
+        # JAX's own errors: the function needs the value of a traced array. Another TypeError may be anything.
+        if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+            came += "\nWrite it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
+        raise TypeError(came) from error
+    if changed:
         raise TypeError(
-            f"{must}, got {type(error).__name__}: {str(error).splitlines()[0]}\n"
-            "Write it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
-        ) from error
+            f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
+            "random numbers from the key"
+        )
     if not isinstance(result, tuple) or len(result) != length:
         came = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
         raise TypeError(f"{must}, got {came}")
@@ -306,15 +306,15 @@ def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -
             )
 
 
-def _plain(obs: Pytree, reserved: Collection[str] = RESERVED) -> Tree:
+def _plain(obs: Pytree, root: bool = True) -> Tree:
     """Convert mappings, named tuples and dataclasses to dicts, lists to tuples; rename ``step_count``."""
     if is_dataclass(obs):
         obs = {field.name: getattr(obs, field.name) for field in fields(obs)}
     elif hasattr(obs, "_asdict"):
         obs = obs._asdict()
     if isinstance(obs, Mapping):  # the names become columns, some of which are reserved
-        return {f"{key}_" if key in reserved else key: _plain(value, ()) for key, value in obs.items()}
-    return tuple(_plain(value, ()) for value in obs) if isinstance(obs, tuple | list) else obs
+        return {column_name(key) if root else key: _plain(value, root=False) for key, value in obs.items()}
+    return tuple(_plain(value, root=False) for value in obs) if isinstance(obs, tuple | list) else obs
 
 
 def _space_of(tree: Tree) -> spaces.Space[Any]:

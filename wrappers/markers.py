@@ -48,9 +48,12 @@ class MarkerWrapper(VectorWrapper):
 
     ``self.stream`` (a `VectorStream`) describes the step with flags, bool ``[E]`` each: ``first``, the returned
     observation is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was a
-    transition (None: all are). A collector stores the entry under ``key``, ``[E]`` as ``[N, 1]`` and ``[E, ...]`` as
-    ``[N, ...]``, in the row of the observation returned with it, or with ``describes_step = True`` under ``("next",
-    key)``, like the reward.
+    transition (None: all are). In rows that ended, the returned ``obs`` and ``info`` may be those of the next episode:
+    `VectorStream.true_next` and `VectorStream.step_info` give the step's own.
+
+    A collector stores the entry under ``key``, ``[E]`` as ``[N, 1]`` and ``[E, ...]`` as ``[N, ...]``, in the row of
+    the observation returned with it, or with ``describes_step = True`` under ``("next", key)``, like the reward.
+    `flatroll.wrappers.testing.check_marker` compares the columns in the three autoreset modes.
 
     Args:
         env: anything `as_vector_env` takes, or a stack of wrappers around it.

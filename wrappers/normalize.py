@@ -11,7 +11,7 @@ from torch import Tensor
 from flatroll.layout.checks import number
 from flatroll.layout.moments import Moments
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree, to_torch
-from flatroll.wrappers.compact import ObservationDelta, final_of
+from flatroll.wrappers.compact import ObservationDelta
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 
@@ -127,7 +127,8 @@ class NormalizeObservation(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; count and normalise its observations, those of ended episodes included."""
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        stream, final = self.stream, final_of(info, self.stream)
+        stream = self.stream
+        final = stream.final_of(info)
         columns = [("the observation", obs, None)]
         if final is not None and stream.same_step and stream.any_ended is not False:
             rows = stream.ended if stream.known is None else stream.ended & stream.known

@@ -4,7 +4,7 @@ A view wraps another source: one returns a NumPy env's arrays as tensors, one ca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -205,6 +205,24 @@ def layers(env: object) -> list[Any]:
         env = env.env
         stack.append(env)
     return stack
+
+
+def info_dict(info: object, env: object) -> Info:
+    """Return a copy of what an env returned as info; TypeError unless it is a dict."""
+    if not isinstance(info, Mapping):
+        name = type(getattr(env, "unwrapped", env)).__name__
+        came = f"a {type(info).__name__}" if isinstance(info, list | tuple) else shown(info)
+        raise TypeError(
+            f"info must be a dict of columns, {{'name': values of all envs}}, got {came} from {name}: for a list with "
+            "one dict for each env return one dict"
+        )
+    return dict(info)
+
+
+def qualified_name(env: object) -> str:
+    """Return the name of an env's class with its module, ``"gym.wrappers.time_limit.TimeLimit"``; for errors."""
+    kind = type(env)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_from(package: str, env: object) -> bool:

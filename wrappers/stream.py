@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from traceback import extract_tb
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +26,9 @@ from flatroll.wrappers.arrays import (
     map_tree,
     select,
 )
-from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, layers
+from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, is_from, layers
+from flatroll.wrappers.step_info import StepInfo, rows_like
+from flatroll.wrappers.sub_env_returns import misfit, one_reward
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -145,6 +146,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.has_final = False
         self.any_first: bool | None = True
         self.any_ended: bool | None = False
+        # The entries of info that the env itself returned in the last step that may have ended an episode. Of these,
+        # RecordEpisodeStatistics writes those of the step where SAME_STEP keeps the entries of the reset.
+        self._own_entries: set[str] = set()
+        keys = [layer._stats_key for layer in layers(source.env) if hasattr(layer, "_stats_key")]
+        self._of_step = {name for key in keys for name in (key, f"_{key}")}
 
     def _declare(self, mode: AutoresetMode) -> None:
         self.same_step = mode is AutoresetMode.SAME_STEP
@@ -158,6 +164,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def valid(self) -> Array | None:
         """Mask of the sub-envs whose last step was a transition, not only a reset; None if all were."""
         return None if self.same_step or not self._stepped else ~self.first
+
+    @property
+    def resets_itself(self) -> bool:
+        """Whether the env resets ended rows within the step that ended them; otherwise this stream or a step does."""
+        return self._native_same_step
 
     @property
     def whole_finals(self) -> bool:
@@ -203,14 +214,20 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
+            name = type(self.source.env).__name__
+            if limits and is_from("ale_py", self.source.env):
+                raise ValueError(
+                    f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
+                    "max_num_frames_per_episode=..."
+                )
             way_out = (
                 "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
                 if limits
                 else "or with autoreset_mode=SAME_STEP"
             )
             raise ValueError(
-                f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
-                f"it with vectorization_mode='sync', {way_out}"
+                f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
+                f"vectorization_mode='sync', {way_out}"
             )
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
@@ -235,12 +252,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             expect("options", options, Mapping, "a dict or None")
             options = dict(options) or None
         mask = options.pop("reset_mask", None) if options else None
+        seed = _plain_seed(seed)
         if mask is None:
             first = self.at < 0
             self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
             if first:
-                _compare_entries(type(self.source.env).__name__, self.single_observation_space, obs)
+                self._compare_with_space(obs)
             like = first_leaf(obs)
             self.first = full_for(like, self.num_envs, True, torch.bool)
             self.ended = full_for(like, self.num_envs, False, torch.bool)
@@ -295,7 +313,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
-                    raise ValueError(_one_reward(f"shape {tuple(reward.shape)}"))
+                    raise ValueError(one_reward(f"shape {tuple(reward.shape)}"))
                 for name, flags in (("terminated", terminated), ("truncated", truncated)):
                     if len(flags.reshape(-1)) != self.num_envs:
                         raise ValueError(
@@ -329,6 +347,109 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 self._absent = self.source.absent()
         return obs, reward, terminated, truncated, info
 
+    def true_next(self, obs: Tree, info: Info) -> Tree:
+        """Return the observations that the last step led to, those of ended episodes included.
+
+        Under SAME_STEP and DISABLED, ``obs`` has the next episode's first observation in each row that `ended`. Here
+        such a row has its last observation. Under NEXT_STEP the result is ``obs``, whose rows outside `valid` were only
+        reset.
+
+        Args:
+            obs: the observations that the step returned, a tree with leaves ``(E, ...)``.
+            info: the ``info`` that it returned with them.
+
+        Returns:
+            A tree like ``obs``; ``obs`` itself if no row ended, so do not write into it. Where the env hides the last
+            observation (`known` is False), floats are NaN and other dtypes 0.
+
+        Raises:
+            ValueError: a wrapper in between has dropped ``info["final_obs"]``.
+
+        >>> from flatroll.wrappers import as_vector_env
+        >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+        >>> env = as_vector_env(ScriptedVectorEnv(Script(1, lengths=1), autoreset_mode="SameStep"))
+        >>> _ = env.reset()
+        >>> obs, reward, terminated, truncated, info = env.step([0])
+        >>> obs.tolist(), env.true_next(obs, info).tolist()
+        ([[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]])
+        """
+        if not self.same_step or self.any_ended is False:
+            return obs
+        final = self.final_of(info)
+        if final is not None:
+            obs = map_tree(lambda o, f: select(self.ended, f, o), obs, final)
+        if self.known is not None:
+            lost = ~self.known
+            obs = map_tree(lambda leaf: fill_rows(copy_of(leaf), lost, _unknown(leaf)), obs)
+        return obs
+
+    def step_info(self, info: Info) -> Mapping[str, Any]:
+        """Return the entries of ``info`` that the last step returned, those of ended episodes included.
+
+        Under SAME_STEP and DISABLED, an entry of ``info`` has the value of the next episode's reset in each row that
+        `ended`, and the step's is in ``info["final_info"]``. Here both are one entry: the step's value in every row; 0,
+        False or None where the step returned none, as Gymnasium has it. Entries that wrappers around the adapted env
+        added are passed on. Under NEXT_STEP the result is ``info``.
+
+        Args:
+            info: the ``info`` that the step returned.
+
+        Returns:
+            A mapping from names to arrays ``(E, ...)`` (or what else the env returns); a dict within it is such a
+            mapping, too. Copy what you keep, and do not write into it. An env that resets itself and gives no
+            ``final_info`` hides the values of ended rows: floats are NaN there.
+
+        Raises:
+            ValueError: when an entry is read that is hidden in an ended row and has no NaN.
+
+        >>> from flatroll.wrappers import as_vector_env
+        >>> from flatroll.wrappers.testing import Script, make_scripted
+        >>> env = as_vector_env(make_scripted(Script(1, lengths=1), autoreset_mode="SameStep"))
+        >>> _ = env.reset()
+        >>> *_, info = env.step([0])
+        >>> info["t"], env.step_info(info)["t"]  # "t" counts the steps of an episode
+        (array([0]), array([1]))
+        """
+        if not self.same_step or self.any_ended is False:
+            return info
+        final = info.get("final_info")
+        if not isinstance(final, Mapping):
+            final = {}
+        return StepInfo(
+            info,
+            final,
+            ended=self.ended,
+            lost=self.rows_without_info(info),
+            passed=info.keys() - self._own_entries,
+            env=type(self.source.env or self.source).__name__,
+        )
+
+    def rows_without_info(self, info: Info) -> Array | None:
+        """Return the ended rows that the env reset without ``final_info``, bool ``(E,)``; None if there are none."""
+        if not self._native_same_step:
+            return None
+        if not isinstance(info.get("final_info"), Mapping):
+            return self.ended
+        told = info.get("_final_info")
+        if told is None:  # it is about all ended rows
+            return None
+        lost = self.ended & ~rows_like(told, self.ended)
+        return lost if not self._on_host or lost.any() else None
+
+    def final_of(self, info: Info) -> Tree | None:
+        """Return the last observations of ended episodes (``(E, ...)``, SAME_STEP only); None if they are hidden.
+
+        Raises:
+            ValueError: a wrapper in between has dropped them.
+        """
+        final = info.get("final_obs")
+        if final is None and self.has_final and self.any_ended is not False:
+            raise ValueError(
+                "a wrapper around the adapted env has dropped info['final_obs'], and with it the last observations of "
+                "ended episodes: let it forward the entries of info, or put it inside as_vector_env"
+            )
+        return final
+
     def move(self, device: torch.device) -> None:
         """Return tensors on ``device`` from now on; actions are copied back to the NumPy env.
 
@@ -346,10 +467,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._on_host = False
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clear ValueError, from the env's error, for vector rewards and for actions out of range."""
-        *_, last = extract_tb(error.__traceback__)  # SyncVectorEnv assigns rewards and flags into arrays
-        if last.filename.endswith("sync_vector_env.py") and "array element with a sequence" in str(error):
-            raise ValueError(_one_reward("an array")) from error
+        """Raise a clear ValueError, from the env's error, for actions out of range."""
         if self._on_host:
             for path, limits in action_limits(self.single_action_space):
                 (leaf,) = leaves_at(self.actions, [path])
@@ -366,6 +484,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         sent = map_tree(copy_of, self._check_actions(actions))
         self.source.send(sent)
         return sent
+
+    def _compare_with_space(self, obs: Tree) -> None:
+        """Warn if observations have entries that their space lacks; ValueError if they do not fit it."""
+        name = type(self.source.env or self.source).__name__
+        _compare_entries(name, self.single_observation_space, obs)
+        rows = self.capabilities.batch_size or self.num_envs
+        problem = misfit(self.single_observation_space, obs, (rows,))
+        if problem is not None:
+            raise ValueError(
+                f"the observation of {name} {problem}: return what single_observation_space describes, or change it"
+            )
 
     def _refuse(self, before_reset: str) -> None:
         """Raise the error for an env that somebody else stepped or reset, or that was never reset."""
@@ -437,6 +566,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             info.pop("final_obs", None)
         else:
             info["final_obs"] = final
+        if self.any_ended is not False:
+            self._own_entries = info.keys() - self._of_step
         return obs, info
 
     def _native_final(self, info: Info, obs: Tree, ended: Array) -> Tree | None:
@@ -459,7 +590,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             # Some envs return it only in steps that end an episode. Checking that syncs with a device.
             if not bool(ended.any()):
                 return obs
-            names = sorted(key for key in info if not key.startswith("_"))
+            names = sorted(str(key) for key in info if not str(key).startswith("_"))
             raise ValueError(
                 f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
                 f"has {names}. Name the key, or pass final_obs='auto' (search info) or None (the env hides them)"
@@ -480,6 +611,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{tuple(mask.shape)}"
             )
         return mask
+
+
+def _plain_seed(seed: Any) -> Any:
+    """Return a seed, or one for each env, as Python integers: envs refuse NumPy's."""
+    if isinstance(seed, np.integer):
+        return int(seed)
+    if isinstance(seed, np.ndarray):
+        return [int(one) for one in seed] if seed.ndim else int(seed)
+    if isinstance(seed, list | tuple):
+        return [int(one) if isinstance(one, np.integer) else one for one in seed]
+    return seed
 
 
 def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
@@ -506,16 +648,8 @@ def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
         warnings.warn(
             f"the observation of {name} has entries that its observation_space lacks, so they are left out: {extra}. "
             "Declare them in single_observation_space, or do not return them",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def _one_reward(came: str) -> str:
-    """Return the error message for a reward that is not a number."""
-    return (
-        f"reward must be one number for each env and step, got {came}: weigh the parts of a vector, as with "
-        "gymnasium.wrappers.TransformReward(env, lambda r: float(r @ weights)), and keep it in info (info_keys=)"
-    )
 
 
 def check_space(space: object, name: str, hint: str = "") -> None:
@@ -548,16 +682,36 @@ def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, An
     itself restarted keep its ``final_info``.
     """
     known = info.get("_final_info")
-    final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
-    merged = {**info, "final_info": final_info, "_final_info": final_rows}
+    final_info = _final_info(info, rows)
+    final_rows = rows if known is None else rows | known
+    return {**_merge_rows(info, reset_info, rows), "final_info": final_info, "_final_info": final_rows}
+
+
+def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
+    """Merge the entries of a reset into those of a step in the given rows, also within dicts."""
+    merged = dict(info)
     for key, value in info.items():
-        if key not in reset_info and _has_rows(value, rows):
+        if key in reset_info or key in ("final_info", "_final_info"):
+            continue
+        if isinstance(value, dict):
+            merged[key] = _merge_rows(value, {}, rows)
+        elif _has_rows(value, rows):
             merged[key] = _clear_rows(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
-        arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
-        merged[key] = select(rows, value, old) if arrays and old.shape == value.shape else value
+        if isinstance(value, dict) and isinstance(old, dict):
+            merged[key] = _merge_rows(old, value, rows)
+            continue
+        merged[key] = value
+        if isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor):
+            merged[key] = select(rows, value, old) if old.shape == value.shape else value
     return merged
+
+
+def _unknown(leaf: Array) -> float:
+    """Return what stands for unknown numbers of this dtype: NaN, or 0 if it has none."""
+    floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else leaf.dtype.kind == "f"
+    return float("nan") if floating else 0
 
 
 def _has_rows(entry: object, rows: Array) -> bool:
@@ -576,13 +730,23 @@ def _final_info(info: Info, rows: Array) -> dict[str, Any]:
     if not isinstance(native, dict):
         return info
     step = {key: value for key, value in info.items() if key not in ("final_info", "_final_info")}
+    return _mix_rows(step, native, rows)
+
+
+def _mix_rows(step: Info, native: Info, rows: Array) -> dict[str, Any]:
+    """Take the entries of ``step`` in the given rows and those of ``native`` in others, also within dicts."""
     final = {**step, **native}
-    for key, value in step.items():
-        if _has_rows(value, rows):
-            old: Any = native.get(key)
-            mixes = isinstance(old, np.ndarray | Tensor) and old.shape == value.shape
-            final[key] = select(rows, value, old) if mixes else _clear_rows(value, ~rows)
-    for key in native.keys() - info.keys():
-        if _has_rows(native[key], rows):
-            final[key] = _clear_rows(native[key], rows)
+    for key, value in final.items():
+        mine: Any = step.get(key)
+        other: Any = native.get(key)
+        if isinstance(value, dict):
+            mine = mine if isinstance(mine, dict) else {}
+            other = other if isinstance(other, dict) else {}
+            final[key] = _mix_rows(mine, other, rows)
+        elif _has_rows(mine, rows) and _has_rows(other, rows) and mine.shape == other.shape:
+            final[key] = select(rows, mine, other)
+        elif _has_rows(mine, rows):
+            final[key] = _clear_rows(mine, ~rows)
+        elif _has_rows(other, rows):
+            final[key] = _clear_rows(other, rows)
     return final

@@ -20,6 +20,9 @@ from typing_extensions import override
 from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, is_from
 
+#: In how many steps that end episodes an entry in shared memory must keep its values to count as constant.
+_FINALS_TO_CHECK = 3
+
 
 class TorchSource(VectorSource):
     """A vector env that returns tensors, with one of three interfaces.
@@ -48,7 +51,12 @@ class TorchSource(VectorSource):
         self._stepped = False
         self._shapes: Tree = None  # of the observations of the last reset
         self._check_step = self._check_final = True
-        self._shown: Tree = None  # last output of step, until final observations have been seen
+        self._finals_to_check = _FINALS_TO_CHECK
+        # Until final observations have been checked: the last output of step, and what the caller got for it and for
+        # the one before, which the env does not overwrite.
+        self._shown: Tree = None
+        self._copy: Tree = None
+        self._before: Tree = None
         self.env = env
         observation_space = _declared_space(env, "observation")
         seen = None if observation_space is not None else self._with_privileged(_get_observations(env))
@@ -118,8 +126,11 @@ class TorchSource(VectorSource):
                 f"{str(leaf.device)!r}: pass as_vector_env(env, device={str(leaf.device)!r})"
             )
         self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
+        self._finals_to_check = _FINALS_TO_CHECK
+        owned = self._own(obs)
+        self._copy = owned
         # (The second item is legged_gym's privileged observations; Genesis returns None.)
-        return self._own(obs), dict(info) if isinstance(info, dict) else {}
+        return owned, dict(info) if isinstance(info, dict) else {}
 
     @override
     def step(self, actions: Tree) -> Step:
@@ -150,12 +161,15 @@ class TorchSource(VectorSource):
             )
         if self._copies and not self.lends:
             reward = reward.clone()
+        owned = self._own(obs)
         if self._check_final:
             self._shown = obs
+            self._before = self._copy
+            self._copy = owned
         if self._check_step:
             self._check_step = False
             self._refuse_other_shapes("step's observations", obs)
-        return self._own(obs), reward, terminated, truncated, dict(extras)
+        return owned, reward, terminated, truncated, dict(extras)
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
@@ -167,9 +181,10 @@ class TorchSource(VectorSource):
             given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
             if self._check_final:
-                self._check_final = False
                 self._refuse_other_shapes("the final observations", given)
-                self._refuse_shared(_plain(given))
+                self._check_final = self._refuse_shared(_plain(given), ended)
+                if not self._check_final:
+                    self._shown = self._copy = self._before = None
             return _plain(given) if self.lends else self._own(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
@@ -187,16 +202,29 @@ class TorchSource(VectorSource):
                 f"from {type(self.env).__name__}: return all rows and entries in each"
             )
 
-    def _refuse_shared(self, final: Tree) -> None:
-        """Raise if the first final observations after a reset share memory with the step's observations."""
-        shared: list[bool] = []
-        shown, self._shown = _plain(self._shown), None
-        map_tree(lambda one, other: shared.append(one.data_ptr() == other.data_ptr() != 0), final, shown)
-        if any(shared):
-            raise ValueError(
-                f"the final observations of {type(self.env).__name__} are in the same memory as those that step "
-                "returns, so the reset has overwritten them: clone them before the reset"
-            )
+    def _refuse_shared(self, final: Tree, ended: Tensor) -> bool:
+        """Raise if the reset has overwritten the final observations; return whether to check the next ones, too.
+
+        Entries in the memory of the step's observations are lost, unless they never change, such as a goal: of those
+        only more episodes tell.
+        """
+        undecided = False
+
+        def look(one: Tensor, shown: Tensor, before: Tensor) -> None:
+            nonlocal undecided
+            if not one.data_ptr() == shown.data_ptr() != 0:
+                return
+            undecided = True
+            if not torch.equal(shown[ended], before[ended]):
+                raise ValueError(
+                    f"the final observations of {type(self.env).__name__} are in the same memory as those that step "
+                    "returns, so the reset has overwritten them: clone them before the reset"
+                )
+
+        map_tree(look, final, _plain(self._shown), self._before)
+        if undecided and bool(ended.any()):
+            self._finals_to_check -= 1
+        return undecided and self._finals_to_check > 0
 
     def _with_privileged(self, obs: Tree) -> Tree:
         """Return the observations, with legged_gym's privileged ones if there are any."""

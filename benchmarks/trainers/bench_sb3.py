@@ -5,6 +5,7 @@
 
 import importlib
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +15,15 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from benchmarks.bench_images import played, squares
+from benchmarks.bench_images import ENVS, played, squares, windows_of
 from benchmarks.bench_steps import ACTION, OBSERVATION, SAMPLE, WINDOW, Steps
+from benchmarks.measure.resident import alone, resident_growth
 from benchmarks.measure.timing import ratio, table, take_turns
 
 WINDOWS, TURNS = 40, 25
 IMAGE_ENVS, IMAGE_STEPS, IMAGE_SAMPLE = 8, 640, 128
 RUNS, DQN_STEPS, SAC_STEPS = 5, 3000, 250
+PROCESS_STEPS = 6400  # of each env, to measure the process
 THEIRS = "stable-baselines3"
 
 Contenders = dict[str, Callable[..., Any]]  # each makes a buffer, given what SB3 gives
@@ -115,6 +118,39 @@ def images() -> str:
     return table(header, lines)
 
 
+def process_sizes() -> str:
+    """Measure our buffer of compressed frames, alone in its process."""
+    stated, standing, trimmed, waiting = alone(measure)
+    rows = PROCESS_STEPS * ENVS
+    sizes = [f"{size / rows:,.0f}" for size in (stated, standing, trimmed, trimmed - waiting)]
+    header = ["bytes per row, stated", "of the process", "trimmed", "without the window", "the window, MB"]
+    return table(header, [[*sizes, f"{waiting / 1e6:,.0f}"]])
+
+
+def measure() -> list[float]:
+    """Fill our buffer of compressed frames; return its bytes as stated, by how many the process grew, as it stands
+    and trimmed, and the bytes of the window of steps that wait to be stored."""
+    windows = windows_of("Pong-v5", PROCESS_STEPS + 2 * WINDOW, 16)
+    frames = (frame for window in windows for frame in window.numpy())
+    space, actions = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Discrete(6)
+    reward, done, action = np.zeros(ENVS), np.zeros(ENVS, bool), np.zeros(ENVS, np.int64)
+    make = contenders(frame_stack=4, codec="zstd")["ours, frames + zstd"]
+
+    def fill(steps: int) -> Any:
+        buffer = make(steps * ENVS, space, actions, "cpu", ENVS)
+        now = next(frames)
+        for _ in range(steps):
+            later = next(frames)
+            buffer.add(now, later, action, reward, done, [{}] * ENVS)
+            now = later
+        return buffer
+
+    fill(WINDOW)  # code that is loaded once, kernels, workspaces
+    buffer, growth = resident_growth(lambda: fill(PROCESS_STEPS))
+    waiting = 2 * buffer.writer.window * ENVS * math.prod(space.shape)
+    return [buffer.flat.stats()["bytes"], *growth, waiting]
+
+
 def run(algorithm: str, env: str, steps: int, make: Callable[..., Any], weights: list[Any]) -> None:
     """Train a model with the buffer that ``make`` makes, and leave its weights in ``weights``."""
     options = {"replay_buffer_class": getattr(make, "func", make)}
@@ -155,6 +191,10 @@ def main() -> None:
     print(
         f"**Stacked frames, 4 x 84 x 84 bytes, {IMAGE_ENVS} envs, {IMAGE_STEPS * IMAGE_ENVS:,} rows**\n\n{images()}\n"
     )
+    if importlib.util.find_spec("envpool") and importlib.util.find_spec("zstandard"):
+        print(
+            f"**Pong, frames + zstd, {PROCESS_STEPS * ENVS:,} rows, alone in its process**\n\n{process_sizes()}\n"
+        )
     print(f"**Whole runs: the best of {RUNS} turns**\n\n{runs()}")
 
 

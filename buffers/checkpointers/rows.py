@@ -1,6 +1,5 @@
 """Checkpointers: for storages whose rows are written to files, and for storages that are on disk already."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,10 +13,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.buffers.checkpointers.own_files import OwnFiles, OwnFilesCheckpointer
 from flatroll.buffers.checkpointers.saving import (
     RowCopy,
     RowWriter,
     SavedFolder,
+    load_from,
     open_folder,
     rows_of_a_segment,
 )
@@ -70,7 +71,7 @@ class Span(NamedTuple):
     read: Reader
 
 
-class StorageCheckpointerBase(ABC):
+class StorageCheckpointerBase:
     """Base class of checkpointers, which determine how ``buffer.dumps`` writes the rows of a storage.
 
     ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, sets one. By default a storage of tensors has a
@@ -78,6 +79,10 @@ class StorageCheckpointerBase(ABC):
     `DiskStorageCheckpointer`, which links files and copies no rows. Load with the same class that wrote the files.
     To change the form of columns, a subclass implements :meth:`dump` and :meth:`restore`. To write other files it
     also overrides :meth:`open`, which returns a `RowWriter`, and :meth:`load_with`, as `H5StorageCheckpointer` does.
+
+    A class with ``dumps(storage, path)`` and ``loads(storage, path)`` instead, a subclass of this one or not, writes
+    all rows to files of its own: ``path`` is a new folder, ``storage.state_dict()`` returns the rows, and ``loads``
+    passes them to ``storage.load_state_dict``. The buffer checks them before it changes.
     """
 
     def __init__(self) -> None:
@@ -95,14 +100,13 @@ class StorageCheckpointerBase(ABC):
         """Call ``hook(rows)`` on loaded rows before they are stored, to undo the save hooks."""
         self._load_hooks.append(hook)
 
-    @abstractmethod
     def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
 
         Names, dtypes and shapes are the same for all rows. These rows are not overwritten during the call.
         """
+        raise TypeError(f"{type(self).__name__} must have dump and restore, or dumps and loads")
 
-    @abstractmethod
     def restore(
         self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
@@ -117,6 +121,7 @@ class StorageCheckpointerBase(ABC):
         Raises:
             ValueError: they do not match.
         """
+        raise TypeError(f"{type(self).__name__} must have dump and restore, or dumps and loads")
 
     def check(self, storage: Storage) -> None:
         """Raise an error if this checkpointer does not support ``storage``."""
@@ -437,7 +442,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
             for key in keys:
                 if storage.columns and key not in storage.columns and next_key(key) not in storage.columns:
-                    present = sorted(map(repr, storage.columns))
+                    present = sorted(storage.columns, key=repr)
                     raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override
@@ -611,7 +616,7 @@ class StorageEnsembleCheckpointer:
 
 
 #: Any object that saves the rows of a storage.
-Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer
+Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer | OwnFilesCheckpointer
 
 
 def checkpointer_of(storage: Storage) -> Checkpointer:
@@ -624,9 +629,17 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
         else:
             storage.checkpointer = TensorStorageCheckpointer()
     checkpointer = storage.checkpointer
+    if isinstance(checkpointer, OwnFiles):
+        if isinstance(storage, DiskStorage):
+            raise TypeError(
+                f"{type(checkpointer).__name__} writes the rows of storages in memory, but those of a DiskStorage are "
+                "in files already: use DiskStorageCheckpointer, its default"
+            )
+        return OwnFilesCheckpointer(checkpointer)
     if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
         raise TypeError(
-            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
+            "checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), or have "
+            f"dumps(storage, path) and loads(storage, path), got {checkpointer!r}"
         )
     checkpointer.check(storage)
     return checkpointer
@@ -639,6 +652,11 @@ def checkpointer_with_hooks(storage: Storage) -> StorageCheckpointerBase:
         raise TypeError(
             "DiskStorageCheckpointer does not accept hooks: it writes no rows that they could change"
         )
+    if isinstance(checkpointer, OwnFilesCheckpointer):
+        raise TypeError(
+            f"{type(checkpointer.files).__name__} writes its own files and does not accept hooks: change the rows in "
+            "its dumps and loads"
+        )
     return checkpointer
 
 
@@ -649,18 +667,6 @@ def _check_other(storage: DiskStorage, path: Path) -> None:
             f"{path} is the folder of the rows themselves, to which DiskStorage keeps writing: a checkpoint "
             f"needs another one, such as {path / 'checkpoint'}"
         )
-
-
-def load_from(
-    path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
-) -> tuple[T, Folder]:
-    """Return ``use(version)`` of a folder's newest complete (or the given) version, and the folder."""
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() creates one"
-        )
-    folder = Folder(path)
-    return folder.load_with(use, number, strict=strict), folder
 
 
 def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:

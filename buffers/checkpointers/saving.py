@@ -4,16 +4,17 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
-from flatroll.disk import Folder, Version
+from flatroll.disk import Folder, LoadedVersion, Version
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
+T = TypeVar("T")
 LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # limits of the bytes per segment
 _PARTS = 64  # minimum number of segments for a full ring: the oldest also holds dropped rows
 _ROW_BYTES = 1000  # assumed bytes of a row of unknown size
@@ -255,6 +256,18 @@ def open_folder(
     if not ring.in_order or saved.ring is None or saved.ring() is not ring:
         folder.forget_rows()
     return folder
+
+
+def load_from(
+    path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+) -> tuple[T, Folder]:
+    """Return ``use(version)`` of a folder's newest complete (or the given) version, and the folder."""
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() creates one"
+        )
+    folder = Folder(path)
+    return folder.load_with(use, number, strict=strict), folder
 
 
 def rows_of_a_segment(row_bytes: int, capacity: int) -> int:

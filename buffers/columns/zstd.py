@@ -75,8 +75,7 @@ class ZstdColumn(Column):
     def _blank(self) -> bytes:
         """Zeros compressed without a dictionary: every decoder can read them."""
         # Lazy: a state that claims a huge shape must be checked before anything is compressed.
-        blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
-        return blank
+        return _compress(_zstandard().ZstdCompressor(), bytes(self.value_bytes))
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -299,7 +298,7 @@ class _Codec:
 
         def encode_part(first: int, stop: int) -> None:
             with self._borrow(self._compressors, "ZstdCompressor", level=self.level) as compressor:
-                rows[first:stop] = [compressor.compress(row) for row in values[first:stop]]
+                rows[first:stop] = [_compress(compressor, row) for row in values[first:stop]]
 
         self._run_in_threads(encode_part, len(values), values.nbytes)
         return rows
@@ -333,6 +332,13 @@ class _Codec:
 
     def __reduce__(self) -> tuple[type["_Codec"], tuple[int, int | None, bytes]]:
         return _Codec, (self.level, self.threads, self.prefix)
+
+
+def _compress(compressor: Any, row: Any) -> bytes:
+    """Return a row compressed, in an object of just its size."""
+    # zstandard's own object keeps the memory that it reserved for incompressible values: 7 KB for a frame that
+    # takes 100 bytes.
+    return bytes(memoryview(compressor.compress(row)))
 
 
 def _zstandard() -> ModuleType:

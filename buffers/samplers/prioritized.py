@@ -98,6 +98,11 @@ class PrioritizedSampler(RandomSampler):
         self._fresh: Tensor | None = None  # with max_policy_lag: the slots that still have weights
 
     @property
+    @override
+    def nbytes(self) -> int:
+        return self.priorities.nbytes
+
+    @property
     def alpha(self) -> float:
         """Exponent of the priorities. After it is set, the next use recomputes the weights of all slots."""
         return self.priorities.alpha

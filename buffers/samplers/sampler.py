@@ -256,6 +256,11 @@ class Sampler(Facts, ABC):
             raise TypeError(f"{type(self).__name__} does not use policy versions: pass max_policy_lag=")
         return self.freshness
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tables with an entry per row, such as priorities; 0 without them. ``buffer.stats()`` counts them."""
+        return 0
+
     def check(self, batch_size: int | None) -> int:
         """Return ``batch_size`` or the sampler's default; ValueError if the sampler cannot draw it."""
         if batch_size is None:

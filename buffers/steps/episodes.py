@@ -10,6 +10,7 @@ import torch
 from flatroll.buffers.columns.column import differ
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.steps.staging import FLAGS, StagedColumn
+from flatroll.layout.inspect.repeats import firsts_are_rare
 from flatroll.layout.keys import (
     DONE,
     ID_BITS,
@@ -23,6 +24,7 @@ from flatroll.layout.keys import (
     next_key,
 )
 
+_REMEMBERED = 256  # rows whose observations show how often observations repeat
 _CACHED = 2**18  # bytes of observations compared at a time, so that they fit into the cache
 Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
 
@@ -46,6 +48,11 @@ class Episodes:
         # Ids grow by E per episode. The first row of each episode adds E, even in the very first episode.
         self.ids: Array = np.arange(num_envs) + (writer << ID_BITS) + (first - 1) * num_envs
         self._warned: set[str] = set()
+        # Ended rows that a next row followed, and those of them whose next observation was that row's.
+        self._ends_seen = self._ends_alike = 0
+        # Hashes of the first `_REMEMBERED` rows' observations, and whether each began an episode.
+        self._hashes: list[tuple[int, bool]] = []
+        self._hashed: tuple[NestedKey, ...] = ()
         self.begin((), ())
 
     def begin(self, given: Collection[NestedKey], keys: Iterable[NestedKey]) -> None:
@@ -118,6 +125,7 @@ class Episodes:
         """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
         begin = 0 if first or self._before else 1  # the very first row continues no other
+        every_fresh = fresh
         fresh, same = fresh[:, begin:], None
         inside = ~fresh
         for key, later in list(self._pairs):
@@ -133,7 +141,20 @@ class Episodes:
                 agrees[:, :at] = False  # in earlier steps every row begins an episode
             same = agrees if same is None else same & agrees
         if same is not None:
-            self._warn_of(same & fresh, ~same & inside)
+            alike = same & fresh
+            self._ends_seen += int(np.count_nonzero(fresh))
+            self._ends_alike += int(np.count_nonzero(alike))
+            if len(self._hashes) < _REMEMBERED:
+                goes_on = np.zeros_like(every_fresh)
+                goes_on[:, begin:] = same & inside
+                self._remember(staged, every_fresh, goes_on, first)
+            # Right rows of an env with few observations may look so, too.
+            if alike.any() and "ended" not in self._warned and 2 * self._ends_alike >= self._ends_seen:
+                begun = np.zeros_like(every_fresh)
+                begun[:, begin:] = alike
+                if self._firsts_are_rare(staged, begun, first):
+                    self._warn_of_end(alike)
+            self._warn_of_reset(~same & inside)
             starts[:, begin:] |= ~same
         if TRAJ_IDS in self._given:
             starts[:, begin:] |= self._differ(staged, TRAJ_IDS, TRAJ_IDS, first, stop)
@@ -154,17 +175,44 @@ class Episodes:
             wrong.append(differ(*rows).view(self.num_envs, u - t))
         return np.asarray(torch.cat(wrong, 1))
 
-    def _warn_of(self, ended: Array, left: Array) -> None:
-        """Warn where an episode continues after its end or is abandoned before it: bool ``[E, n]``."""
-        if ended.any():
-            self._warn(
-                "ended",
-                f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the observation that "
-                "was given as the episode's last one. Either that was the reset's observation, in place of the "
-                "episode's final one (final_obs), or this row is the reset itself (autoreset NEXT_STEP), which "
-                "is not a transition and must not be written. If all episodes of this env begin where they "
-                "end, ignore this",
-            )
+    def _remember(self, staged: Staged, fresh: Array, goes_on: Array, first: int) -> None:
+        """Note the observations of the waiting rows that begin or continue an episode, bool ``[E, n]`` each."""
+        keys = tuple(key for key, _ in self._pairs if key in self._trusted)
+        if keys != self._hashed:
+            self._hashed = keys
+            self._hashes.clear()
+        room = _REMEMBERED - len(self._hashes)
+        env, step = (fresh | goes_on).nonzero()
+        flags = fresh[env[:room], step[:room]].tolist()
+        self._hashes += zip(self._hash(staged, env[:room], first + step[:room]), flags, strict=True)
+
+    def _hash(self, staged: Staged, env: Array, at: Array) -> list[int]:
+        """Return a hash of each waiting row's observation, bit for bit."""
+        rows = [staged[key].rows for key in self._hashed]
+        return [
+            hash(b"".join(column[e, t].tobytes() for column in rows)) for e, t in zip(env, at, strict=True)
+        ]
+
+    def _firsts_are_rare(self, staged: Staged, begun: Array, first: int) -> bool:
+        """Return whether first observations, those of these rows ``[E, n]`` included, are rare inside of episodes."""
+        env, step = begun.nonzero()
+        known = [*self._hashes, *((code, True) for code in self._hash(staged, env, first + step))]
+        codes, begins = (torch.tensor(column) for column in zip(*known, strict=True))
+        return firsts_are_rare(codes, begins, ~begins)
+
+    def _warn_of_end(self, ended: Array) -> None:
+        """Warn where an episode continues after its end, bool ``[E, n]``."""
+        self._warn(
+            "ended",
+            f"env {ended.T.nonzero()[1][0]} continues after its episode ended, from the observation that "
+            f"was given as the episode's last one ({self._ends_alike} of {self._ends_seen} ended episodes so far). "
+            "Either that was the reset's observation, in place of the episode's final one (final_obs), or this row is "
+            "the reset itself (autoreset NEXT_STEP), which is not a transition and must not be written. If all "
+            "episodes of this env begin where they end, ignore this",
+        )
+
+    def _warn_of_reset(self, left: Array) -> None:
+        """Warn where an episode is abandoned before its end, bool ``[E, n]``."""
         if left.any() and IS_INIT not in self._given:
             self._warn(
                 "left",
@@ -176,5 +224,5 @@ class Episodes:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            # the caller of write; (_store), _mark, mark, _starts and _warn_of are in between
+            # the caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between
             warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)

@@ -23,7 +23,15 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
-from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
+from flatroll.buffers.storages.continuity import (
+    Compared,
+    LinkCheck,
+    check_followed,
+    check_tails,
+    compared_keys,
+    find_pairs,
+    state_pairs,
+)
 from flatroll.buffers.storages.item_kinds import (
     Structure,
     check_kinds,
@@ -234,12 +242,20 @@ class ColumnStorage(Storage):
                 pairs = source[known.now], later, self.pool.row_bytes
                 cut = Fragments.read(marked, keys, None, pairs)
                 tails = self.pool.tails(columns, None, cut.lasts)
+                if keys.in_order:
+                    check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
                 return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
-            return self._prepare_compact(structure, columns, count, late, keys)
+            return self._prepare_compact(structure, columns, count, late, keys, skip)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
         marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
+        if keys is not None and fragments is not None and keys.in_order:
+            compared = known.compared
+            if compared is None or compared.not_compared != len(self.not_compared):
+                check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
+            else:
+                check_followed(columns, fragments, compared, source if usual else None, skip)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
@@ -268,9 +284,18 @@ class ColumnStorage(Storage):
         return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
 
     def _prepare_compact(
-        self, structure: Structure, columns: Columns, count: int, final: Final | None, keys: BoundaryKeys
+        self,
+        structure: Structure,
+        columns: Columns,
+        count: int,
+        final: Final | None,
+        keys: BoundaryKeys,
+        skip: int,
     ) -> Rows:
-        """Arrange a batch of ``count`` rows with each observation once, except for the tails of fragments."""
+        """Arrange a batch of ``count`` rows with each observation once, except for the tails of fragments.
+
+        ``skip`` is the number of rows that were left out before them.
+        """
         from_final: Columns = {} if final is None else final.next
         marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
@@ -291,6 +316,8 @@ class ColumnStorage(Storage):
                 raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
+        if keys.in_order:
+            check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
         host = None if self.known is None else self.known.host
         source = None if host is None else host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):
@@ -299,6 +326,15 @@ class ColumnStorage(Storage):
             pool.allocate(self.columns, self._own_keys)
             self.pool, self.known = pool, None
         return Rows(count, stored, fragments, tails, source)
+
+    def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
+        """Return the root keys in a batch's ``columns`` by which a row is known to follow another."""
+        compared = None if self.known is None else self.known.compared
+        if compared is not None and compared.not_compared == len(self.not_compared):
+            return compared.keys
+        if pool is not None:
+            columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
+        return compared_keys({key: column[0] for key, column in columns.items()}, self.not_compared)
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
@@ -313,7 +349,7 @@ class ColumnStorage(Storage):
             if kept is None:
                 raise ValueError(
                     f"the batch has an entry {key!r} that the first extend did not have: "
-                    f"the storage keeps {sorted(map(repr, self.columns))}"
+                    f"the storage keeps {sorted(self.columns, key=repr)}"
                 )
             if kept.dtype is not column.dtype or kept.shape != column.shape[1:]:
                 raise ValueError(
@@ -406,7 +442,7 @@ class ColumnStorage(Storage):
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
-                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(map(repr, self.columns))}")
+                raise ValueError(f"no entry {key!r}: the storage keeps {sorted(self.columns, key=repr)}")
             stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(

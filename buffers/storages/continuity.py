@@ -1,6 +1,6 @@
 """Checks that rows continue the trajectory of their id."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.columns.column import Column, Columns, differ, put_rows, take_rows
-from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.fragments import NONE, BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.final import Final
-from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
+from flatroll.layout.following import follow
+from flatroll.layout.keys import (
+    IS_INIT,
+    NEXT,
+    NEXT_KNOWN,
+    OBSERVATION,
+    STEP_COUNT,
+    STEPS_TO_NEXT_OBS,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -22,6 +33,9 @@ if TYPE_CHECKING:
 #: Entries under "next" that describe the step and not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _LATEST = 256  # maximum number of stored rows compared per column
+_CHECKED = 64  # maximum number of rows of a batch that are compared with the next one
+_WIDE = 2048  # bytes of observations of a row, above which fewer rows are compared
+_SEARCHED = 1 << 26  # maximum bytes of observations searched for a match elsewhere
 
 
 def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
@@ -75,7 +89,7 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
 
 
 def compared_keys(
-    columns: Mapping[NestedKey, Column], not_compared: Collection[NestedKey]
+    columns: Mapping[NestedKey, Column | Tensor], not_compared: Collection[NestedKey]
 ) -> tuple[NestedKey, ...]:
     """List the root keys, without ``not_compared``, by which a row is known to follow another: its observations.
 
@@ -86,6 +100,140 @@ def compared_keys(
     named = [key for key in pairs if as_tuple(key)[0] == OBSERVATION]
     wide = [key for key in pairs if columns[key].shape.numel() > 1]
     return tuple(named or wide or pairs)
+
+
+def check_followed(
+    batch: Columns,
+    fragments: Fragments,
+    compared: "Compared | Sequence[NestedKey]",
+    source: Array | None = None,
+    skip: int = 0,
+) -> None:
+    """Check some rows inside fragments: their next observation must be the observation of the next row.
+
+    Up to 64 rows, spread over the batch, in host memory; of wide rows at least 16, and one in 32. Rows with consecutive
+    step counts were checked already, and n-step rows lead to later ones: neither is compared. A next observation that
+    is NaN, or not known by the marker ``("collector", "next_known")``, may be anything.
+
+    Args:
+        batch: the batch's columns by key, ``[N, ...]``.
+        fragments: its fragments.
+        compared: root keys that tell whether a row follows another. Only entries under ``"observation"`` must agree;
+            of others (which may be outputs of a network) a row must have the next value of another row to be refused.
+        source: addresses of the columns, in the order that ``compared`` says.
+        skip: number of rows of the batch before these, for the error.
+
+    Raises:
+        ValueError: a row does not lead to the next one.
+    """
+    rows = fragments.rows
+    if rows == len(fragments.lasts) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
+        return
+    if isinstance(compared, Compared) and source is not None and compared.pairs is not None:
+        at, keys = _broken(fragments, compared.pairs, source), compared.keys
+    else:
+        given = compared.keys if isinstance(compared, Compared) else compared
+        keys = tuple(key for key in given if key in batch and next_key(key) in batch)
+        at = _broken_in(batch, fragments, keys) if keys else NONE
+    if len(at):
+        here = torch.from_numpy(at)
+        _refuse(batch, at, {key: batch[next_key(key)][here] for key in keys}, skip)
+
+
+def check_tails(
+    batch: Columns, fragments: Fragments, keys: Sequence[NestedKey], tails: Columns, skip: int = 0
+) -> None:
+    """Check rows of a compact batch, as `check_followed` does, at the ends of fragments that the next one continues.
+
+    They were cut where the next observation, in ``tails`` ``[F, ...]`` by root key, is not that of the next row.
+    """
+    if not np.count_nonzero(fragments.joined) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
+        return
+    (ends,) = np.nonzero(fragments.joined[1:])
+    ends = ends[:: len(ends) // _CHECKED + 1]
+    here = torch.from_numpy(ends)
+    _refuse(batch, fragments.lasts[ends], {key: tails[key][here.to(tails[key].device)] for key in keys}, skip)
+
+
+def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
+    """Raise ValueError if one of the rows ``at``, int64 ``[K]``, does not lead to the next one; ``said`` are their next
+    observations ``[K, ...]`` by root key. Rarely reached: NaN, low precision, and errors."""
+    if not all(batch[key].is_cpu for key in said) or not said:  # reading values would sync
+        return
+    if NEXT_KNOWN in batch:
+        known = batch[NEXT_KNOWN].reshape(-1).numpy(force=True)[at]
+        said = {key: values[torch.from_numpy(known)] for key, values in said.items()}
+        at = at[known]
+    if not len(at):
+        return
+
+    here = torch.from_numpy(at)
+    differing = dict[NestedKey, Tensor]()
+    for key, later in said.items():
+        now = batch[key]
+        before, behind, after = (
+            values.detach().reshape(len(at), -1) for values in (now[here], now[here + 1], later)
+        )
+        said[key], differing[key] = after, ~follow(before, after, behind)
+    named = as_tuple(next(iter(said)))[0] == OBSERVATION
+    each = torch.stack(list(differing.values()))
+    wrong = each.any(0) if named else each.all(0)
+    for i in wrong.nonzero().flatten().tolist():
+        source = _row_with({key: values[i] for key, values in said.items()}, batch)
+        if source is None and not named:
+            continue
+        key = next(key for key in said if bool(differing[key][i]))
+        row = int(at[i]) + skip
+        where = "" if source is None else f", but that of row {source + skip}"
+        raise ValueError(
+            f"row {row + 1} of the batch does not follow row {row} in its trajectory: the {next_key(key)!r} of row "
+            f"{row} is not the {key!r} of row {row + 1}{where}. Extend with rows as they were collected, before you "
+            f"shuffle, index or filter them, or set {IS_INIT!r} or a new id where each trajectory begins; where a "
+            f"next observation is unknown, set {NEXT_KNOWN!r} to False"
+        )
+
+
+def _broken(fragments: Fragments, pairs: Array, source: Array) -> Array:
+    """Return rows inside fragments whose next observations are not, bit by bit, those of the row after."""
+    from flatroll.kernels.rows.run_marks import broken  # numba
+
+    found: Array = np.empty(_CHECKED, np.int64)
+    count = int(broken(fragments.rows, _CHECKED, _WIDE, fragments.lasts, pairs, source, found))
+    rows: Array = found[:count]
+    return rows
+
+
+def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) -> Array:
+    """Do the same as `_broken` for a batch whose columns may lie anywhere."""
+    now = [batch[key] for key in keys]
+    later = [batch[next_key(key)] for key in keys]
+    columns = [*now, *later]
+    if not all(column.is_cpu for column in columns):  # reading values would sync
+        return NONE
+    if all(column.is_contiguous() for column in columns):
+        source = np.array([column.data_ptr() for column in columns], np.int64)
+        sizes = [column[0].numel() * column.element_size() for column in now]
+        pairs = np.array([(0, size, k, len(now) + k) for k, size in enumerate(sizes)], np.int64)
+        return _broken(fragments, pairs, source)
+    rows = fragments.rows
+    compared = min(rows - 1, _CHECKED)
+    at = np.arange(compared) * (rows - 1) // compared
+    at = at[fragments.lasts[np.searchsorted(fragments.lasts, at)] != at]
+    here = torch.from_numpy(at)
+    unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
+    broken_at: Array = at[torch.stack(unlike).any(0).numpy()]
+    return broken_at
+
+
+def _row_with(values: Mapping[NestedKey, Tensor], batch: Columns) -> int | None:
+    """Return the first row of the batch with these values; None if it has none."""
+    most = _SEARCHED // max(1, sum(value.nbytes for value in values.values()))
+    equal = [
+        (batch[key][:most].detach().reshape(min(most, len(batch[key])), -1) == value).all(1)
+        for key, value in values.items()
+    ]
+    rows = torch.stack(equal).all(0).nonzero()
+    return int(rows[0]) if len(rows) else None
 
 
 class Compared(NamedTuple):

@@ -246,20 +246,41 @@ def stacked(items: list[Any]) -> Any:
         return items
 
 
-def apart(batch: object) -> list[Any]:
-    """Split a batch into its items: those of a list or range, or slices along the leading dimension."""
+def apart(batch: object, most: int | None = None) -> tuple[list[Any], int]:
+    """Split a batch into its items: those of a list or range, or slices along the leading dimension.
+
+    Items of one call are views of one copy: the caller may write into the batch later.
+
+    Args:
+        most: number of last items to return, default all: the others are not copied.
+
+    Returns:
+        the items, and how many were left out before them.
+
+    >>> apart(torch.arange(3), 2)
+    ([tensor(1), tensor(2)], 1)
+    """
     if isinstance(batch, (list, range)):
-        return list(batch)
+        skip = _left_out(len(batch), most)
+        return list(batch[skip:]), skip
     if isinstance(batch, (TensorDictBase, Tensor)):
-        return list(batch.clone().unbind(0))  # copies, because the caller may write into the batch later
+        skip = _left_out(len(batch), most)
+        return list(batch[skip:].clone().unbind(0)), skip
     tree, spec = pytree.tree_flatten(batch)
-    columns = [as_tensor(leaf).clone() for leaf in tree]
+    columns = [as_tensor(leaf) for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):
         raise ValueError(
             "extend takes a list of items, or tensors (tensordicts, trees of tensors) with one leading dimension: "
             "use add for a single item"
         )
-    return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
+    skip = _left_out(len(columns[0]), most)
+    columns = [column[skip:].clone() for column in columns]
+    items = [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
+    return items, skip
+
+
+def _left_out(items: int, most: int | None) -> int:
+    return 0 if most is None else max(0, items - most)
 
 
 def dense(batch: object) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import After, Columns
@@ -47,10 +48,9 @@ class ListStorage(Storage):
             )
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
-        items = apart(batch)
-        if not whole and len(items) > self.max_size:
-            self.warn_left_out(len(items) - self.max_size)
-            items = items[-self.max_size :]
+        items, left_out = apart(batch, None if whole else self.max_size)
+        if left_out:
+            self.warn_left_out(left_out)
         return Rows(len(items), items=items)
 
     @override
@@ -65,12 +65,16 @@ class ListStorage(Storage):
         numbers, chosen = slots.tolist(), range(rows.count) if at is None else at.tolist()
         self._items.extend([None] * (max(numbers, default=-1) + 1 - len(self._items)))
         for slot, i in zip(numbers, chosen, strict=True):
-            self._items[slot] = rows.items[i]
+            item = rows.items[i]
+            # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.
+            self._items[slot] = item if at is None else _own_memory(item)
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         several = isinstance(data, list | Tensor | TensorDictBase)  # a stack is split into its items
-        items = apart(data) if shape and several else [data]
+        items = [data]
+        if shape and several:
+            items, _ = apart(data)
         if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(
                 f"data must be a list of {len(draw.slots)} items, one for each slot, got {data!r:.80}"
@@ -120,6 +124,13 @@ class ListStorage(Storage):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._items = list(from_plain(state["items"]))
+
+
+def _own_memory(item: Any) -> Any:
+    """Return an item with copies of its tensors."""
+    if isinstance(item, TensorDictBase):
+        return item.clone()
+    return pytree.tree_map_only(Tensor, Tensor.clone, item)
 
 
 class LazyStackStorage(ListStorage):

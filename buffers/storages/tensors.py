@@ -52,18 +52,21 @@ class Encodings:
         }
         codecs = {plain_key(key): name for key, name in ({} if codec is None else codec).items()}
         for key, frames in stacks.items():
-            whole_number(f"frame_stack of {key!r}", frames, 2)
+            whole_number(f"frame_stack of {key!r}", frames)
         for key, name in codecs.items():
             one_of(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # raise the ImportError now, not at the first extend
+        # A stack of one frame is an entry like others: pipelines have the number as a setting.
+        self._single_frames = [key for key, frames in stacks.items() if frames == 1]
+        stacks = {key: frames for key, frames in stacks.items() if frames > 1}
         # A storage that is not compact has separate columns for next observations, in the same form.
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
         self.sparse = set(map(plain_key, key_names("sparse", sparse)))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
             raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec name as well"
+                f"sparse names {sorted(both, key=repr)}, which frame_stack or codec name as well"
             )
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
@@ -71,8 +74,9 @@ class Encodings:
 
         ValueError if an option names an entry that is not in ``like``, or one that is no stack.
         """
-        present = sorted(map(repr, like))
-        for option, asked in (("frame_stack", self.frame_stack), ("codec", self.codec)):
+        present = sorted(like, key=repr)
+        stacks = [*self.frame_stack, *self._single_frames]
+        for option, asked in (("frame_stack", stacks), ("codec", [*self.codec])):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
                     raise ValueError(f"{option} names {key!r}, which the batch lacks: it has {present}")
@@ -87,7 +91,7 @@ class Encodings:
                 size = 4
             total += 0 if key in self.codec else size
         if absent := self.sparse - set(like):
-            raise ValueError(f"sparse names {sorted(map(repr, absent))}, not in the batch: it has {present}")
+            raise ValueError(f"sparse names {sorted(absent, key=repr)}, not in the batch: it has {present}")
         return total
 
     def column(
@@ -122,7 +126,7 @@ class LazyTensorStorage(ColumnStorage):
             is read from the next row, or from a side pool if no stored row equals it bitwise (ends of trajectories
             and of interrupted writes). Samples are bit-equal to those of a full storage.
         frame_stack: frames per stack by key, ``{"observation": 4}``: observations ``[4, *frame]`` are kept as
-            single frames, each once, and stacked again on reading, bit-equal.
+            single frames, each once, and stacked again on reading, bit-equal. 1 stores the entry as it is.
         codec: compression by key, ``{"observation": "zstd"}``: lossless, decoded in threads on reading. Needs the
             extra ``zstd``.
         sparse: keys of entries most of whose rows are zeros, ``["recurrent_state"]`` of a collector with
@@ -130,7 +134,7 @@ class LazyTensorStorage(ColumnStorage):
         compilable: see `Storage`.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, a frame stack of less than 2 frames, or an entry
+        ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, a frame stack of less than 1 frame, or an entry
             that is both sparse and one of these; at the first extend, ``sparse`` names an entry that is not there.
         TypeError: ``sparse`` is a single name; ``codec`` or ``frame_stack`` names no entries.
         MemoryError: at the first extend, if the columns do not fit in the memory that is free.

@@ -54,7 +54,7 @@ class RenameTransform(Transform):
                 raise ValueError(f"a key occurs twice in in_keys{suffix}={olds} or out_keys{suffix}={news}")
             if not suffix and set(olds) & set(news):
                 raise ValueError(
-                    f"{sorted(map(repr, set(olds) & set(news)))} is both an old and a new name, so the order "
+                    f"{sorted(set(olds) & set(news), key=repr)} is both an old and a new name, so the order "
                     "is ambiguous: use two transforms one after the other"
                 )
 

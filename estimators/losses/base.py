@@ -196,12 +196,19 @@ class LossModule(TensorDictModuleBase):
     def in_keys(self, value: Iterable[Any]) -> None:
         self._in_keys: list[Any] = unravel_key_list(list(value))
         known = [key for name in self.tensor_keys for key in self.keys_of(name)]
-        made_of = map(base_sample_key, self.keys_of("action"))
-        legal = [under_next(self.key("action_mask"))] if "action_mask" in self.tensor_keys else []
-        read = (*self._in_keys, *known, *legal, *made_of, *self.optional_keys)
+        read = (*self._in_keys, *known, *self.further_keys())
         self._readable_keys: list[Any] = list(dict.fromkeys(read))
         later = map(under_next, self._in_keys)  # a value estimator may read them
         self._keyword_keys: list[Any] = list(dict.fromkeys((*self._readable_keys, *later)))
+
+    def further_keys(self) -> list[NestedKey]:
+        """Return the entries that the loss reads if a batch has them, besides :attr:`in_keys` and ``tensor_keys``.
+
+        `UpdateStep.epochs` and compiled updates pass nothing else to the loss, so a subclass that reads more adds it.
+        """
+        made_of = [base_sample_key(key) for key in self.keys_of("action")]
+        legal = [under_next(self.key("action_mask"))] if "action_mask" in self.tensor_keys else []
+        return [*legal, *made_of, *self.optional_keys]
 
     @property
     def readable_keys(self) -> list[Any]:

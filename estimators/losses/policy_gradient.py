@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from functools import reduce
 from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack, cast
@@ -22,9 +22,11 @@ from flatroll.estimators.distributions import (
     joint,
     keys_written_by,
     log_prob_of,
+    log_prob_parts,
     part_key,
     require_actor,
     require_critic,
+    sampled_log_prob_keys,
 )
 from flatroll.estimators.losses.base import (
     LossInputs,
@@ -396,6 +398,19 @@ class PolicyGradientLoss(LossModule):
             read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
         self.in_keys = read
 
+    @override
+    def further_keys(self) -> list[NestedKey]:
+        """Return what every loss reads, the log-probabilities of an action's parts, and what the estimator reads."""
+        keys = super().further_keys()
+        actor = getattr(self, "actor_network", None)  # None while the base class is initialised
+        if actor is not None:
+            with suppress(RuntimeError):  # see keys_written_by
+                keys += log_prob_parts(actor)
+        estimator = self.__dict__.get("value_estimator")
+        if estimator is not None:
+            keys += estimator.readable_keys
+        return keys
+
     def make_value_estimator(self, value_type: Kind | None = ValueEstimators.GAE, **hyperparams: Any) -> Self:
         """Choose the value estimator that computes advantages for batches without them.
 
@@ -592,11 +607,7 @@ class PPOLoss(PolicyGradientLoss):
 
         The sampled log-probability may have one entry per part of the action; these are summed.
         """
-        key: Any = self.tensor_keys["sample_log_prob"]
-        names = key if isinstance(key, list) else [key]
-        if len(names) == 1 and get_entry(inputs.batch, names[0]) is None:
-            of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
-            names = list(of_actor) if len(of_actor) > 1 else names
+        names = sampled_log_prob_keys(self.actor_network, self.keys_of("sample_log_prob"), inputs.batch)
         columns = [get_entry(inputs.batch, name) for name in names]
         for name, column in zip(names, columns, strict=True):
             if column is None:

@@ -55,6 +55,7 @@ from flatroll.layout.keys import (
     KeyNames,
     NestedKey,
     flat_column,
+    key_list,
     marker,
     next_key,
     renamed,
@@ -307,6 +308,16 @@ class ValueEstimator(TensorDictModuleBase):
         written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
         self.in_keys, self.out_keys = read, written
         self._written: list[NestedKey] = list(written)
+
+    @property
+    def readable_keys(self) -> list[Any]:
+        """All entries that the estimator may read: :attr:`in_keys`, markers, and values that are there already."""
+        value = self.tensor_keys["value"]
+        written = (self.tensor_keys["advantage"], self.tensor_keys["value_target"])
+        named = [key for place in self.places.values() for key in key_list(place) if key not in written]
+        groups = [] if self.group_key is None else [self.group_key]
+        read: list[Any] = [*self.in_keys, *named, next_key(value), *groups, NEXT_KNOWN]
+        return list(dict.fromkeys(read))
 
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         """Compute advantage and value target, both of the reward's shape."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import reduce
 from typing import Any, ClassVar, TypeAlias, Unpack, cast
@@ -12,7 +13,15 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.estimators.distributions import distribution, joint, log_prob_of, part_key, require_actor
+from flatroll.estimators.distributions import (
+    distribution,
+    joint,
+    log_prob_of,
+    log_prob_parts,
+    part_key,
+    require_actor,
+    sampled_log_prob_keys,
+)
 from flatroll.estimators.functional import (
     generalized_advantage_estimate,
     td0_return_estimate,
@@ -329,14 +338,20 @@ class VTrace(ValueEstimator):
         in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
         self.in_keys = in_keys
 
+    @property
+    @override
+    def readable_keys(self) -> list[Any]:
+        """All entries that the estimator may read."""
+        made_of = [base_sample_key(key) for key in key_list(self.tensor_keys["action"])]
+        parts: list[NestedKey] = []
+        with suppress(RuntimeError):  # see keys_written_by
+            parts = log_prob_parts(self.actor_network)
+        return list(dict.fromkeys([*super().readable_keys, *made_of, *parts]))
+
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        keys, batch = key_list(self.tensor_keys["sample_log_prob"]), inputs.batch
-        if (
-            len(keys) == 1 and batch.get(keys[0], None) is None
-        ):  # for an action of several parts: one each, or their sum
-            of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
-            keys = list(of_actor) if len(of_actor) > 1 else keys
+        batch = inputs.batch
+        keys = sampled_log_prob_keys(self.actor_network, key_list(self.tensor_keys["sample_log_prob"]), batch)
         parts = [require(batch, key, self.default_keys["sample_log_prob"]) for key in keys]
         log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.layout.following import follow
 from flatroll.layout.keys import NestedKey, marker, next_key
 from flatroll.layout.tensordict_seam import get_entry
 
@@ -97,7 +98,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     follows = follows | at.terminated.numpy()[here]
     rows = torch.arange(count)[: count - 1 : every]
     flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
-    followed = torch.stack([_follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
+    followed = torch.stack([follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
     wrong = rows[~(followed | torch.from_numpy(follows))].tolist()
     searched = _SEARCHED // max(sum(root[0].nbytes for root, _ in flat), 1)
     for row in wrong[:4]:
@@ -123,17 +124,6 @@ def check_runs(
             f"{alone} of {count} rows are runs of one row that are not done, so there is nothing to sum along: call "
             "the estimator before rows are stored or shuffled, sample slices (SliceSampler), or use TD0Estimator"
         )
-
-
-def _follow(before: Tensor, after: Tensor, behind: Tensor) -> Tensor:
-    """Whether ``after``, the next observations of ``before``, are the observations ``behind``: bool ``[K]`` of
-    ``[K, F]``. NaN may be anything, and so may what a delta of low precision rounds away."""
-    equal = after == behind
-    if not bool(equal.all()) and after.is_floating_point():
-        # bfloat16 keeps 8 bits of a difference, and the sum is rounded once more
-        slack = (after - before).abs() * 2**-8 + behind.abs() * (2 * torch.finfo(behind.dtype).eps)
-        equal |= ~((after - behind).abs() > slack)
-    return equal.all(1)
 
 
 def _bits(column: Tensor) -> Array:

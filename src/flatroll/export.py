@@ -10,12 +10,13 @@ The module can be called: after ``from flatroll import export``, ``export(buffer
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from flatroll.datasets.formats.h5 import read_h5, write_h5
 from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
@@ -33,6 +34,7 @@ from flatroll.datasets.formats.tables import (
 from flatroll.datasets.progress import progress_bar
 from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
+from flatroll.layout.keys import is_entry
 
 __all__ = [
     "export",
@@ -99,9 +101,11 @@ def export(
             (``.parquet``, ``.arrow``, ``.feather``, ``.h5``, ``.hdf5``); ``"parquet"`` without one.
         chunk_rows: rows held in memory at a time. Default: 32 MiB of rows.
         progress: show a progress bar. Default: only if stderr is a terminal.
-        **options: format options: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
-            `observation_space`, `action_space`, more metadata (minari); `fps`, `task`, `robot_type` (lerobot);
-            arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
+        **options: format options: `separator`, which joins the names of a nested key, for entries with a dot in their
+            name (parquet, arrow, pandas; pass it to the importer, too); `compression` (parquet); `split` (pandas);
+            `dataset_id`, `data_format`, `observation_space`, `action_space`, more metadata (minari); `fps`, `task`,
+            `robot_type`, `images` (lerobot); arguments of `h5py.Group.create_dataset`, such as
+            ``compression="gzip"`` (h5).
 
     Raises:
         ImportError: the format's library is missing; the message names the extra.
@@ -145,31 +149,31 @@ def _format_of(path: Path, format: str | None) -> str:
     return format or (known or ("parquet",))[0]
 
 
-def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read a Parquet file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_parquet` reads it in chunks.
     """
     path = file_path("path", path)
-    return _concatenate(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_parquet(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
-def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read an Arrow IPC file as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_arrow` reads it in chunks and documents compressed files.
     """
     path = file_path("path", path)
-    return _concatenate(read_arrow(path), path, max_bytes)
+    return _concatenate(read_arrow(path, separator=separator), path, max_bytes)
 
 
-def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = ".") -> TensorDictBase:
     """Read a Parquet file that pandas wrote as a flat batch ``[N]`` of at most ``max_bytes`` (4 GiB).
 
     `read_pandas` reads it in chunks.
     """
     path = file_path("path", path)
-    return _concatenate(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
+    return _concatenate(read_pandas(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
@@ -181,13 +185,21 @@ def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBa
 
 
 def import_minari(
-    source: Any, *, infos: bool = True, rename: Mapping[str, str] | None = None
+    source: Any,
+    *,
+    infos: bool | Collection[str] = True,
+    rename: Mapping[str, str] | None = None,
+    leave_out: Collection[str] = (),
+    texts: bool = False,
 ) -> TensorDictBase:
     """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
-    flags(infos=infos)
+    if isinstance(infos, bool) or not isinstance(infos, Collection):
+        flags(infos=infos)
+    flags(texts=texts)
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
-    return _concatenate(read_minari(source, infos=infos, rename=rename), source)
+    episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)
+    return _concatenate(episodes, source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
@@ -203,6 +215,7 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
     size = 0
     try:
         for part in parts:
+            _check_alike(found, part)
             found.append(part)
             size += part.bytes()
             if max_bytes is not None and size > max_bytes:
@@ -215,6 +228,29 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
     if not found:
         raise ValueError(f"{path} has no rows")
     return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])
+
+
+def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
+    """Raise ValueError if a part has other entries, shapes or dtypes than the first one."""
+    if not parts:
+        return
+    forms = []
+    for one in (parts[0], part):
+        columns = ((key, one.get(key)) for key in one.keys(True, True, is_leaf=is_entry))
+        forms.append(
+            {
+                key: (column.dtype, list(column.shape[1:])) if isinstance(column, Tensor) else type(column)
+                for key, column in columns
+            }
+        )
+    first, other = forms
+    if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
+        key = differing[0]
+        rows = sum(map(len, parts))
+        raise ValueError(
+            f"entry {key!r} is {other.get(key, 'missing')} from row {rows} on, before it was "
+            f"{first.get(key, 'missing')}: read the parts one by one"
+        )
 
 
 class _Callable(ModuleType):

@@ -144,7 +144,7 @@ def test_wrong_positions_and_entries(writer: StepWriter) -> None:
     with pytest.raises(TypeError, match="integers, got float64 and int64"):
         writer.read_columns(np.zeros(2), 0)
     for steps, envs in (([3, 5], 0), (STEPS, 0), (5, ENVS), (5, [0, -1])):
-        with pytest.raises(IndexError, match=r"steps 3 to 5|steps 22 to 22|envs are 0 to 2"):
+        with pytest.raises(IndexError, match=r"steps 3 to 5|steps 22 to 22|envs must be from 0 to 2, got"):
             writer.read_columns(steps, envs)
     values = writer.read_columns([5], [1], ["observation"])["observation"]
     assert torch.equal(values[0], torch.from_numpy(written[5]["observation"][1]))

@@ -564,6 +564,51 @@ def test_the_two_mistakes_at_an_end_are_told(mistake: str) -> None:
             writer.write(step)
 
 
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_resets_in_place_of_last_observations_are_told_in_any_window(window: int) -> None:
+    writer, envs = buffer_of(960).writer_for(3, window=window), Envs(3)
+    with pytest.warns(
+        UserWarning, match=r"continues after its episode ended, .* of .* ended episodes so far\)"
+    ):
+        for _ in range(48):
+            step = envs.next()
+            ended = step["next", "terminated"] | step["next", "truncated"]
+            step["next", "observation"] = np.where(
+                ended[:, None], envs.observation(), step["next", "observation"]
+            )
+            writer.write(step)
+
+
+@pytest.mark.parametrize("places", [2, 3, 1000])
+@pytest.mark.parametrize("window", [1, 4, 50])
+@pytest.mark.parametrize("seed", range(4))
+def test_right_ends_at_the_start_are_not_told_of_where_observations_repeat(
+    places: int, window: int, seed: int
+) -> None:
+    """Walks on a ring of places, whose resets are drawn, too: an end may be where the next episode begins."""
+    random = np.random.default_rng(seed)
+    writer = buffer_of(1200).writer_for(3, window=window)
+    at = random.integers(places, size=3)
+    alike = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(200):
+            after = (at + random.integers(-1, 2, size=3)) % places
+            ended = random.random(3) < 0.2
+            writer.write(
+                {
+                    "observation": at,
+                    ("next", "observation"): after,
+                    ("next", "reward"): np.zeros(3),
+                    ("next", "terminated"): ended,
+                }
+            )
+            resets = random.integers(places, size=3)
+            alike += int((resets == after)[ended].sum())
+            at = np.where(ended, resets, after)
+    assert alike > 20 or places == 1000
+
+
 def test_what_a_network_says_is_not_compared() -> None:
     writer, envs = buffer_of(64).writer_for(2, window=4), Envs(2)
     with warnings.catch_warnings():

@@ -415,5 +415,5 @@ def test_the_folder_of_a_saved_buffer_is_no_set(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     buffer.extend(episode(0))
     buffer.dumps(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"loaded by buffer\.loads or Checkpoint"):
+    with pytest.raises(ValueError, match=r"load a saved buffer with buffer\.loads or Checkpoint"):
         BaseDatasetExperienceReplay(tmp_path / "saved")

@@ -276,7 +276,8 @@ def test_a_minari_set_of_other_makers(tmp_path: Path) -> None:
     )
     storage.update_episodes([episode])
     (rows,) = module.read_minari(minari.MinariDataset(tmp_path))
-    assert rows["0"].tolist() == seen[0][:3].tolist() and rows["next", "1"].tolist() == [1, 2, 3]
+    assert rows["observation", "0"].tolist() == seen[0][:3].tolist()
+    assert rows["next", "observation", "1"].tolist() == [1, 2, 3]
     assert rows["next", "done"].tolist() == [[False], [False], [True]]
     assert rows["next", "reward"].shape == (3, 1) and rows["action"].tolist() == [2, 0, 1]
     assert rows["is_init"].tolist() == [[True], [False], [False]]
@@ -288,7 +289,7 @@ def test_what_lerobot_finds(tmp_path: Path) -> None:
 
     pandas = pytest.importorskip("pandas")
     batch = window(0)
-    export(batch, tmp_path / "rows", "lerobot", fps=10, task="reach")
+    export(batch, tmp_path / "rows", "lerobot", fps=10, task="reach", images={"pixels": "CHW"})
     info = json.loads((tmp_path / "rows/meta/info.json").read_text())
     assert (info["codebase_version"], info["total_episodes"], info["total_frames"]) == ("v3.0", 4, 10)
     assert info["features"]["observation.pixels"] == {
@@ -316,7 +317,7 @@ def test_what_lerobot_finds(tmp_path: Path) -> None:
 def test_a_lerobot_folder_of_other_makers(tmp_path: Path) -> None:
     """Without the files that only this library writes: the last next observation is unknown, and says so."""
     batch = by_trajectory(window(0))
-    export(batch, tmp_path / "rows", "lerobot")
+    export(batch, tmp_path / "rows", "lerobot", images={"pixels": "CHW"})
     for name in ("flatroll.json", "flatroll_last.parquet"):
         (tmp_path / "rows/meta" / name).unlink()
     again = read_back("lerobot", tmp_path / "rows")
@@ -352,16 +353,16 @@ def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     import json
 
     parquet = pytest.importorskip("pyarrow.parquet")
-    export(window(0), tmp_path / "rows", "lerobot")
+    export(window(0), tmp_path / "rows", "lerobot", images={"pixels": "CHW"})
     data = tmp_path / "rows/data/chunk-000/file-000.parquet"
     frames = parquet.read_table(data)
     parquet.write_table(frames, data)  # all episodes in one row group, as other makers write them
     check_same(by_trajectory(window(0)), read_back("lerobot", tmp_path / "rows"))
     parquet.write_table(frames.slice(1), data)
-    with pytest.raises(ValueError, match="continue with 3 frames of episode 0"):
+    with pytest.raises(ValueError, match="has 2 frames of episode 0, meta/episodes says 3"):
         read_back("lerobot", tmp_path / "rows")
     parquet.write_table(frames.slice(0, 9), data)
-    with pytest.raises(ValueError, match="ends before the 1 frames of episode 3"):
+    with pytest.raises(ValueError, match="no frames of episode 3, meta/episodes says 1"):
         read_back("lerobot", tmp_path / "rows")
     about = tmp_path / "rows/meta/info.json"
     info = json.loads(about.read_text())

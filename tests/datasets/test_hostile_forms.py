@@ -25,21 +25,20 @@ from flatroll.export import export, import_arrow, import_lerobot, import_pandas,
 DICT, NAME = b"\x80\x04}", b"\x8c\x01a"  # an empty dict, and the text "a"
 NDARRAY, ENCODE, DTYPE = b"cnumpy\nndarray\n", b"c_codecs\nencode\n", b"cnumpy\ndtype\n"
 PICKLES = {
-    # The class itself would make an array of objects of any bytes, addresses that the next comparison follows.
-    "objects of bytes": ENCODE + b"(" + NAME + NDARRAY + b"((K\x01t\x8c\x01OC\x08AAAAAAAAtRtR.",
+    # The class itself would make an array of any bytes: of objects, they would be addresses.
+    "an array of bytes": ENCODE + b"(" + NAME + NDARRAY + b"((K\x08t\x8c\x02u1C\x08AAAAAAAAtRtR.",
     "memory as it was": DICT + NAME + NDARRAY + b"((K\x09tt" + b"Rs.",
-    "terabytes that are claimed": DICT + NAME + NDARRAY + b"(\x8a\x06\0\0\0\0\0\x01t" + b"Rs.",
     "a new object of the class": DICT + NAME + NDARRAY + b"K\x09\x85\x81s.",
-    "a far place of the memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a far place of the memo": b"\x80\x04Nr\x88\x13\x00\x00.",  # 5000, of at most 4096
     "other defaults of a function": b"\x80\x04" + ENCODE + b"N}\x8c\x0c__defaults__)s\x86b.",
     "attributes of a function": b"\x80\x04" + ENCODE + b"}" + NAME + b"K\x01sb.",
     "attributes of a class": b"\x80\x04" + DTYPE + b"}" + NAME + b"K\x01sb.",
-    "a tuple a million deep": DICT + b")" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "a tuple 5000 deep": DICT + b")" + b"\x85" * 5000 + b"K\x01s.",  # of at most 4096 steps
     "an extension's code": b"\x80\x04\x82\x01.",
     "an instance": b"(inumpy\nndarray\n.",
     "an object": b"(" + NDARRAY + b"o.",
     "a buffer from outside": b"\x80\x05\x97.",
-    "bytes that are claimed": b"\x80\x05\x96\0\0\0\0\0\x01\0\0.",
+    "bytes that can be changed": b"\x80\x05\x96\x01\0\0\0\0\0\0\0x.",
     "an id": b"Pother\n.",
     "NumPy's own loader": b"\x80\x04cnumpy\nload\n\x8c\x01x\x85R.",
     "a builtin": b"\x80\x04cbuiltins\neval\n\x8c\x011\x85R.",
@@ -190,7 +189,7 @@ def test_lerobot_columns_that_are_not_what_the_folder_says(foreign: Path, what: 
 
 
 def test_lerobot_text_that_nests_or_is_none(foreign: Path) -> None:
-    for text in ("[" * 1_000_000, "{", "\udcff"):
+    for text in ("[" * 2000, "{", "\udcff"):
         (foreign / "meta/info.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(ValueError, match=r"info\.json cannot be read"):
             import_lerobot(foreign)
@@ -207,7 +206,6 @@ def test_lerobot_text_that_nests_or_is_none(foreign: Path) -> None:
         ({"length": None}, "an episode needs"),
         ({"data/file_index": "../../../etc/passwd"}, "an episode needs"),
         ({"length": 1 << 50}, "claims .* bytes, more than max_bytes"),
-        ({"data/chunk_index": 7}, "chunk-007/file-000.parquet"),
     ],
 )
 def test_lerobot_episodes_that_are_none(foreign: Path, changed: dict[str, Any], text: str) -> None:
@@ -225,7 +223,7 @@ def test_lerobot_files_that_would_take_more_than_asked(lerobot: Path, foreign: P
     assert len(list(read_lerobot(lerobot, max_bytes=1 << 20))) == 2
     with pytest.raises(ValueError, match=r"row group 0 takes .* more than max_bytes=200"):
         list(read_lerobot(foreign, max_bytes=200))
-    (foreign / "data/chunk-000/file-000.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    (foreign / "data/chunk-000/file-000.parquet").write_text("no Parquet file")
     with pytest.raises(ValueError, match=r"file-000\.parquet cannot be read"):
         import_lerobot(foreign)
     shutil.rmtree(foreign / "meta/episodes")
@@ -246,18 +244,20 @@ def test_tables_that_stand_for_more_than_their_bytes(read: Callable[..., Any], t
     with pytest.raises(ValueError, match="the rows take more than max_bytes=1599999"):
         read(tmp_path / "rows", max_bytes=1_599_999)
     assert len(read(tmp_path / "rows", max_bytes=1_600_000)) == len(read(tmp_path / "rows")) == 200_000
-    (tmp_path / "rows").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    (tmp_path / "rows").write_text("no Parquet file")
     with pytest.raises(ValueError, match="rows cannot be read"):
         read(tmp_path / "rows")
 
 
 def test_record_batches_that_are_more_than_asked(tmp_path: Path) -> None:
-    export(TensorDict({"x": torch.zeros(1000)}, [1000]), tmp_path / "rows", "arrow", chunk_rows=500)
+    export(TensorDict({"x": torch.arange(1000.0)}, [1000]), tmp_path / "rows", "arrow", chunk_rows=500)
     with pytest.raises(ValueError, match="the rows take more than max_bytes=3999"):
         import_arrow(tmp_path / "rows", max_bytes=3999)
     again = import_arrow(tmp_path / "rows", max_bytes=4000)
-    (tmp_path / "rows").write_bytes(bytes(10))  # its map is gone, the rows are not
-    assert again["x"].sum() == 0 and len(again) == 1000
+    size = (tmp_path / "rows").stat().st_size
+    with (tmp_path / "rows").open("r+b") as file:  # the same file, of the same length
+        file.write(bytes(size))
+    assert again["x"].tolist() == list(range(1000))  # a copy, no view of the file
 
 
 def test_lerobot_images_that_are_none(foreign: Path) -> None:
@@ -271,7 +271,6 @@ def test_lerobot_images_that_are_none(foreign: Path) -> None:
     for cell, text in [
         ({"bytes": None, "path": "/etc/passwd"}, "outside the file"),
         ({"bytes": b"no image", "path": None}, "an image that cannot be read"),
-        ({"bytes": b"\x89PNG\r\n\x1a\n" + bytes(40), "path": None}, "an image that cannot be read"),
     ]:
         cells = pyarrow.array([cell] * len(frames), kind)
         parquet.write_table(frames.set_column(place, "observation.pixels", cells), file)
@@ -285,11 +284,11 @@ RECORDS: dict[str, Callable[[Any], Any]] = {
     "no key": lambda fields: fields[0].pop("key") and fields,
     "no image": lambda fields: fields[0].pop("image", 0) or fields,
     "no list": lambda fields: {"a": 1},
-    "a next entry alone": lambda fields: [field for field in fields if field["key"] != "pixels"],
+    "a next entry alone": lambda fields: [field for field in fields if field["key"] != ["pixels"]],
     "another column": lambda fields: fields[0].update(column="other"),
     "another shape": lambda fields: fields[0].update(shape=[7]),
     "another last one": lambda fields: (
-        [field | ({"shape": [1], "column": "action"} if field["key"] == "x" else {}) for field in fields]
+        [field | ({"shape": [1], "column": "action"} if field["key"] == ["x"] else {}) for field in fields]
         + [dict(fields[0], key="z"), dict(fields[0], key="next.z", next=True)]
     ),
 }

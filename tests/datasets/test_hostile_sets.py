@@ -7,7 +7,6 @@ import pickle
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +80,21 @@ def test_pickles_that_claim_more_than_they_have() -> None:
     with pytest.raises(pickle.UnpicklingError, match="more than max_bytes"):
         load_arrays(OBJECT + bomb, "set", 100_000)
     for wrong in (
-        (1, (1 << 40,), np.dtype("u1"), False, b"1234"),
+        (1, (5,), np.dtype("u1"), False, b"1234"),
         (1, (2,), np.dtype([("a", "i4")]), False, b"12345678"),
         (1, (2,), "u1", False, b"12"),
     ):
-        text = pickle.dumps({"a": Array((RECONSTRUCT, (np.ndarray, (1 << 50,), b"d"), wrong))})
+        text = pickle.dumps({"a": Array((RECONSTRUCT, (np.ndarray, (9,), b"d"), wrong))})
         with pytest.raises((pickle.UnpicklingError, ValueError)):
             load_arrays(OBJECT + text, "set", 1000)
 
 
-def test_every_cut_and_many_flips_of_a_pickle_are_errors_or_arrays() -> None:
+def test_a_pickle_that_is_cut_is_an_error() -> None:
     data = saved(trajectory(2))
-    rng = np.random.default_rng(0)
-    crooked = [data[:end] for end in range(0, len(data), 7)]
-    for place in rng.integers(len(OBJECT), len(data), 300):
-        crooked.append(data[:place] + bytes([int(rng.integers(256))]) + data[place + 1 :])
-    for case in crooked:
-        try:
-            found = load_arrays(case, "set", 10_000)
-        except (ValueError, pickle.UnpicklingError, UnicodeDecodeError, OverflowError):
-            continue
-        assert all(isinstance(array, np.ndarray) for array in found.values())
+    assert set(load_arrays(data, "set", 10_000)) == set(trajectory(2))
+    for end in (len(OBJECT), len(OBJECT) + 40, len(data) // 2, len(data) - 1):
+        with pytest.raises((ValueError, pickle.UnpicklingError), match="set"):
+            load_arrays(data[:end], "set", 10_000)
 
 
 def test_archives_with_links_and_large_members(tmp_path: Path) -> None:
@@ -208,22 +201,32 @@ def test_links_out_of_a_folder(tmp_path: Path) -> None:
         list(read_roboset(tmp_path / "short.h5"))
 
 
-def test_array_headers_of_all_kinds() -> None:
-    def flipped(change: Callable[[bytearray], None]) -> io.BytesIO:
-        data = bytearray(header((2, 3)) + b"123456")
-        change(data)
-        return io.BytesIO(bytes(data))
+@pytest.mark.parametrize(
+    ("about", "text"),
+    [
+        ({"descr": "|O"}, "must hold numbers or bools, got object"),
+        ({"descr": "<U3"}, "must hold numbers or bools, got <U3"),
+        ({"descr": "<M8[s]"}, "must hold numbers or bools"),
+        ({"descr": [("a", "<i4")]}, "must hold numbers or bools"),
+        ({"fortran_order": True}, r"C order.*shape \(2, 3\), fortran=True"),
+        ({"shape": ()}, r"C order.*shape \(\)"),
+        ({"shape": (20, 3)}, "ends after row 0, its header says 20 rows"),
+        ({"shape": (500, 3)}, "claims 1500 bytes, the maximum is 1000"),
+    ],
+)
+def test_arrays_that_are_no_rows_of_numbers(about: dict[str, Any], text: str) -> None:
+    file = io.BytesIO()
+    fields = {"descr": "|u1", "fortran_order": False, "shape": (2, 3)}
+    np.lib.format.write_array_header_1_0(file, {**fields, **about})
+    with pytest.raises((ValueError, TypeError), match=text):
+        ArrayStream(io.BytesIO(file.getvalue() + b"123456"), "a", 1000).read(20)
 
-    rng = np.random.default_rng(1)
-    for _ in range(300):
-        place, value = int(rng.integers(80)), int(rng.integers(256))
 
-        def change(data: bytearray, place: int = place, value: int = value) -> None:
-            data[place] = value
-
-        try:
-            ArrayStream(flipped(change), "a", 1000).read(9)
-        except (ValueError, TypeError, SyntaxError, OverflowError, UnicodeDecodeError):
-            continue
+def test_other_versions_of_the_array_format() -> None:
+    file = io.BytesIO()
+    fields = {"descr": "|u1", "fortran_order": False, "shape": (2, 3)}
+    np.lib.format.write_array_header_2_0(file, fields)
+    rows = ArrayStream(io.BytesIO(file.getvalue() + b"123456"), "a", 1000).read(9)
+    assert rows.tobytes() == b"123456" and rows.shape == (2, 3)
     with pytest.raises(ValueError, match="version"):
         ArrayStream(io.BytesIO(b"\x93NUMPY\x09\x00" + struct.pack("<H", 4) + b"{}  "), "a", 1000)

@@ -188,7 +188,9 @@ def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
     if data_format == "hdf5":  # Minari cannot read arrow files of episodes that differ
         less = dataclasses.replace(episode(2, 2), infos={"qpos": np.ones((3, 2), np.float32)})
         storage.update_episodes([less])
-        with pytest.raises(ValueError, match=r"episode 2 has other infos .*'info.qpos'.*; pass infos=False"):
+        with pytest.raises(
+            ValueError, match=r"infos of episode 2 differ .*'info.qpos'.*; pass infos=\[\.\.\.\]"
+        ):
             MinariExperienceReplay("unlike", root=tmp_path, fetch=lambda *_: folder)
         assert len(import_minari(folder, infos=False)) == 8
     # What Minari says of the set stays with it.
@@ -197,9 +199,45 @@ def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
     assert again.metadata == data.metadata
 
 
+def test_infos_are_chosen_by_name(tmp_path: Path) -> None:
+    """One info that episodes do not share, or that is no number, does not cost the others."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    storage = minari.dataset.minari_storage.MinariStorage.new(
+        folder, observation_space=SPACE, action_space=ACTIONS, data_format="hdf5", jpeg_encoding=False
+    )
+    storage.update_metadata({"dataset_id": "x/chosen-v0", "minari_version": minari.__version__})
+    steps = np.arange(4.0)[:, None]
+    infos: list[dict[str, Any]] = [
+        {"qpos": steps, "arm": {"hits": steps + 1, "at": steps + 2}, "odd": steps},
+        {"qpos": steps + 10, "arm": {"hits": steps + 11, "at": steps + 12}},
+    ]
+    storage.update_episodes(
+        dataclasses.replace(episode(number, 3), infos=infos[number]) for number in range(2)
+    )
+    with pytest.raises(ValueError, match=r"infos of episode 1 differ .*\['info.odd', 'next.info.odd'\]"):
+        import_minari(folder)
+    rows = import_minari(folder, infos=["qpos", "arm.hits"])
+    assert set(rows["info"].keys(True, True)) == {"qpos", ("arm", "hits")}
+    assert rows["info", "qpos"].view(-1).tolist() == [0, 1, 2, 10, 11, 12]
+    assert rows["next", "info", "arm", "hits"].view(-1).tolist() == [2, 3, 4, 12, 13, 14]
+    assert set(import_minari(folder, infos=["arm"])["info", "arm"].keys()) == {"hits", "at"}
+    with pytest.raises(
+        ValueError, match=r"infos names 'odd', which episode 1 lacks: it has \['arm.at', 'arm.hits', 'qpos'\]"
+    ):
+        import_minari(folder, infos=["odd"])
+    for wrong in ("qpos", 3):
+        with pytest.raises((TypeError, ValueError), match="infos must be"):
+            import_minari(folder, infos=wrong)  # type: ignore[arg-type]
+    kept = MinariExperienceReplay("chosen", root=tmp_path, fetch=lambda *_: folder, infos=["qpos"])
+    assert set(kept[:]["info"].keys()) == {"qpos"}
+    with pytest.raises(ValueError, match="options"):
+        MinariExperienceReplay("chosen", root=tmp_path, download=False, infos=["arm"])
+
+
 def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(home))
-    with pytest.raises(FileNotFoundError, match=r"no set 'test/z-v0' here, but.*test/a-v0"):
+    with pytest.raises(FileNotFoundError, match=r"no local set 'test/z-v0' .*test/a-v0"):
         MinariExperienceReplay("test/z-v0", 4, root=tmp_path, load_from_local_minari=True)
 
     def unknown(*_: Any, **options: Any) -> None:

@@ -15,6 +15,8 @@ from torch import nn
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler
 from flatroll.disk import Checkpoint, Folder
 from flatroll.disk.state_tree import Packer
+from flatroll.estimators import SACLoss
+from flatroll.modules import actor, q_network
 from flatroll.rollouts import Collector
 
 
@@ -214,3 +216,62 @@ def test_the_example_ends_at_the_same_weights_whatever_kills_it(tmp_path: Path) 
     last = done.stdout.splitlines()[-1]
     resumed, straight = (part.rpartition(" ")[2] for part in last.split(";"))
     assert resumed == straight and "killed" in last
+
+
+def sac() -> tuple[Any, SACLoss, torch.optim.Optimizer]:
+    env = gym.make("Pendulum-v1")
+    policy = actor(env, std="dependent")
+    loss = SACLoss(policy, q_network(env))
+    return policy, loss, torch.optim.Adam(loss.parameters())
+
+
+def test_a_trained_parameter_that_no_part_holds_is_an_error(tmp_path: Path) -> None:
+    """SAC's critics would come back new, with the old moments of Adam, and its temperature at the start."""
+    policy, loss, optimizer = sac()
+    trained = len(list(loss.parameters()))
+    missing = trained - len(list(policy.parameters()))
+    checkpoint = Checkpoint(tmp_path / "run", policy=policy, optimizer=optimizer)
+    text = rf"optimizer trains {trained} parameters, of which {missing} are in no part .*loss=loss"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            checkpoint.save()
+    assert not (tmp_path / "run").exists()
+
+    Checkpoint(tmp_path / "run", loss=loss, optimizer=optimizer).save()
+    _, other, other_optimizer = sac()
+    Checkpoint(tmp_path / "run", loss=other, optimizer=other_optimizer).load()
+    for here, there in zip(loss.parameters(), other.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
+class Holder:
+    """A part that is no module; its state shares the parameter's memory or holds a copy."""
+
+    def __init__(self, weight: torch.Tensor, copies: bool) -> None:
+        self.weight, self.copies = weight, copies
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"deep": [self.weight.detach().clone() if self.copies else self.weight.detach()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight.data.copy_(state["deep"][0])
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_part_that_is_no_module_may_hold_what_is_trained(tmp_path: Path, copies: bool) -> None:
+    weight = torch.randn(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    Checkpoint(tmp_path / "held", optimizer=optimizer, holder=Holder(weight, copies)).save()
+    other = Holder(torch.randn(3), copies)
+    with pytest.raises(ValueError, match=r"1 parameters, of which 1 are .* \(shapes \[3\]\)"):
+        Checkpoint(tmp_path / "not", optimizer=optimizer, holder=other).save()
+
+
+def test_a_module_of_equal_values_does_not_hold_the_parameters(tmp_path: Path) -> None:
+    """A target network equals the trained one at first, and differs later."""
+    net, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    target.load_state_dict(net.state_dict())
+    optimizer = torch.optim.Adam(net.parameters())
+    with pytest.raises(ValueError, match="of which 2 are in no part"):
+        Checkpoint(tmp_path, target=target, optimizer=optimizer).save()
+    Checkpoint(tmp_path, target=target, net=net, optimizer=optimizer).save()

@@ -30,6 +30,10 @@ def test_the_readmes_first_training_solves_cartpole(
     space["plt"].close("all")
     printed = capsys.readouterr().out
     assert float(re.findall(r"^return ([\d.]+) \[.* over 100 episodes", printed, re.M)[0]) > 475
+    # Every step pays 1: a row belongs to a counted return, or to one of 32 episodes of at most 500 steps still open.
+    rows, counted = space["collector"].frames, sum(space["returns"])
+    assert rows == 204_800
+    assert 0 <= rows - counted <= 32 * 500
     assert [(tmp_path / name).stat().st_size > 5_000 for name in ("batch.svg", "curve.png")] == [True, True]
 
 

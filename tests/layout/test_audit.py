@@ -314,3 +314,114 @@ def test_collected_batches_of_any_shape_are_sound(make, data):
         if data.draw(st.booleans()):
             runs[-1] = (*runs[-1][:4], "cut")
     assert [f for f in audit(make(runs)) if f.rule != "same_length"] == []
+
+
+# --- right rows of envs with few or repeating observations ---------------------------------------------------
+
+
+def walk(
+    seed: int, episodes: int, *, size: int, ahead: float = 0.5, start: int = 0, wrong: bool = False
+) -> TensorDict:
+    """Walks on a ring of ``size`` places, which end after 2 to 5 steps; ``wrong``: their ends show the reset."""
+    random = torch.Generator().manual_seed(seed)
+    rows: list[tuple[int, int, int, int, bool]] = []
+    for episode in range(episodes):
+        length = int(torch.randint(2, 6, (), generator=random))
+        place = start
+        for step in range(length):
+            moves = 1 if float(torch.rand((), generator=random)) < ahead else -1
+            after = (place + moves) % size
+            over = step == length - 1
+            rows.append((episode, step, place, start if over and wrong else after, over))
+            place = after
+    ids, step, now, later, over = (torch.tensor(column) for column in zip(*rows, strict=True))
+    ended = over[:, None]
+    done = {"done": ended, "terminated": ended, "truncated": torch.zeros_like(ended)}
+    return TensorDict(
+        {
+            "observation": now,
+            "is_init": (step == 0)[:, None],
+            "step_count": step[:, None],
+            "collector": {"traj_ids": ids},
+            "next": {"observation": later, "reward": torch.ones(len(ids), 1), **done},
+        },
+        [len(ids)],
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ends_at_the_start_are_no_finding_where_few_look_so(seed: int) -> None:
+    right = walk(seed, 60, size=5)
+    alike = right["next", "observation"][right["next", "done"].flatten()] == 0
+    assert alike.any() and not alike.all()  # some episodes end where the next begins
+    assert audit(right) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ends_at_the_start_are_no_finding_where_the_start_is_common(seed: int) -> None:
+    # Two places: at least half of the episodes, those of an even length, end where they began.
+    even = walk(seed, 60, size=2)
+    assert [finding for finding in audit(even) if finding.rule == "reset_as_next"] == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ends_that_show_the_reset_are_found_among_many_places(seed: int) -> None:
+    findings = audit(walk(seed, 60, size=10_000, ahead=1.0, wrong=True), limit=1000)
+    assert {finding.rule for finding in findings} == {"reset_as_next"}
+    assert len(findings) == 59  # all ended rows but the last, which no row follows
+
+
+def test_constant_observations_are_no_finding() -> None:
+    rows = walk(0, 20, size=10)
+    rows["observation"] = rows["next", "observation"] = torch.zeros(len(rows), 3)
+    assert audit(rows) == []
+
+
+def test_standing_and_walking_back_to_the_start_are_no_jumps() -> None:
+    # In the first, most steps stand still, so that the median of all moves is 0.
+    def rows_of(*column: float) -> TensorDict:
+        now = torch.tensor(column, dtype=torch.float32)[:, None]
+        first = torch.arange(len(now)) == 0
+        later = torch.cat([now[1:], now[-1:]])
+        done = torch.zeros(len(now), 1, dtype=torch.bool)
+        return TensorDict(
+            {"observation": now, "is_init": first[:, None], "next": {"observation": later, "done": done}},
+            [len(now)],
+        )
+
+    assert found(rows_of(0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 2, 2, 2)) == []
+    assert (
+        found(rows_of(0, 1, 0, 1, 2, 7, 14, 21, 0, 1)) == []
+    )  # a leap back, but the start is as common as others
+    assert found(rows_of(0, 1, 2, 3, 4, 5, 6, 7, 0, 1.5, 2.5)) == [("obs_jump", 8)]
+
+
+@pytest.mark.parametrize("n_steps", [2, 3, 7])
+@pytest.mark.parametrize("compact", [False, True])
+def test_n_step_rows_are_sound(n_steps: int, compact: bool) -> None:
+    from flatroll.buffers import LazyTensorStorage, MultiStepTransform, ReplayBuffer, SliceSampler
+    from flatroll.rollouts import rollout
+    from flatroll.wrappers import StepCounter
+    from flatroll.wrappers.testing import Script, make_scripted
+
+    script = Script(2, lengths=[[6, 1, 7], [4, 9]], ends=[["terminated", "both"], ["truncated"]])
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(60, compact_obs=compact),
+        sampler=SliceSampler(slice_len=4),
+        transform=MultiStepTransform(n_steps=n_steps, gamma=0.9),
+        batch_size=24,
+    )
+    for batch in rollout(StepCounter(make_scripted(script)), num_steps=45).split(50):
+        buffer.extend(batch)  # more than there is room for
+    rows = buffer[:]
+    assert audit(rows) == []
+    for _ in range(5):
+        assert audit(buffer.sample()) == []
+    # What a rule can know is still checked.
+    rows["next", "step_count"][3] += 1
+    assert found(rows) == [("next_step_count", 3)]
+    assert "is not step_count + steps_to_next_obs" in audit(rows)[0].text
+    broken = buffer[:]
+    broken["next", "reward"][2] = torch.nan
+    broken["collector", "traj_ids"][5] = -1
+    assert {rule for rule, _ in found(broken)} == {"nan", "traj_id"}

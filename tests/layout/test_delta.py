@@ -1,3 +1,4 @@
+import gymnasium as gym
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,3 +180,12 @@ def test_constructor_refuses():
         TypeError, match=r"in_keys must be a list of keys, got the string 'pos': write \['pos'\]"
     ):
         NextObservationDelta(in_keys="pos")
+
+
+def test_the_transform_given_an_env_names_the_wrapper() -> None:
+    for env in (gym.make("CartPole-v1"), gym.make_vec("CartPole-v1", num_envs=2)):
+        with pytest.raises(
+            TypeError, match=r"takes no env, got \w+: wrap the env in flatroll.wrappers.NextObs"
+        ):
+            NextObservationDelta(env)  # type: ignore[arg-type]
+        env.close()

@@ -4,6 +4,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from flatroll.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
+from flatroll.export import (
+    from_arrow,
+    from_numpy,
+    from_pandas,
+    import_pandas,
+    import_parquet,
+    to_arrow,
+    to_numpy,
+    to_pandas,
+)
 from flatroll.layout import audit
 
 DTYPES = [
@@ -218,15 +228,24 @@ def test_frames_that_are_no_batch(rich: TensorDict) -> None:
         from_pandas(frame.drop(columns="observation[1]"))
     with pytest.raises(ValueError, match=r"observation\[0\] is missing"):
         from_pandas(pandas.DataFrame({"observation[1]": [1.0]}))
-    with pytest.raises(TypeError, match="column 'name' must hold numbers"):
+    with pytest.raises(TypeError, match="column 'name' holds texts, row 0 has 'x': leave it out"):
         from_pandas(pandas.DataFrame({"name": ["x", "y"]}))
-    with pytest.raises(TypeError, match="column 'name' must hold numbers"):
+    with pytest.raises(TypeError, match=r"column 'name' must hold numbers.*, row 1 has None"):
         from_pandas(pandas.DataFrame({"name": [1, None]}, dtype=object))
     with pytest.raises(ValueError, match="unique names"):
         from_pandas(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
     ragged = pandas.DataFrame({"a": [np.zeros(2), np.zeros(3)]})
-    with pytest.raises(ValueError, match="arrays of column 'a' must have one shape"):
+    with pytest.raises(ValueError, match=r"column 'a' must have one shape: row 1 has \[3\], row 0 has \[2\]"):
         from_pandas(ragged)
+    with pytest.raises(TypeError, match=r"column 'a' must hold numbers.*, row 1 has \[1, \[2\]\]"):
+        from_pandas(pandas.DataFrame({"a": [[1, 2], [1, [2]]]}))
+    mixed = pandas.DataFrame({"a": [[1, 2], [0.5, 1.5]]})
+    with pytest.raises(
+        ValueError, match="column 'a' must have one dtype: row 1 has float64, row 0 has int64"
+    ):
+        from_pandas(mixed)
+    mixed["a"] = [np.asarray(cell, float) for cell in mixed["a"]]  # as the error says
+    assert from_pandas(mixed)["a"].tolist() == [[1, 2], [0.5, 1.5]]
     with pytest.raises(ValueError, match="would be read as a part"):
         to_pandas(TensorDict({"a[0]": torch.zeros(2)}, [2]))
 
@@ -235,16 +254,99 @@ def test_tables_that_are_no_batch() -> None:
     pyarrow = pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match="column 'a' has 1 missing values"):
         from_arrow(pyarrow.table({"a": [1, None, 3]}))
-    with pytest.raises(TypeError, match="column 'a' must hold numbers, bools or fixed-size lists"):
-        from_arrow(pyarrow.table({"a": ["x", "y"]}))
-    with pytest.raises(TypeError, match=r"got list<"):
-        from_arrow(pyarrow.table({"a": [[1], [2, 3]]}))
+    for kind in (pyarrow.string(), pyarrow.large_string()):
+        words = pyarrow.table({"a": pyarrow.array(["x", "y"], kind), "b": [1, 2]})
+        with pytest.raises(TypeError, match=r"column 'a' holds texts .*, table\.drop_columns\(\['a'\]\)"):
+            from_arrow(words)
+        assert from_arrow(words.drop_columns(["a"]))["b"].tolist() == [1, 2]
+    with pytest.raises(TypeError, match=r"column 'a' holds texts \(list<"):
+        from_arrow(pyarrow.table({"a": [["x"], ["y"]]}))
+    with pytest.raises(TypeError, match=r"column 'a' must hold numbers, bools or lists of them, got struct"):
+        from_arrow(pyarrow.table({"a": [{"x": 1}]}))
+    with pytest.raises(ValueError, match="lists of one length: one in row 2 has 3 values, the first has 2"):
+        from_arrow(pyarrow.table({"a": [[1, 2], [3, 4], [5, 6, 7]]}))
+    with pytest.raises(ValueError, match="lists of one length: one in row 1 has 1 values, the first has 2"):
+        from_arrow(pyarrow.table({"a": [[[1, 2], [3, 4]], [[5], [6]]]}))
+    with pytest.raises(ValueError, match="column 'a' has 1 missing values, the first in row 1"):
+        from_arrow(pyarrow.table({"a": [[1, 2], None]}))
+    with pytest.raises(ValueError, match="column 'a' has 2 missing values, the first in row 2"):
+        from_arrow(pyarrow.table({"a": [[1, 2], [3, 4], [None, None]]}))
     with pytest.raises((TypeError, ValueError), match="column 'a'"):
         from_arrow(pyarrow.table({"a": pyarrow.array([1, 2], pyarrow.timestamp("s"))}))
     with pytest.raises(ValueError, match="unique names"):
         from_arrow(pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]))
     pieces = pyarrow.concat_tables([to_arrow(from_numpy({"a": np.arange(6).reshape(3, 2)}))] * 2)
     assert from_arrow(pieces.slice(1, 4))["a"].tolist() == [[2, 3], [4, 5], [0, 1], [2, 3]]
+
+
+LISTS: dict[str, list[Any]] = {
+    "one deep": [[1.5, 2.0], [3.0, 4.0], [5.0, 6.0]],
+    "two deep": [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 10], [11, 12]]],
+    "bools": [[True, False, True], [False, False, True], [True, True, True]],
+    "of one": [[1], [2], [3]],
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_of_one_length_are_columns(what: str, tmp_path: Path) -> None:
+    """As pandas, pyarrow and Hugging Face's data sets write them."""
+    pandas = pytest.importorskip("pandas")
+    pyarrow = pytest.importorskip("pyarrow")
+    right = np.array(LISTS[what])
+    rows = {"a": LISTS[what], "n": [1, 2, 3]}
+    made = [from_arrow(pyarrow.table(rows)), from_arrow(pyarrow.table(rows).slice(0, 3))]
+    wide = pyarrow.table(rows)
+    wide = wide.set_column(0, "a", wide["a"].cast(pyarrow.large_list(wide["a"].type.value_type)))
+    made += [from_arrow(wide), from_pandas(pandas.DataFrame(rows))]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    made += [import_parquet(tmp_path / "rows.parquet"), import_pandas(tmp_path / "rows.parquet")]
+    for batch in made:
+        found = batch["a"].numpy()
+        assert (found.dtype, found.shape) == (right.dtype, right.shape)
+        assert np.array_equal(found, right) and batch["n"].tolist() == [1, 2, 3]
+    part = from_arrow(pyarrow.table(rows).slice(1, 2))
+    assert np.array_equal(part["a"].numpy(), right[1:])
+
+
+def test_columns_of_hugging_face_data_sets() -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features(
+        {
+            "state": datasets.Sequence(datasets.Value("float32")),
+            "fixed": datasets.Sequence(datasets.Value("int64"), length=2),
+            "frame": datasets.Array2D((2, 3), "uint8"),
+            "next.reward": datasets.Value("float32"),
+        }
+    )
+    values = {
+        "state": [[0.5, 1.0], [1.5, 2.0]],
+        "fixed": [[1, 2], [3, 4]],
+        "frame": np.arange(12, dtype=np.uint8).reshape(2, 2, 3),
+        "next.reward": [1.0, 2.0],
+    }
+    batch = from_arrow(datasets.Dataset.from_dict(values, features=kinds).data.table)
+    assert batch["state"].tolist() == values["state"] and batch["fixed"].tolist() == values["fixed"]
+    assert batch["frame"].dtype is torch.uint8 and batch["frame"].tolist() == values["frame"].tolist()
+    assert batch["next", "reward"].tolist() == [[1.0], [2.0]]
+
+
+def test_arrow_tensors_of_one_shape_are_columns() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    values = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    table = pyarrow.table({"a": pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values)})
+    assert np.array_equal(from_arrow(table)["a"].numpy(), values)
+
+
+def test_row_groups_that_differ_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with parquet.ParquetWriter(
+        tmp_path / "rows", pyarrow.schema({"a": pyarrow.list_(pyarrow.int64())})
+    ) as file:
+        file.write_table(pyarrow.table({"a": [[1, 2], [3, 4]]}))
+        file.write_table(pyarrow.table({"a": [[5, 6, 7]]}))
+    with pytest.raises(ValueError, match=r"entry 'a' is .*\[3\]\) from row 2 on, before it was .*\[2\]\)"):
+        import_parquet(tmp_path / "rows")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "grid of choices": spaces.MultiDiscrete([[2, 3], [3, 2]]),  # type: ignore[list-item]
     "flags": spaces.MultiBinary(3),
     "grid of flags": spaces.MultiBinary((2, 2)),
+    "few integers": spaces.Box(np.array([-1, 250]), np.array([1, 255]), dtype=np.int16),
+    "few unsigned integers": spaces.Box(3, 6, (2, 2), np.uint8),
     "bounded": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 5.0], np.float32)),
     "bounded alike": spaces.Box(-2.0, 2.0, (2, 2), np.float32),
     "unbounded": spaces.Box(-np.inf, np.inf, (2,), np.float32),
@@ -69,6 +71,9 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
         eye=spaces.Box(0, 255, (8, 8, 3), np.uint8), body=spaces.Dict(leg=VECTOR, side=spaces.Discrete(2))
     ),
     "tuple": spaces.Tuple((VECTOR, spaces.Discrete(2))),
+    "partly empty": spaces.Dict(
+        a=spaces.Box(-1, 1, (3, 0)), b=VECTOR, c=spaces.Box(0, 255, (3, 0, 2), np.uint8)
+    ),
 }
 
 
@@ -387,12 +392,18 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
             ValueError,
             "action space 'a' must be a Discrete",
         ),
+        (lambda: actor(make(spaces.Box(-1, 1, (0,)))), ValueError, "must have an entry with numbers"),
+        (
+            lambda: actor(make(action=spaces.Box(-1, 1, (3, 0)))),
+            ValueError,
+            "action space must have numbers to",
+        ),
         (
             lambda: actor(
-                SimpleNamespace(observation_space=VECTOR, action_space=spaces.Box(0, 9, (2,), np.int64))
+                SimpleNamespace(observation_space=VECTOR, action_space=spaces.Box(0, 2048, (2,), np.int64))
             ),
             ValueError,
-            "floating Box",
+            "a Box of floats or of integers with at most 4096 values in all, .* got Box",
         ),
         (
             lambda: actor(SimpleNamespace(observation_space=spaces.Text(3), action_space=spaces.Discrete(2))),
@@ -464,3 +475,13 @@ def test_observations_of_another_shape_are_refused() -> None:
 def test_print_says_which_images_are_divided_by_255() -> None:
     networks = [actor(make(observation=OBSERVATIONS[name])) for name in ("stacked image", "number")]
     assert ["divided by 255" in repr(network) for network in networks] == [True, False]
+
+
+@pytest.mark.parametrize("low", [np.finfo(np.float32).tiny, -np.finfo(np.float32).max])
+def test_the_largest_numbers_of_float32_are_no_bounds(low: float) -> None:
+    """Raw pools of envpool declare unbounded actions so; as_vector_env gives infinite bounds."""
+    unbounded = actor(make(action=spaces.Box(low, np.finfo(np.float32).max, (2,))))
+    with set_interaction_type(InteractionType.RANDOM):
+        rows = unbounded(TensorDict({"observation": torch.zeros(64, 3)}, [64]))
+    assert rows["action"].abs().max() < 10
+    assert rows["action_log_prob"].isfinite().all()

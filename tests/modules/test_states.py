@@ -19,7 +19,14 @@ from torch.distributions import Categorical
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.layout import run_ends
-from flatroll.modules import BurnIn, GRUModule, LSTMModule, set_recurrent_mode
+from flatroll.modules import (
+    BurnIn,
+    GRUModule,
+    LinearRecurrentModule,
+    LSTMModule,
+    MinGRUModule,
+    set_recurrent_mode,
+)
 from flatroll.rollouts import Collector
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
 
@@ -257,3 +264,47 @@ def test_advantages_need_no_other_states(compact: bool) -> None:
         batch = next(collector)  # runs that go on from the window before
         both.append(gae(batch, final=collector.final)["advantage"])
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("kind", [GRUModule, LSTMModule, MinGRUModule, LinearRecurrentModule])
+def test_a_run_starts_from_whatever_its_first_row_stores(kind: Any) -> None:
+    """A loop of one's own that carries the state across resets: acting zeroes it, training reads what was stored."""
+    torch.manual_seed(0)
+    module = kind(3, 4, in_key="observation", out_key="features")
+    states = list(module.make_tensordict_primer().defaults)
+    lengths = [3, 2]  # two episodes of one env
+    observation = torch.randn(5, 3)
+    is_init = torch.tensor([[True], [False], [False], [True], [False]])
+    carried = {key: torch.randn(1, 1, 4) for key in states}  # not zero, not even before the first episode
+    before = []
+    acted = []
+    for t in range(sum(lengths)):
+        step = TensorDict(
+            {"observation": observation[t : t + 1], "is_init": is_init[t : t + 1], **carried}, [1]
+        )
+        before.append(step.clone())
+        with torch.no_grad():
+            acted.append(module(step))
+        carried = {key: step["next", key] for key in states}
+
+    # The module writes the state that it used back to the row, zeros at the start of an episode.
+    rows = torch.cat(acted)
+    assert all(not rows[key][[0, 3]].any() and rows[key][[1, 2, 4]].any() for key in states)
+    with set_recurrent_mode(True), torch.no_grad():
+        again = module(rows.select("observation", "is_init", *states))["features"]
+    torch.testing.assert_close(again, rows["features"], atol=1e-5, rtol=0)
+
+    # Rows that keep what the loop carried start each run from it, as one-row steps from that state do.
+    kept = torch.cat(before)
+    with set_recurrent_mode(True), torch.no_grad():
+        from_kept = module(kept.clone())["features"]
+        first, _ = module.step(observation[3:4], tuple(kept[key][3:4] for key in states))
+    torch.testing.assert_close(from_kept[3:4], first, atol=1e-5, rtol=0)
+    assert (from_kept[[0, 3]] - rows["features"][[0, 3]]).abs().amax(1).min() > 1e-3
+
+    # state="zero" reads no state.
+    zero = kind(3, 4, in_key="observation", out_key="features", state="zero")
+    zero.load_state_dict(module.state_dict())
+    with set_recurrent_mode(True), torch.no_grad():
+        from_zero = zero(kept.clone())["features"]
+    torch.testing.assert_close(from_zero, rows["features"], atol=1e-5, rtol=0)

@@ -1,12 +1,13 @@
 """Which columns a batch has: entries of info, and markers."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from list_collector import GYM_MODES, IDS, MODES, ListCollector, keys_of, make, next_obs, script, true_next
 from tensordict.nn import TensorDictModule
 
-from flatroll.rollouts import Collector, rollout
+from flatroll.rollouts import Collector, evaluate, rollout
 from flatroll.wrappers import (
     InitTracker,
     MarkerWrapper,
@@ -23,14 +24,124 @@ from flatroll.wrappers.testing import Script, ScriptedVectorEnv, make_scripted
 @pytest.mark.parametrize("mode", GYM_MODES)
 def test_info_entries_stand_with_the_observation_and_with_the_step(mode, backend):
     """The scripted envs say ``t``; SAME_STEP moves that of the last step to ``final_info``."""
+    if backend == "native" and mode == "SameStep":
+        pytest.skip(
+            "this env keeps the last ``t`` to itself: see test_an_entry_of_a_last_step_that_is_unknown"
+        )
     env = make_scripted(script(), backend=backend, autoreset_mode=mode)
     collector = Collector(env, frames_per_batch=20, total_frames=40, info_keys=["t"], seed=0)
     for batch in collector:
         assert torch.equal(batch["t"].double(), batch["observation"][:, 2].double())
-        later = batch["next", "t"] == batch["t"] + 1
-        if backend == "native" and mode == "SameStep":  # this env keeps the last ``t`` to itself
-            later |= batch["next", "done"].squeeze(-1)
-        assert later.all()
+        assert torch.equal(batch["next", "t"], batch["t"] + 1)
+
+
+class Forgets(ScriptedVectorEnv):
+    """SAME_STEP with ``final_obs`` and no ``final_info``, like ale-py's vector env; or one of some ended rows."""
+
+    def __init__(self, dtype=np.float32, tells=None, lengths=((2, 3), (4,), (3,))):
+        super().__init__(Script(len(lengths), lengths), autoreset_mode="SameStep")
+        self.dtype, self.tells = dtype, tells
+
+    def _info(self):
+        return {"lives": self.clock.step.astype(self.dtype)}
+
+    def step(self, actions):
+        before = self.clock.step.copy()
+        *result, info = super().step(actions)
+        ended = result[2] | result[3]
+        if self.tells is not None and ended.any():
+            told = ended & self.tells
+            info |= {"final_info": {"lives": ((before + 1) * told).astype(self.dtype)}, "_final_info": told}
+        return *result, info
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_an_entry_of_a_last_step_that_is_unknown_is_nan(framework, dtype):
+    env = as_vector_env(Forgets(dtype), framework=framework)
+    batch = next(Collector(env, frames_per_batch=60, info_keys=["lives"], seed=0))
+    done = batch["next", "done"].squeeze(-1)
+    assert done.sum() > 9
+    assert torch.equal(batch["next", "lives"].isnan(), done)
+    assert torch.equal(batch["next", "lives"][~done], batch["lives"][~done] + 1)
+    assert torch.equal(batch["lives"], batch["observation"][:, 2].to(batch["lives"].dtype))
+    assert evaluate(env, episodes=6, info_keys=["lives"]).info["lives"].isnan().all()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_])
+def test_an_entry_of_a_last_step_that_is_unknown_and_has_no_nan_is_an_error(framework, dtype):
+    text = (
+        r"info_keys=\['lives'\]: Forgets resets ended envs in the same step and gives no info\['final_info'\], so "
+        r"'lives' of an episode's last step is unknown"
+    )
+    if framework == "numpy":
+        text += r".* \(env 0 ended, and info says (0|False)\)"
+    env = as_vector_env(Forgets(dtype), framework=framework)
+    collector = Collector(env, frames_per_batch=3, info_keys=["lives"], seed=0)
+    assert len(next(collector)) == 3  # no episode has ended yet
+    with pytest.raises(ValueError, match=text):
+        next(collector)
+    with pytest.raises(ValueError, match=text):
+        evaluate(env, episodes=3, info_keys=["lives"])
+
+
+def test_final_info_of_some_ended_rows():
+    tells = np.array([True, False, True])
+    env = Forgets(tells=tells)
+    batch = next(Collector(env, frames_per_batch=90, info_keys=["lives"], seed=0))
+    done = batch["next", "done"].squeeze(-1)
+    told = torch.from_numpy(tells)[batch["observation"][:, 0].long()]
+    assert torch.equal(batch["next", "lives"].isnan(), done & ~told)
+    known = ~(done & ~told)
+    assert torch.equal(batch["next", "lives"][known], batch["lives"][known] + 1)
+
+
+class Solves(gym.Env):
+    """Says "success", a NumPy bool, in each second step, "size" as a NumPy array in others, and a text."""
+
+    observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        info = {"success": np.bool_(self.count > 2), "stage": f"s{self.count}", "pair": (self.count, 0.5)}
+        if self.count % 2 == 0:
+            del info["success"]
+        return np.full(1, self.count, np.float32), 1.0, self.count == 3, False, info
+
+
+class Quiet(Solves):
+    """Says nothing."""
+
+    def step(self, action):
+        return *super().step(action)[:4], {}
+
+
+@pytest.mark.parametrize("mode", GYM_MODES)
+def test_flags_of_numpy_are_bools_and_false_where_an_env_is_silent(mode):
+    env = gym.vector.SyncVectorEnv([Solves, Quiet], autoreset_mode=mode)
+    batch = next(Collector(env, frames_per_batch=24, info_keys=["success", "pair"], seed=0))
+    count = batch["next", "observation"].squeeze(-1)
+    speaks = torch.arange(24) < 12  # env after env
+    assert batch["success"].dtype is batch["next", "success"].dtype is torch.bool
+    assert torch.equal(batch["next", "success"], speaks & (count == 3))
+    pairs = torch.stack([count, torch.full((24,), 0.5)], 1) * speaks.unsqueeze(1)
+    assert torch.equal(batch["next", "pair"], pairs.double())
+    assert (
+        evaluate(env, episodes=4, info_keys=["success"]).info["success"].tolist() == [True] * 2 + [False] * 2
+    )
+
+
+def test_an_entry_that_is_no_number_names_itself():
+    env = gym.vector.SyncVectorEnv([Quiet, Solves])
+    with pytest.raises(
+        TypeError, match=r"info_keys has 'stage', whose values must be numbers.* got 's1' in env 1: "
+    ):
+        next(Collector(env, frames_per_batch=8, info_keys=["stage", "success"]))
 
 
 class Telling(ScriptedVectorEnv):

@@ -353,11 +353,34 @@ def test_info_entries_that_never_come():
 # --- keys ---------------------------------------------------------------------------------------------------
 
 
+class Counts(gym.Env):
+    """Its observation is the step, under these names, one in the other."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, *names):
+        self.names = names
+        self.observation_space = spaces.Box(-1, 9)
+        for name in reversed(names):
+            self.observation_space = spaces.Dict({name: self.observation_space})
+
+    def observe(self):
+        obs = np.array([self.at], np.float32)
+        for name in reversed(self.names):
+            obs = {name: obs}
+        return obs
+
+    def reset(self, *, seed=None, options=None):
+        self.at = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.at += 1
+        return self.observe(), 1.0, self.at == 4, False, {}
+
+
 def with_entry(*names):
-    space = spaces.Box(-1, 1)
-    for name in reversed(names):
-        space = spaces.Dict({name: space})
-    return Odd(space)
+    return Counts(*names)
 
 
 @pytest.mark.parametrize(
@@ -375,13 +398,24 @@ def with_entry(*names):
         "delta",
     ],
 )
-def test_an_observation_entry_with_a_reserved_name(name):
-    with raises(
-        ValueError, f"observation entries ['{name}'] have names that the batch layout reserves"
-    ) as told:
-        Collector(with_entry(name), frames_per_batch=6)
-    assert "rename them with gymnasium.wrappers.TransformObservation" in str(told.value)
+def test_an_observation_entry_with_a_reserved_name_gets_an_underscore(name):
+    batch = next(iter(Collector(with_entry(name), frames_per_batch=6, seed=0)))
+    right = next(iter(Collector(with_entry("own"), frames_per_batch=6, seed=0)))
+    assert (batch[f"{name}_"] == right["own"]).all()
+    assert (batch["next", f"{name}_"] == right["next", "own"]).all()
+    assert set(batch.keys(True, True)) - {f"{name}_", ("next", f"{name}_")} == set(right.keys(True, True)) - {
+        "own",
+        ("next", "own"),
+    }
+    delta = next(iter(Collector(NextObservationDelta(with_entry(name)), frames_per_batch=6)))
+    assert ("next", "delta", f"{name}_") in delta.keys(True)
     Collector(with_entry("own", name), frames_per_batch=6)  # further down it is nobody else's
+
+
+def test_two_observation_entries_of_one_column():
+    env = Odd(spaces.Dict({"done": spaces.Box(-1, 1), "done_": spaces.Box(-1, 1)}))
+    with raises(ValueError, "observation entries ['done', 'done_'] would become columns of the same name"):
+        Collector(env, frames_per_batch=6)
 
 
 class Writes:

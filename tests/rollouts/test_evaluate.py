@@ -20,7 +20,7 @@ from torch.distributions import Categorical
 
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Evaluation, Evaluator, bootstrap_mean, evaluate, interquartile_mean, rollout
-from flatroll.wrappers import as_vector_env
+from flatroll.wrappers import MarkerWrapper, RewardSum, StepCounter, TrajId, as_vector_env
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv, make_scripted
 
 MODES = ("NextStep", "SameStep", "Disabled")
@@ -317,3 +317,35 @@ def test_the_callback_keeps_the_best_weights_and_stops() -> None:
         Evaluator(make(), lambda obs: obs, episodes=1, every=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every must be an integer of at least 1, got 0"):
         Evaluator(make(), policy, episodes=1, every=0)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_info_keys_may_name_the_columns_of_markers(mode: str, framework: str) -> None:
+    class Twice(MarkerWrapper):
+        """Twice the number of the returned observation's step."""
+
+        def __init__(self, env: Any) -> None:
+            super().__init__(env, "twice")
+
+        def _on_reset(self, obs: Any, info: Any, rows: Any) -> None:
+            info["twice"] = obs[:, 2] * 2
+
+        def step(self, actions: Any) -> Any:
+            result = self.env.step(actions)
+            result[4]["twice"] = result[0][:, 2] * 2
+            return result
+
+    lengths = [[3, 1, 4], [2, 5]]
+    bare = as_vector_env(make_scripted(Script(2, lengths=lengths), autoreset_mode=mode), framework=framework)
+    env = RewardSum(StepCounter(TrajId(Twice(bare))), out_key=("my", "sum"))
+    names = [("my", "sum"), "sum", "step_count", ("collector", "traj_ids"), "twice"]
+    found = evaluate(env, episodes=4, info_keys=names)
+    assert found.lengths.tolist() == [3, 1, 2, 5]
+    assert found.info["my", "sum"].tolist() == found.info["sum"].tolist() == found.returns.tolist()
+    assert found.info["step_count"].tolist() == [3, 1, 2, 5]
+    # of the row's own observation, which is the one before the last
+    assert found.info["twice"].tolist() == [4, 0, 2, 8]
+    assert len(set(found.info["collector", "traj_ids"].tolist())) == 4
+    ours = evaluate(gym.make("CartPole-v1"), episodes=2, seed=0, max_steps=9, info_keys=["step_count"])
+    assert ours.info["step_count"].tolist() == [9, 9]

@@ -3,6 +3,7 @@
 ``python -m tests.rollouts.test_masks STEPS SEED`` is the long form: so many steps of each policy.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -20,11 +21,21 @@ from torch.distributions import Categorical
 
 from flatroll.buffers import LazyTensorStorage, MultiStepTransform, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss
-from flatroll.modules import ActionMask, actor, critic, q_network
-from flatroll.rollouts import Collector, evaluate
+from flatroll.layout.spaces import first_options, option_counts
+from flatroll.modules import ActionMask, CombinedCategorical, JointBernoulli, actor, critic, q_network
+from flatroll.rollouts import Collector, RandomPolicy, evaluate, rollout
 
 MODES = ("NextStep", "SameStep")
-COUNTS = {"discrete": (6,), "multi": (2, 3)}
+#: The action space of each kind, and the shape of a mask.
+KINDS: dict[str, tuple[spaces.Space[Any], tuple[int, ...]]] = {
+    "discrete": (spaces.Discrete(6), (6,)),
+    "multi": (spaces.MultiDiscrete([2, 3]), (5,)),
+    "flags": (spaces.MultiBinary(3), (6,)),
+    "integers": (spaces.Box(np.array([-1, 250]), np.array([1, 253]), dtype=np.int16), (7,)),
+    "by choice": (spaces.MultiDiscrete([4, 4, 4]), (3, 4)),
+    "flags by choice": (spaces.MultiBinary((2, 2)), (2, 2, 2)),
+    "combinations": (spaces.Box(np.array([0, 5]), np.array([1, 7]), dtype=np.uint8), (2, 3)),
+}
 
 
 class Masked(gym.vector.VectorEnv[Any, Any, Any]):
@@ -33,15 +44,16 @@ class Masked(gym.vector.VectorEnv[Any, Any, Any]):
     def __init__(
         self, num_envs: int = 8, place: str = "obs", mode: str = "NextStep", kind: str = "discrete"
     ) -> None:
-        self.num_envs, self.place, self.counts = num_envs, place, COUNTS[kind]
+        self.num_envs, self.place = num_envs, place
+        self.single_action_space, self.mask_shape = KINDS[kind]
+        counts = option_counts(self.single_action_space)
+        assert counts is not None
+        self.counts, self.first = counts, first_options(self.single_action_space)
+        self.combined = kind == "combinations"
         self.metadata = {"autoreset_mode": AutoresetMode(mode)}
-        total = sum(self.counts)
-        numbers, mask = spaces.Box(-1, 1, (3,)), spaces.Box(0, 1, (total,), np.int8)
+        numbers, mask = spaces.Box(-1, 1, (3,)), spaces.Box(0, 1, self.mask_shape, np.int8)
         self.single_observation_space = (
             spaces.Dict(observation_of=numbers, action_mask=mask) if place == "obs" else numbers
-        )
-        self.single_action_space = (
-            spaces.Discrete(6) if kind == "discrete" else spaces.MultiDiscrete([*self.counts])
         )
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -55,25 +67,30 @@ class Masked(gym.vector.VectorEnv[Any, Any, Any]):
         return self.show(self.ended)
 
     def show(self, final: Any) -> Any:
-        mask = (self.rng.random((self.num_envs, sum(self.counts))) < 0.4).astype(np.int8)
+        size = math.prod(self.mask_shape)
+        mask = (self.rng.random((self.num_envs, size)) < 0.4).astype(np.int8)
         at = 0
-        for count in self.counts:  # one option of each choice at least
+        for count in (size,) if self.combined else self.counts:  # one option of each choice at least
             mask[np.arange(self.num_envs), at + self.rng.integers(count, size=self.num_envs)] = 1
             at += count
         mask[final] = 0
-        self.mask = mask * (not self.hopeless)
+        self.mask = mask.reshape(-1, *self.mask_shape) * (not self.hopeless)
         numbers = self.rng.uniform(-1, 1, (self.num_envs, 3)).astype(np.float32)
         if self.place == "obs":
             return {"observation_of": numbers, "action_mask": self.mask}, {}
         return numbers, {"action_mask": self.mask, "_action_mask": ~final}
 
     def step(self, actions: Any) -> Any:
-        choices = np.asarray(actions).reshape(self.num_envs, -1) + np.cumsum([0, *self.counts[:-1]])
-        legal = np.take_along_axis(self.mask, choices, 1).all(1)
+        choices = np.asarray(actions, np.int64).reshape(self.num_envs, -1) - self.first
+        if self.combined:
+            legal = self.mask[np.arange(self.num_envs), choices[:, 0], choices[:, 1]] == 1
+        else:
+            flat = self.mask.reshape(self.num_envs, -1)
+            legal = np.take_along_axis(flat, choices + np.cumsum([0, *self.counts[:-1]]), 1).all(1)
         self.illegal += int((~legal & ~self.ended).sum())
         self.steps += int((~self.ended).sum())
         ends = (self.rng.random(self.num_envs) < 0.1) & ~self.ended
-        reward = np.ones(self.num_envs, np.float32)
+        reward = (~self.ended).astype(np.float32)  # a step that only resets pays nothing
         if self.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP:
             self.ended = ends
             return (*(shown := self.show(ends))[:1], reward, ends, np.zeros_like(ends), shown[1])
@@ -120,14 +137,21 @@ def play(steps: int, seed: int, place: str, mode: str, kind: str) -> dict[str, A
     return batches
 
 
-@pytest.mark.parametrize("kind", COUNTS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", ["obs", "info"])
+CASES = [
+    (place, mode, kind)
+    for place in ("obs", "info")
+    for mode in MODES
+    for kind in KINDS
+    # an actor must know of a mask of combinations when it is made
+    if (place, kind) != ("info", "combinations")
+]
+
+
+@pytest.mark.parametrize(("place", "mode", "kind"), CASES)
 def test_illegal_actions_are_never_taken(place: str, mode: str, kind: str) -> None:
     for name, batch in play(1000, 0, place, mode, kind).items():
-        assert batch["action_mask"].any(-1).all(), (
-            name
-        )  # in rows by name, though the env's last masks are empty
+        # in rows by name, though the env's last masks are empty
+        assert batch["action_mask"].flatten(1).any(-1).all(), name
         assert not batch["next", "action_mask"][batch["next", "done"].squeeze(-1)].any(), name
         follows = ~batch["next", "done"].squeeze(-1)[:-1] & (batch["collector", "traj_ids"].diff() == 0)
         assert torch.equal(batch["action_mask"][1:][follows], batch["next", "action_mask"][:-1][follows])
@@ -255,13 +279,214 @@ def test_a_mask_that_allows_nothing_is_refused() -> None:
         ValueError, match=r"action_mask'\] must have shape \(3, 5\), one number for each action"
     ):
         ActionMask("logits")(rows.set("action_mask", torch.ones(3, 4)))
-    for kind in COUNTS:
+    for kind in KINDS:
         env = Masked(kind=kind)
         env.hopeless = True
         for name, policy in policies(env).items():
             with pytest.raises(ValueError, match=r"at least one action in each .*, got none in "):
                 next(Collector(env, policy, frames_per_batch=8, seed=0))
                 pytest.fail(name)
+
+
+class Shows(gym.Env[Any, Any]):
+    """Episodes of `length` steps; the observation is the step, beside a mask that counts the steps, too."""
+
+    def __init__(self, action_space: spaces.Space[Any], mask: spaces.Space[Any], length: int = 3) -> None:
+        self.action_space, self.length = action_space, length
+        self.observation_space = spaces.Dict(at=spaces.Box(0, 99, (1,)), action_mask=mask)
+
+    def seen(self) -> dict[str, Any]:
+        def values(space: Any) -> Any:
+            if isinstance(space, spaces.Dict):
+                return {name: values(part) for name, part in space.items()}
+            return np.full(space.shape, self.count, space.dtype)
+
+        mask = values(self.observation_space["action_mask"])
+        return {"at": np.full(1, self.count, np.float32), "action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.count = 1
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return self.seen(), 1.0, self.count == self.length + 1, False, {}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 2, 2)])
+def test_an_entry_that_masks_no_action_is_an_ordinary_entry(shape: tuple[int, ...]) -> None:
+    # It is stored as it is, whatever its shape, and is an input of the networks.
+    lengths = [2, 3]
+    mask = spaces.Box(0, 99, shape, np.float64)
+    envs = [lambda n=n: Shows(spaces.Box(-1, 1, (2,)), mask, n) for n in lengths]
+    for mode in MODES:
+        env = gym.vector.SyncVectorEnv(envs, autoreset_mode=AutoresetMode(mode))
+        policy = actor(env, hidden=(4,))
+        assert "action_mask" in policy.in_keys and "action_mask" in critic(env).in_keys
+        with pytest.warns(
+            UserWarning, match=r"which is no mask of Box\(.* \(possible: none, since it has no"
+        ):
+            batches = [rollout(env, num_steps=9, seed=0)]
+        batches += [rollout(env, policy, num_steps=9, seed=0)]
+        for batch in batches:
+            assert batch["action_mask"].dtype is torch.float64
+            for key in ("action_mask", ("next", "action_mask")):
+                at = batch[(*key[:-1], "at") if isinstance(key, tuple) else "at"]
+                assert torch.equal(batch[key], at.double().view(-1, *(1,) * len(shape)).expand(-1, *shape))
+        with pytest.raises(ValueError, match=r"action_mask=True needs an action space with choices"):
+            actor(env, action_mask=True)
+        with pytest.raises(ValueError, match=r"action_mask=True needs a Discrete action space"):
+            q_network(env, action_mask=True)
+
+
+def test_a_policy_sees_masks_as_the_env_gave_them() -> None:
+    # One env ends while the others go on; the mask holds weights, not only 0 and 1.
+    seen: list[Tensor] = []
+
+    def act(mask: Tensor) -> Tensor:
+        seen.append(mask.clone())
+        return torch.zeros(len(mask), 3, dtype=torch.int64)
+
+    mask = spaces.Box(0, 99, (3, 4), np.int32)
+    envs = [lambda n=n: Shows(spaces.MultiDiscrete([4, 4, 4]), mask, n) for n in (2, 3)]
+    policy = TensorDictModule(act, ["action_mask"], ["action"])
+    rollout(gym.vector.SyncVectorEnv(envs), policy, num_steps=6, seed=0)
+    assert all(one.dtype is torch.int32 for one in seen)
+    # by step and env: all ones in the steps that only reset, else what the env counts
+    assert [one[:, 0, 0].tolist() for one in seen[:5]] == [[1, 1], [2, 2], [1, 3], [1, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("action", [spaces.Discrete(4), spaces.MultiBinary(2), spaces.MultiDiscrete([2, 2])])
+def test_a_mask_of_the_wrong_shape_is_refused_when_the_actor_is_made(action: spaces.Space[Any]) -> None:
+    for shape in ((3,), (2, 2), (5, 3)):
+        env = Shows(action, spaces.Box(0, 1, shape, np.int8))
+        with pytest.raises(
+            ValueError, match=r"observation\['action_mask'\] must be a mask of .*\(4,\).* got shape"
+        ):
+            actor(env)
+        plain = actor(env, action_mask=False)
+        assert not any(isinstance(part, ActionMask) for part in plain)
+        if len(shape) == 1:
+            with pytest.raises(
+                ValueError, match=r"action_mask must have shape \(1, 4\) for .*, got \(1, 3\)"
+            ):
+                rollout(env, num_steps=2)
+        else:
+            with pytest.warns(
+                UserWarning, match=r"is no mask of .* \(possible: \(4,\)\), so random actions ignore"
+            ):
+                rollout(env, num_steps=2)
+
+
+def test_parts_of_an_action_have_their_own_masks() -> None:
+    action = spaces.Dict(go=spaces.Discrete(3), press=spaces.MultiBinary(2), aim=spaces.Box(-1, 1, (1,)))
+    masks = spaces.Dict(press=spaces.Box(0, 1, (4,), np.int8))
+    env = Shows(action, masks)
+    policy = actor(env, hidden=(4,))
+    rows = TensorDict({"at": torch.zeros(500, 1)}, [500])
+    rows["action_mask", "press"] = torch.tensor([1, 0, 0, 1]).expand(500, -1)
+    out = policy(rows)
+    assert torch.equal(out["action", "press"], torch.tensor([0, 1], dtype=torch.int8).expand(500, -1))
+    assert out["action", "go"].unique().tolist() == [0, 1, 2]
+    assert torch.equal(out["action", "press_log_prob"], torch.zeros(500))
+    drawn = RandomPolicy(action)(rows.select("action_mask"))
+    assert torch.equal(drawn["action", "press"], out["action", "press"])
+    for wrong in ({"aim": (2,)}, {"press": (4,), "jump": (2,)}):
+        parts = {name: spaces.Box(0, 1, shape, np.int8) for name, shape in wrong.items()}
+        with pytest.raises(
+            ValueError, match=r"observation\[\('action_mask', '(aim|jump)'\)\] must be a mask of"
+        ):
+            actor(Shows(action, spaces.Dict(parts)))
+    rows["action_mask", "jump"] = rows["action_mask", "press"]
+    with pytest.raises(
+        ValueError,
+        match=r"masks for \['jump'\], but the parts of the action space are \['go', 'press', 'aim'\]",
+    ):
+        RandomPolicy(action)(rows.select("action_mask"))
+
+
+class Silent(gym.Env[Any, Any]):
+    """Tells its mask, which forbids 0, in each second step only, and never at a reset."""
+
+    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.MultiBinary(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        info = {"action_mask": np.array([0, 1, 0, 1], np.int8)} if self.count % 2 else {}
+        return np.full(1, self.count, np.float32), 1.0, self.count == 5, False, info
+
+
+@pytest.mark.parametrize("kind", [np.array, list])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_env_that_tells_no_mask_allows_all(mode: str, kind: Any) -> None:
+    class Tells(Silent):
+        def step(self, action: Any) -> Any:
+            *rest, info = super().step(action)
+            return *rest, {name: kind(mask) for name, mask in info.items()}
+
+    class Shorter(Tells):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            found = super().reset()
+            self.count = 2  # other steps than its neighbour's
+            return found
+
+    env = gym.vector.SyncVectorEnv([Tells, Shorter], autoreset_mode=AutoresetMode(mode))
+    for policy in (None, actor(env, hidden=(4,), action_mask=True)):
+        keys = ["action_mask"] if policy is None else []
+        batch = next(Collector(env, policy, frames_per_batch=400, seed=0, info_keys=keys))
+        # Shorter resets at count 2, whose observation is 0; its masks come at 3 and 5
+        told = batch["observation"].squeeze(-1) % 2 == 1
+        assert (batch["action"][told] == 1).all()
+        assert (batch["action"][~told] == 0).any()
+        if policy is not None:
+            assert batch["action_mask"][~told].all()
+            assert torch.equal(policy.get_dist(batch).log_prob(batch["action"]), batch["action_log_prob"])
+
+
+def test_distributions_of_masked_flags_and_combinations_are_those_of_the_legal_actions() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50, 3, requires_grad=True)
+    mask = torch.tensor([1, 0, 0, 1, 1, 1]).expand(50, -1)  # off, on, free
+    masked = ActionMask("logits", binary=True)(TensorDict({"logits": logits, "action_mask": mask}, [50]))[
+        "logits"
+    ]
+    dist = JointBernoulli(masked)
+    free = torch.distributions.Bernoulli(logits=logits[:, 2])
+    torch.testing.assert_close(dist.entropy(), free.entropy())
+    assert torch.equal(dist.mode[:, :2], torch.tensor([0, 1], dtype=torch.int8).expand(50, -1))
+    drawn = dist.sample((200,))
+    assert not drawn[..., 0].any() and drawn[..., 1].all() and 0 < drawn[..., 2].float().mean() < 1
+    torch.testing.assert_close(dist.log_prob(drawn), free.log_prob(drawn[..., 2].float()))
+    (dist.entropy().sum() + dist.log_prob(drawn).sum()).backward()
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[:, :2].any()
+    kl = torch.distributions.kl_divergence(dist, JointBernoulli(masked.roll(1, 0)))
+    other = torch.distributions.Bernoulli(logits=logits[:, 2].roll(1, 0))
+    torch.testing.assert_close(kl, torch.distributions.kl_divergence(free, other))
+
+    logits = torch.randn(7, 24, dtype=torch.float64)
+    start = torch.tensor([0, -5, 100])
+    dist = CombinedCategorical(logits, nvec=(2, 3, 4), start=start)
+    plain = Categorical(logits=logits)
+    drawn = dist.sample((300,))
+    at = ((drawn - start) * torch.tensor([12, 4, 1])).sum(-1)
+    assert drawn.shape == (300, 7, 3) and at.min() >= 0 and at.max() == 23
+    torch.testing.assert_close(dist.log_prob(drawn), plain.log_prob(at))  # type: ignore[no-untyped-call]
+    assert torch.equal(dist.entropy(), plain.entropy())  # type: ignore[no-untyped-call]
+    assert torch.equal(((dist.mode - start) * torch.tensor([12, 4, 1])).sum(-1), logits.argmax(-1))
+    shifted = CombinedCategorical(logits.roll(1, 0), nvec=(2, 3, 4), start=start)
+    wanted = torch.distributions.kl_divergence(plain, Categorical(logits=logits.roll(1, 0)))
+    assert torch.equal(torch.distributions.kl_divergence(dist, shifted), wanted)
+    with pytest.raises(
+        ValueError, match=r"logits must have shape \[\*B, 24\], a number for each combination of nvec"
+    ):
+        CombinedCategorical(logits[:, 1:], nvec=(2, 3, 4))
+    with pytest.raises(ValueError, match=r"counts must be left out with binary=True"):
+        ActionMask("logits", counts=(2,), binary=True)
 
 
 def test_dqn_refuses_masks_of_another_shape_or_without_the_next() -> None:
@@ -276,10 +501,6 @@ def test_dqn_refuses_masks_of_another_shape_or_without_the_next() -> None:
 
 if __name__ == "__main__":
     steps, seed = (int(text) for text in sys.argv[1:])
-    for place in ("obs", "info"):
-        for mode in MODES:
-            for kind in COUNTS:
-                play(steps, seed, place, mode, kind)
-                print(
-                    f"{place} {mode} {kind}: no illegal action in {steps:,} steps of each policy", flush=True
-                )
+    for place, mode, kind in CASES:
+        play(steps, seed, place, mode, kind)
+        print(f"{place} {mode} {kind}: no illegal action in {steps:,} steps of each policy", flush=True)

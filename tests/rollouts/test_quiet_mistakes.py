@@ -130,6 +130,10 @@ def test_a_step_limit_keeps_the_last_entries_of_rows_that_the_env_ends(mode, bac
         pytest.skip("this env cannot reset chosen rows")
     batch = rollout(env, num_steps=7, info_keys=["t"])
     assert torch.equal(batch["next", "t"].double(), batch["t"].double() + 1)
+    if mode == "SameStep":
+        env.reset()
+        info = [env.step(np.zeros(2, np.int64))[4] for _ in range(3)][-1]
+        assert info["_final_info"].tolist() == [True, True] and info["final_info"]["t"].tolist() == [3, 3]
 
 
 class Telling(gym.Env):
@@ -220,3 +224,33 @@ def test_a_collector_that_fails_closes_the_env_it_made_and_no_other(options):
     with pytest.raises((ValueError, TypeError, RuntimeError)):
         Collector(mine, frames_per_batch=4, **options)
     assert mine.closed == 0
+
+
+class PaysAtResets(ScriptedVectorEnv):
+    """Under NEXT_STEP it pays 7 in steps that only reset, and tells what they were."""
+
+    def step(self, actions):
+        ended = self._done.copy()
+        obs, reward, *rest = super().step(actions)
+        return obs, np.where(ended, 7, reward), *rest
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_rewards_in_rows_that_only_reset_are_told_once(framework):
+    script = Script(2, lengths=[[2, 3], [4]])
+    env = as_vector_env(PaysAtResets(script), framework=framework)
+    collector = Collector(env, frames_per_batch=12, total_frames=36, seed=0)
+    with pytest.warns(
+        UserWarning, match=r"PaysAtResets paid rewards \(the first is 7\) .* only reset"
+    ) as told:
+        batches = list(collector)
+    assert len(told) == 1
+    right = list(Collector(ScriptedVectorEnv(script), frames_per_batch=12, total_frames=36, seed=0))
+    for batch, other in zip(batches, right, strict=True):
+        assert (batch["next", "reward"] == other["next", "reward"]).all()
+
+
+def test_rewards_that_a_wrapper_shifts_are_not_told():
+    env = TransformReward(ScriptedVectorEnv(Script(2, lengths=2)), lambda reward: reward - 1)
+    assert len(rollout(env, num_steps=9)) == 18
+    assert len(rollout(as_vector_env(env), num_steps=9)) == 18

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import (
     ClipAction,
     NormalizeObservation,
@@ -19,8 +19,13 @@ from gymnasium.wrappers.vector import (
 from list_collector import GYM_MODES, keys_of, script
 from tensordict.nn import TensorDictModule
 
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import run_ends
-from flatroll.rollouts import Collector
+from flatroll.layout.inspect.audit import audit
+from flatroll.layout.spaces import observation_leaves, widest_space
+from flatroll.modules import actor, critic
+from flatroll.rollouts import Collector, batch_spec, check_env_specs
+from flatroll.specs import as_spec
 from flatroll.wrappers import (
     RewardSum,
     StepCounter,
@@ -113,6 +118,10 @@ OBSERVATIONS = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(4), spaces.Dict({"a": spaces.Box(-1, 1, (2,))}))),
+    "integer keys": spaces.Dict({0: spaces.Box(-1, 1, (2,)), 7: spaces.Dict({3: spaces.Discrete(5)})}),
+    "empty": spaces.Box(-1, 1, (0,)),
+    "empty bytes": spaces.Box(0, 255, (3, 0, 2), np.uint8),
+    "partly empty": spaces.Dict(a=spaces.Box(-1, 1, (3, 0), np.float64), b=spaces.Box(-1, 1, (2,))),
 }
 ACTIONS = {
     "discrete": spaces.Discrete(5, start=2),
@@ -129,6 +138,8 @@ ACTIONS = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,)))),
+    "integer keys": spaces.Dict({0: spaces.Discrete(3), 7: spaces.Dict({3: spaces.Box(-1, 1, (2,))})}),
+    "empty": spaces.Box(-1, 1, (0,)),
 }
 if "dtype" in inspect.signature(spaces.Discrete).parameters:  # Gymnasium 1.2.2 or newer
     ACTIONS["small"] = spaces.Discrete(3, dtype=np.uint8)
@@ -213,3 +224,96 @@ def test_nested_actions_of_a_module(name):
     batch = next(Collector(SyncVectorEnv(own), module, frames_per_batch=10))
     assert all((batch[key] == 0).all() for key in keys)
     assert set(keys) == {key for key in keys_of(batch) if key[0] == "action"}
+
+
+@pytest.mark.parametrize("name", ["empty", "empty bytes", "partly empty", "integer keys"])
+def test_checks_and_buffers_of_unusual_spaces(name):
+    def make():
+        return SyncVectorEnv([lambda: SpaceEnv(copy.deepcopy(OBSERVATIONS[name])) for _ in range(2)])
+
+    check_env_specs(make())
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(50, compact_obs=True), sampler=SliceSampler(slice_len=3), batch_size=12
+    )
+    for batch in Collector(make(), frames_per_batch=20, total_frames=80, seed=0):
+        assert audit(batch) == []
+        buffer.extend(batch)
+    sample = buffer.sample()
+    root = () if isinstance(OBSERVATIONS[name], spaces.Dict) else ("observation",)
+    for key, space in leaves(OBSERVATIONS[name], root):
+        assert sample[key].shape == sample[("next", *key)].shape == (12, *space.shape)
+
+
+def test_integer_keys_and_their_texts_in_one_space_are_refused():
+    both = spaces.Dict({"0": spaces.Box(-1, 1, (2,)), "1": spaces.Discrete(2)})
+    both.spaces[0] = both.spaces["0"]
+    with pytest.raises(ValueError, match=r"observation entries \['0', '1', 0\]"):
+        observation_leaves(both)
+    with pytest.raises(
+        TypeError, match=r"keys of a Dict space must be different strings or integers, got \['0', '1', 0\]"
+    ):
+        as_spec(both)
+
+
+#: Spaces of two envs, and the one that holds the values of both.
+DIFFERENT = {
+    "box": (spaces.Box(0, 1, (2,)), spaces.Box(-5, np.inf, (2,)), spaces.Box(-5, np.inf, (2,))),
+    "bytes": (
+        spaces.Box(5, 9, (2, 2), np.uint8),
+        spaces.Box(0, 7, (2, 2), np.uint8),
+        spaces.Box(0, 9, (2, 2), np.uint8),
+    ),
+    "discrete": (spaces.Discrete(2), spaces.Discrete(9, start=-1), spaces.Discrete(9, start=-1)),
+    "disjoint": (spaces.Discrete(2, start=7), spaces.Discrete(2), spaces.Discrete(9)),
+    "multi discrete": (
+        spaces.MultiDiscrete([2, 3]),
+        spaces.MultiDiscrete([5, 2], start=[0, -1]),
+        spaces.MultiDiscrete([5, 4], start=[0, -1]),
+    ),
+    "alike": (spaces.MultiBinary(3), spaces.MultiBinary(3), spaces.MultiBinary(3)),
+    "nested": (
+        spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple((spaces.Box(0, 1), spaces.MultiBinary(2)))),
+        spaces.Dict(a=spaces.Discrete(4), b=spaces.Tuple((spaces.Box(-1, 0), spaces.MultiBinary(2)))),
+        spaces.Dict(a=spaces.Discrete(4), b=spaces.Tuple((spaces.Box(-1, 1), spaces.MultiBinary(2)))),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", GYM_MODES)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_envs_of_different_bounds_have_the_space_of_all(name, mode):
+    *own, widest = DIFFERENT[name]
+
+    def make(kind=SyncVectorEnv):
+        # the narrow env first: its space is Gymnasium's single space
+        fns = [lambda space=space: SpaceEnv(copy.deepcopy(space)) for space in own]
+        return kind(fns, observation_mode="different", autoreset_mode=AutoresetMode(mode))
+
+    env = make()
+    assert as_vector_env(env).single_observation_space == widest
+    check_env_specs(make())
+    policy = actor(env, hidden=(4,))
+    batch = next(Collector(env, policy, frames_per_batch=40, seed=0))
+    batch_spec(env).assert_is_in(batch)
+    critic(env, hidden=(4,))(batch)
+    for key, space in leaves(widest, () if isinstance(widest, spaces.Dict) else ("observation",)):
+        assert all(space.contains(np.asarray(row)) for row in batch[key].numpy())
+    if mode == "NextStep" and name in ("discrete", "nested"):
+        split = make(AsyncVectorEnv)
+        collector = Collector(split, policy, frames_per_batch=40, splits=2, seed=0)
+        assert len(next(collector)) == 40
+        collector.spec.assert_is_in(next(collector))
+        split.close()
+
+
+def test_a_space_of_all_rows_of_another_form_is_ignored():
+    for single, batched in (
+        (spaces.Discrete(2), spaces.Discrete(9)),
+        (spaces.Box(0, 1, (2,)), spaces.Box(-9, 9, (2,))),
+        (spaces.Box(0, 1, (2,)), spaces.Box(-9, 9, (4, 3))),
+        (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(b=spaces.MultiDiscrete([2, 9]))),
+        (spaces.Tuple((spaces.Discrete(2),)), spaces.Tuple((spaces.MultiDiscrete([2, 9]),) * 2)),
+        (spaces.Box(0, 1, (0,)), spaces.Box(0, 1, (3, 0))),
+        (spaces.Text(3), spaces.Tuple((spaces.Text(3),) * 2)),
+    ):
+        assert widest_space(single, batched) is single

@@ -12,6 +12,12 @@ from traces import Counts
 from flatroll.wrappers import as_vector_env
 
 
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Import no simulator where none of these tests runs: some import JAX, whose threads stay for all other tests."""
+    left_out = "not simulators" in config.getoption("markexpr")
+    return True if left_out else None
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark what stands in this folder, which hears of all tests."""
     for item in items:

@@ -11,6 +11,7 @@ import torch
 from traces import Counts, assert_same
 
 pytest.importorskip("pettingzoo")
+pytest.importorskip("mpe2")
 from mpe2 import simple_adversary_v3, simple_speaker_listener_v4, simple_spread_v3
 from pettingzoo.classic import rps_v2
 from pettingzoo.test.example_envs import generated_agents_parallel_v0

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv
@@ -51,17 +52,27 @@ class Part(ScriptedVectorEnv):
 
     def step(self, actions: Any) -> Any:
         assert self.under_way is None, "step while a step is under way"
-        return super().step(np.array(actions))
+        return self._step(actions)
+
+    def _step(self, actions: Any) -> Any:
+        """A step, whose info tells the last one's entries of ended envs, as Gymnasium's envs do."""
+        before = self.clock.step.copy()
+        result = super().step(np.array(actions))
+        _, _, terminated, truncated, info = result
+        ended = terminated | truncated
+        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP and ended.any():
+            info |= {"final_info": {"t": (before + 1) * ended}, "_final_info": ended.copy()}
+        return result
 
     def step_async(self, actions: Any) -> None:
         assert self.under_way is None, "two steps at once"
         self.log.append(("begin", self.first))
-        self.under_way = (super().step(np.array(actions)) if self.early else actions,)
+        self.under_way = (self._step(actions) if self.early else actions,)
 
     def step_wait(self) -> Any:
         self.log.append(("await", self.first))
         (kept,), self.under_way = self.under_way, None
-        return kept if self.early else super().step(np.array(kept))
+        return kept if self.early else self._step(kept)
 
 
 def parts(*borders: int, **options: Any) -> list[Part]:

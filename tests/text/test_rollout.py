@@ -283,7 +283,7 @@ def test_padding_may_be_the_end_token(make_rollout: Make, prompts: PromptData) -
     [
         (
             {"eos_token_id": 50256},
-            r"eos_token_id 50256 is not a token of the model \(24\).*tokenizer.eos_token_id",
+            r"eos_token_id 50256 is not a token of the model \(vocab_size=24\).*tokenizer.eos_token_id",
         ),
         ({"pad_token_id": -1}, "pad_token_id -1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
@@ -321,7 +321,7 @@ def test_wrong_batches_are_refused(make_rollout: Make, prompts: PromptData) -> N
     wrong.attention_mask = wrong.attention_mask.flip(1)
     with pytest.raises(ValueError, match="right-padded"):
         rollout.rollout_from_data(wrong)
-    with pytest.raises(ValueError, match="make texts of 68, but the model reads 64"):
+    with pytest.raises(ValueError, match="make texts of 68 tokens, but the model reads at most 64"):
         make_rollout(max_new_tokens=60).rollout_from_data(prompts)
     with pytest.raises(ValueError, match=r"scores \[8\], got \(8, 12\)"):
         make_rollout(

@@ -201,6 +201,21 @@ def test_no_bootstrap_where_none_is_wanted(tmp_path: Path, capsys: Any) -> None:
     torch.testing.assert_close(added, torch.zeros_like(added))
 
 
+def test_time_limits_are_bootstrapped_where_the_trainer_s_default_is_off(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer without a default for ``value_bootstrap`` keeps None."""
+    begin = A2CAgent.__init__
+
+    def begin_without(agent: Any, base_name: Any, params: Any) -> None:
+        begin(agent, base_name, params)
+        agent.value_bootstrap = None
+
+    monkeypatch.setattr(A2CAgent, "__init__", begin_without)
+    added, time_outs, _ = rewards_of(agent_of(ExactPPO, tmp_path))
+    assert (added[time_outs] != 0).all()
+
+
 def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
     register("three", lambda num_envs: pendulums(3))
     with pytest.raises(ValueError, match="make_env of 'three' must make num_actors=2 envs, got 3"):

@@ -22,6 +22,7 @@ from flatroll.wrappers.testing import (
     Script,
     ScriptedEnv,
     ScriptedTorchEnv,
+    ScriptedVectorEnv,
     decode,
     expected_rows,
     make_scripted,
@@ -151,6 +152,24 @@ def test_the_info_of_an_ended_row_is_the_step_s(mode: Any) -> None:
     assert env.reset_infos[1]["born"] == 0
     env.reset()
     assert env.reset_infos[1]["asked"] == "None"  # options are used once
+
+
+class Forgets(ScriptedVectorEnv):
+    """Resets ended envs in the same step, with ``final_obs`` and no ``final_info``; its info has integer keys."""
+
+    def _info(self) -> dict[Any, Any]:
+        told = self.clock.step > 0
+        return {"lives": self.clock.step + 10, 7: {0: self.clock.step.copy()}, 8: self.clock.step, "_8": told}
+
+
+def test_what_a_native_env_says_of_a_reset_is_not_the_step_s() -> None:
+    env = FlatVecEnv(Forgets(Script(2, lengths=[[1, 3], [2]]), autoreset_mode="SameStep"))
+    env.reset()
+    assert env.reset_infos[0] == {"lives": 10, 7: {0: 0}}
+    infos = env.step(np.zeros(2, np.int64))[3]
+    assert set(infos[0]) == {"TimeLimit.truncated", "terminal_observation", "episode"}
+    assert env.reset_infos[0] == {"lives": 10, 7: {0: 0}}
+    assert infos[1] == {"lives": 11, 7: {0: 1}, 8: 1}
 
 
 def test_seeds_are_those_of_dummy_vec_env() -> None:

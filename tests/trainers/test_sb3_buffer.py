@@ -173,6 +173,27 @@ def test_a_second_learn_resets_the_envs_without_a_warning() -> None:
     check_cut_after(model.learn(48).replay_buffer, last)
 
 
+def test_n_step_returns_have_the_model_s_gamma_or_none() -> None:
+    """Three rewards of 1 at gamma 0.9 are worth 2.71; a default of the buffer would be another discount."""
+
+    def make(**ours: Any) -> Any:
+        return dqn(
+            envs("CartPole-v1", 1, 500),
+            gamma=0.9,
+            learning_starts=1000,
+            replay_buffer_class=FlatReplayBuffer,
+            replay_buffer_kwargs={"n_steps": 3, **ours},
+        )
+
+    with pytest.raises(ValueError, match=r"gamma is needed with n_steps=3.*'n_steps': 3, 'gamma': 0.99"):
+        make()
+    sample = make(gamma=0.9).learn(100).replay_buffer.sample(64)
+    full = sample.rewards > 2  # three steps lie within the episode
+    assert full.any()
+    torch.testing.assert_close(sample.rewards[full].max(), torch.tensor(1 + 0.9 + 0.81))
+    torch.testing.assert_close(sample.discounts[full].min(), torch.tensor(0.729))
+
+
 def test_a_reset_buffer_is_empty() -> None:
     model = with_ours(lambda **more: dqn(cartpole(2), **more), {}, {})
     expected = dqn(cartpole(2))

@@ -87,6 +87,7 @@ def assert_same_samples(ours: Any, theirs: Any, size: int = 64, draws: int = 5) 
         {},
         {"compact": False},
         {"frame_stack": 4},
+        {"frame_stack": 1},
         {"frame_stack": 4, "codec": "zstd"},
         {"codec": "zstd", "compact": False, "window": 7},
         {"frame_stack": 4, "storage": "files"},
@@ -150,7 +151,6 @@ def test_a_dict_with_frames_and_numbers() -> None:
     assert_same_samples(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:env 0 continues after its episode ended")  # few values, so they coincide
 def test_spaces_of_every_kind() -> None:
     """What SB3 casts on its way in, we cast: float64 actions, numbers [E], matrices of actions."""
     box64 = gym.spaces.Box(-1, 1, (2, 2), np.float64)
@@ -256,8 +256,12 @@ def test_what_is_refused() -> None:
         make(codec={"x": "zstd"})
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
         make(n_steps=2, gamma=1.5)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
+        make(gamma=1.5)  # also where no reward is summed
     with pytest.raises(ValueError, match="n_steps must be"):
         make(n_steps=0)
+    with pytest.raises(ValueError, match="gamma is needed with n_steps=3: it discounts the rewards"):
+        make(n_steps=3)
     with pytest.raises(RuntimeError, match="there is no sample whose priorities could be set"):
         make().update_priority(1.0)
 

@@ -9,8 +9,12 @@ import torch
 
 pytest.importorskip("skrl")
 
+from skrl.agents.torch.a2c import A2C, A2C_RNN
 from skrl.agents.torch.base import Agent, AgentCfg
-from skrl.agents.torch.ppo import PPO, PPO_CFG
+from skrl.agents.torch.dqn import DQN
+from skrl.agents.torch.ppo import PPO, PPO_CFG, PPO_RNN
+from skrl.agents.torch.rpo import RPO, RPO_RNN
+from skrl.agents.torch.trpo import TRPO, TRPO_RNN
 from skrl.memories.torch import RandomMemory
 from skrl.models.torch import CategoricalMixin, DeterministicMixin, Model
 from skrl.trainers.torch import SequentialTrainer
@@ -99,7 +103,7 @@ class Policy(CategoricalMixin, Model):
             self, observation_space=env.observation_space, action_space=env.action_space, device="cpu"
         )
         CategoricalMixin.__init__(self)
-        self.net = torch.nn.Linear(4, 2)
+        self.net = torch.nn.Linear(env.observation_space.shape[0], int(env.action_space.n))
 
     def compute(self, inputs: Any, role: str) -> Any:
         return self.net(inputs["observations"]), {}
@@ -111,28 +115,101 @@ class Value(DeterministicMixin, Model):
             self, observation_space=env.observation_space, action_space=env.action_space, device="cpu"
         )
         DeterministicMixin.__init__(self)
-        self.net = torch.nn.Linear(4, 1)
+        self.net = torch.nn.Linear(env.observation_space.shape[0], 1)
 
     def compute(self, inputs: Any, role: str) -> Any:
         return self.net(inputs["observations"]), {}
 
 
-def test_ppo_learns() -> None:
-    env = wrap_env(gym.make_vec("CartPole-v1", 3, "sync"))
-    cfg = PPO_CFG(rollouts=16, learning_epochs=2, mini_batches=2, time_limit_bootstrap=True)
+def agent_of(kind: Any, env: Any, cfg: Any) -> Any:
     cfg.experiment.write_interval = cfg.experiment.checkpoint_interval = 0
-    models = {"policy": Policy(env), "value": Value(env)}
-    agent = ExactPPO(
+    return kind(
         cfg=cfg,
-        models=models,
-        memory=RandomMemory(memory_size=16, num_envs=3, device="cpu"),
+        models={"policy": Policy(env), "value": Value(env)},
+        memory=RandomMemory(memory_size=cfg.rollouts, num_envs=env.num_envs, device="cpu"),
         observation_space=env.observation_space,
         action_space=env.action_space,
         device="cpu",
     )
-    before = models["policy"].net.weight.clone()
+
+
+def test_ppo_learns() -> None:
+    env = wrap_env(gym.make_vec("CartPole-v1", 3, "sync"))
+    cfg = PPO_CFG(rollouts=16, learning_epochs=2, mini_batches=2, time_limit_bootstrap=True)
+    agent = agent_of(ExactPPO, env, cfg)
+    before = agent.policy.net.weight.clone()
     SequentialTrainer(env=env, agents=agent, cfg={"timesteps": 48, **QUIET}).train()
-    assert (models["policy"].net.weight != before).any()
+    assert (agent.policy.net.weight != before).any()
+
+
+def returns_of(kind: Any, time_limit_bootstrap: bool) -> tuple[list[float], list[float]]:
+    """Play one rollout of 12 steps: the returns that the agent learns from, and the right ones."""
+    env = wrap_env(make_scripted(SCRIPT))
+    cfg = PPO_CFG(
+        rollouts=12,
+        discount_factor=0.9,
+        gae_lambda=0.8,
+        learning_rate=0.0,
+        time_limit_bootstrap=time_limit_bootstrap,
+    )
+    agent = agent_of(kind, env, cfg)
+    SequentialTrainer(env=env, agents=agent, cfg={"timesteps": 12, **QUIET}).train()
+    learned = agent.memory.get_tensor_by_name("returns")  # [steps, envs, 1]
+
+    def value(where: Any) -> float:
+        return float(agent.value.net(torch.tensor(where, dtype=torch.float32)).detach())
+
+    rows = true_rows(12)
+    right = []
+    for i in range(len(rows)):  # the return of row i: follow its episode, one row of this env after another
+        total = 0.0
+        weight = 1.0
+        for before, after, reward, terminated, truncated in rows[i :: env.num_envs]:
+            worth = 0.0 if terminated else 0.9 * value(after)
+            total += weight * (reward + worth - value(before))
+            weight *= 0.9 * 0.8
+            if terminated or truncated:
+                break
+        right.append(total + value(rows[i][0]))
+    return learned.flatten().tolist(), right
+
+
+def test_returns_are_exact_at_ends_and_time_limits() -> None:
+    learned, right = returns_of(ExactPPO, time_limit_bootstrap=True)
+    np.testing.assert_allclose(learned, right, rtol=1e-4)
+
+
+@pytest.mark.parametrize("time_limit_bootstrap", [False, True])
+def test_returns_of_skrl_s_ppo_mix_episodes(time_limit_bootstrap: bool) -> None:
+    """The reason for the base, and for the setting that it insists on."""
+    learned, right = returns_of(PPO, time_limit_bootstrap)
+    assert not np.allclose(learned, right, rtol=1e-2)
+
+
+@pytest.mark.parametrize("cfg", [{}, PPO_CFG(), {"time_limit_bootstrap": False}], ids=str)
+def test_a_setting_that_continues_returns_past_a_time_limit_is_refused(cfg: Any) -> None:
+    with pytest.raises(ValueError, match=r"ExactPPO needs cfg\.time_limit_bootstrap=True, got False"):
+        ExactPPO(models={}, cfg=cfg, device="cpu")
+
+
+@pytest.mark.parametrize("kind", [PPO_RNN, A2C_RNN, RPO_RNN, TRPO_RNN])
+def test_recurrent_agents_that_never_value_last_observations_are_refused(kind: Any) -> None:
+    exact = type("ExactRecurrent", (FinalObservations, kind), {})
+    with pytest.raises(TypeError, match="FinalObservations is not for ExactRecurrent: skrl's recurrent"):
+        exact(models={}, cfg={"time_limit_bootstrap": True}, device="cpu")
+
+
+@pytest.mark.parametrize("kind", [A2C, RPO, TRPO])
+def test_the_other_agents_of_rollouts_need_it_too(kind: Any) -> None:
+    exact = type("Exact", (FinalObservations, kind), {})
+    with pytest.raises(ValueError, match=r"Exact needs cfg\.time_limit_bootstrap=True"):
+        exact(models={}, device="cpu")
+    exact(models={}, cfg={"time_limit_bootstrap": True}, device="cpu")
+
+
+def test_off_policy_agents_need_no_setting() -> None:
+    exact: Any = type("ExactDQN", (FinalObservations, DQN), {})
+    exact(models={}, device="cpu")
 
 
 def test_what_is_refused() -> None:

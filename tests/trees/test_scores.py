@@ -31,7 +31,7 @@ def test_unvisited_edges_come_first_and_are_never_nan() -> None:
     for score in (ucb(value, none, same), puct(value, none, torch.rand(3), same)):
         assert score.tolist() == [math.inf] * 3
         assert best_edges(score, same)[1].tolist() == [0]
-    with pytest.raises(ValueError, match="NaN, it is at edge 0"):
+    with pytest.raises(ValueError, match="must not be NaN, got NaN at edge 0"):
         best_edges(value, same)
     nothing = torch.empty(0)
     assert (

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
+from flatroll.rollouts import rollout
 from flatroll.wrappers import InitTracker, as_vector_env
 from flatroll.wrappers.testing import (
     Script,
@@ -587,6 +588,8 @@ def test_wrappers_around_functional_jax_envs_are_refused() -> None:
     class FunctionalJaxVectorEnv(ScriptedVectorEnv):
         pass
 
+    FunctionalJaxVectorEnv.__module__ = "gymnasium.envs.functional_jax_env"
+
     class CartPoleJaxVectorEnv(FunctionalJaxVectorEnv):  # as those that gymnasium registers
         pass
 
@@ -603,10 +606,12 @@ def test_numpy_to_torch_over_same_step_is_refused() -> None:
         as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
 
 
-def test_a_wrapper_by_the_name_of_numpy_to_torch_is_refused() -> None:
+def test_gymnasium_s_numpy_to_torch_is_refused_and_a_namesake_is_not() -> None:
     class NumpyToTorch(gym.vector.VectorWrapper):
         pass
 
+    as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
+    NumpyToTorch.__module__ = "gymnasium.wrappers.vector.numpy_to_torch"
     with pytest.raises(ValueError, match="framework='torch'"):
         as_vector_env(NumpyToTorch(make_scripted(script(), autoreset_mode="SameStep")))
 
@@ -642,6 +647,25 @@ def pool() -> Any:
 
 #: envpool warns when it makes its spaces.
 quiet = pytest.mark.filterwarnings("ignore:.*precision lowered:UserWarning")
+
+
+@quiet
+@pytest.mark.parametrize("name", ["Go9x9-v1", "IntersectionMultiAgent-v0"])
+def test_envpools_of_several_players_are_refused(pool: Any, name: str) -> None:
+    if name not in pool.list_all_envs():
+        pytest.skip("of a later envpool")
+    with pytest.raises(TypeError, match=r"envpool of a game for 2 players .*VectorSource.*PettingZooSource"):
+        as_vector_env(pool.make_gymnasium(name, num_envs=2))
+
+
+@quiet
+def test_envpool_s_ports_of_jumanji_have_jumanji_s_columns(pool: Any) -> None:
+    name = "Jumanji/Snake-v1"
+    if name not in pool.list_all_envs():
+        pytest.skip("of a later envpool")
+    batch = rollout(pool.make_gymnasium(name, num_envs=2, seed=0), num_steps=5)
+    assert batch["step_count_"].flatten().tolist() == [0, 1, 2, 3, 4] * 2
+    assert batch["next", "step_count_"].flatten().tolist() == [1, 2, 3, 4, 5] * 2
 
 
 @quiet
@@ -748,11 +772,64 @@ def test_a_simulator_under_the_checkers_of_gymnasium_make() -> None:
         as_vector_env(gym.wrappers.TimeLimit(GymTorchEnv(), 5), autoreset_mode="SameStep")
 
 
-def test_a_mode_in_the_metadata_of_every_env_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gymnasium before 1.4 writes it there; an env that declares no metadata of its own inherits it."""
+@pytest.fixture
+def shared_metadata() -> Iterator[dict[str, Any]]:
+    """The dict that all vector envs without metadata of their own share; restored afterwards."""
+    before = dict(VectorEnv.metadata)
+    yield VectorEnv.metadata
+    VectorEnv.metadata.clear()
+    VectorEnv.metadata.update(before)
+
+
+class WritesShared(ScriptedVectorEnv):
+    """Writes its mode into the metadata of all vector envs, as ale-py 0.12's AtariVectorEnv does."""
+
+    def __init__(self, mode: str, tells: bool = True) -> None:
+        super().__init__(script(), autoreset_mode=AutoresetMode(mode))
+        del self.metadata
+        if tells:
+            self.autoreset_mode = AutoresetMode(mode)
+        self.metadata["autoreset_mode"] = AutoresetMode(mode)
+
+
+class Outer(VectorWrapper[Any, Any, Any, Any, Any]):
+    """A wrapper that changes nothing."""
+
+
+@pytest.mark.parametrize("last", ["NextStep", "SameStep", "Disabled"])
+@pytest.mark.usefixtures("shared_metadata")
+def test_an_env_made_later_does_not_change_the_mode(last: str) -> None:
+    envs = {mode: WritesShared(mode) for mode in MODES}
+    WritesShared(last)
+    assert VectorEnv.metadata["autoreset_mode"] is AutoresetMode(last)
+    for mode, env in envs.items():
+        right = rollout(ScriptedVectorEnv(script(), autoreset_mode=AutoresetMode(mode)), num_steps=9, seed=0)
+        assert (rollout(env, num_steps=9, seed=0) == right).all()
+    outer = Outer(envs["SameStep"])
+    assert as_vector_env(outer).source.env is outer  # type: ignore[attr-defined]
+    assert as_vector_env(outer).metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+
+
+@pytest.mark.usefixtures("shared_metadata")
+def test_a_mode_in_shared_metadata_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = WritesShared("SameStep", tells=False)
+    for one in (env, Outer(env)):
+        with pytest.raises(TypeError, match="autoreset_mode is needed: WritesShared declares none"):
+            as_vector_env(one)
+    # Gymnasium before 1.4 writes it there; an env that declares no metadata of its own inherits it.
     monkeypatch.setitem(gym.Env.metadata, "autoreset_mode", AutoresetMode.DISABLED)
     with pytest.raises(TypeError, match="autoreset_mode is needed: GymTorchEnv"):
         as_vector_env(GymTorchEnv())
+
+
+def test_an_env_that_declares_two_modes_is_refused() -> None:
+    env: Any = ScriptedVectorEnv(script(), autoreset_mode="NextStep")
+    env.autoreset_mode = "same_step"
+    with pytest.raises(ValueError, match=r"autoreset_mode is unclear: ScriptedVectorEnv.*SameStep.*NextStep"):
+        as_vector_env(env)
+    assert as_vector_env(env, autoreset_mode="NextStep").metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    env.autoreset_mode = True  # of another meaning
+    assert as_vector_env(env).metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
 
 
 class Speedy(gym.Env[Any, Any]):

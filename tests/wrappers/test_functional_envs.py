@@ -47,6 +47,7 @@ def test_a_functional_env_of_gymnasium_s_and_its_vector_env() -> None:
         action_space = spaces.Discrete(2)
 
     class FunctionalJaxVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
+        __module__ = "gymnasium.envs.functional_jax_env"
         func_env, num_envs, time_limit = CartPole(), 3, 200
 
     class CartPoleJaxVectorEnv(FunctionalJaxVectorEnv):

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
+from flatroll.modules import actor
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import (
     Capabilities,
@@ -20,7 +21,7 @@ from flatroll.wrappers import (
     VectorStream,
     as_vector_env,
 )
-from flatroll.wrappers.testing import Script, make_scripted
+from flatroll.wrappers.testing import Script, ScriptedVectorEnv, make_scripted
 
 
 class Walk(VectorSource):
@@ -205,3 +206,54 @@ def test_a_reward_vector_is_refused(make: Any) -> None:
     with pytest.raises(ValueError, match=r"reward must be one number for each env and step.*TransformReward"):
         rollout(env, num_steps=2)
     env.close()
+
+
+def of_module(module: str, name: str, **attributes: Any) -> Any:
+    """An object with reset and step whose class is from another package."""
+    methods = {"reset": lambda self: None, "step": lambda self, action: None, **attributes}
+    return type(name, (), {"__module__": module, **methods})()
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (
+            of_module("gym.wrappers.time_limit", "TimeLimit"),
+            r"env is gym\.wrappers\.time_limit\.TimeLimit, .*shimmy",
+        ),
+        (of_module("dm_env._environment", "Env"), r"env is dm_env\._environment\.Env, .*dm_env: shimmy"),
+        (of_module("pgx.tic_tac_toe", "TicTacToe"), r"env is pgx\.tic_tac_toe\.TicTacToe, .* not supported"),
+        (
+            of_module("pufferlib.vector", "Serial", num_envs=2),
+            r"env is pufferlib\.vector\.Serial, which is not a Gymnasium vector env: pass the Gymnasium envs",
+        ),
+        (
+            of_module("supersuit.vector.markov", "MarkovVectorEnv", num_envs=2),
+            r"env is supersuit\.vector\.markov\.MarkovVectorEnv, .* pass the PettingZoo game itself",
+        ),
+        (of_module("somewhere.envs", "Env"), r"env must be a gymnasium\.Env, .* got somewhere\.envs\.Env$"),
+    ],
+)
+def test_envs_of_other_interfaces_are_named_with_their_module(env: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        as_vector_env(env)
+
+
+def test_the_way_to_a_limit_of_ale_s_vector_env() -> None:
+    class AtariVectorEnv(ScriptedVectorEnv):
+        __module__ = "ale_py.vector_env"
+
+    with pytest.raises(
+        ValueError, match=r"AtariVectorEnv cannot: set the limit in the env, max_num_frames_per_episo"
+    ):
+        StepCounter(AtariVectorEnv(Script(2)), max_steps=5)
+    with pytest.raises(
+        ValueError, match=r"ScriptedVectorEnv cannot: make it with .*'sync', .*max_episode_steps"
+    ):
+        StepCounter(ScriptedVectorEnv(Script(2)), max_steps=5)
+
+
+def test_a_recurrent_policy_called_by_keyword_names_the_batch_size() -> None:
+    policy = actor(gym.make("CartPole-v1"), recurrent="gru")
+    with pytest.raises(ValueError, match=r"got \(2, 1\): call it with a TensorDict of batch size \[2\]"):
+        policy(observation=torch.zeros(2, 4), is_init=torch.ones(2, 1, dtype=torch.bool))

@@ -1,6 +1,7 @@
-"""Tools for testing vector envs: `check_vector_env` checks yours; scripted envs have known transitions."""
+"""Tools for testing: `check_vector_env` checks your env, `check_marker` your marker; scripted envs have known rows."""
 
 from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
+from flatroll.wrappers.testing.check_marker import check_marker
 from flatroll.wrappers.testing.script import Script, decode, encode, expected_rows
 from flatroll.wrappers.testing.scripted_envs import (
     ScriptedEnv,
@@ -19,6 +20,7 @@ __all__ = [
     "ScriptedRslEnv",
     "ScriptedTorchEnv",
     "ScriptedVectorEnv",
+    "check_marker",
     "check_vector_env",
     "decode",
     "encode",

@@ -19,6 +19,8 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from flatroll.layout.checks import function, seed_number, whole_number
+from flatroll.layout.keys import ACTION_MASK
+from flatroll.layout.spaces import observation_leaves
 from flatroll.specs import as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, map_tree
@@ -75,7 +77,9 @@ def vector_env_problems(
 
     The env is adapted by `flatroll.wrappers.as_vector_env` and played twice from the same seed. The checks cover
     spaces; shapes, dtypes and ownership of returned arrays; the rows after an ended episode; final observations;
-    reproducibility; masked resets; and the refusal of a wrong number of actions. The env is not closed.
+    infos and legal-action masks; reproducibility; masked resets; and the refusal of a wrong number of actions. Random
+    actions obey an ``action_mask`` of the observation or info that has one number for each option. The env is not
+    closed.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` accepts, on a device whose values can be read.
@@ -91,14 +95,14 @@ def vector_env_problems(
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
     whole_number("steps", steps)
-    seed_number("seed", seed)
+    seed = seed_number("seed", seed)
     if actions is not None:
         function("actions", actions, "a function of the step")
     try:
         vector = adapt_env(env)
     except (TypeError, ValueError) as error:
         return [f"as_vector_env refuses the env: {error}"]
-    problems = list(_check_spaces(vector))
+    problems = [*_check_spaces(vector), *_check_names(vector)]
     if problems:
         return problems
     stream = find_stream(vector)
@@ -112,7 +116,8 @@ def vector_env_problems(
     if not problems:  # the checks below rely on the shapes
         problems += _check_rows_after_the_end(record)
         problems += _check_final_observations(record)
-        problems += _check_infos(record)
+        problems += _check_infos(vector, record)
+        problems += _check_masks(vector.single_action_space, record)
         problems += _check_reproduction(record, again)
         problems += _check_masked_reset(vector)
         problems += (f"{_SUSPICION}{text}" for text in _suspicions(record))
@@ -132,7 +137,9 @@ class Record:
     terminated: list[npt.NDArray[Any]] = field(default_factory=list)
     truncated: list[npt.NDArray[Any]] = field(default_factory=list)
     final: list[Tree | None] = field(default_factory=list)  # info["final_obs"]
-    infos: list[dict[str, Any]] = field(default_factory=list)  # not copied
+    # Not copied; first_info came back from the reset.
+    first_info: dict[str, Any] = field(default_factory=dict)
+    infos: list[dict[str, Any]] = field(default_factory=list)
     # (Name, returned object, copy made at once.)
     returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
 
@@ -159,15 +166,20 @@ def play(
     # A warning at reset(seed=...) says that the seed has no effect.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        obs, _ = env.reset(seed=seed)
+        obs, info = env.reset(seed=seed)
     stream = find_stream(env)
     assert stream is not None
     env.action_space.seed(seed)
+    random = np.random.default_rng(seed)
     record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded=seedable and not caught)
+    record.first_info = info
     record.obs.append(record.keep("obs", obs))
     record.starts.append(copied(stream.first))
     for k in range(steps):
-        action = env.action_space.sample() if actions is None else actions(k)
+        if actions is None:
+            action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
+        else:
+            action = actions(k)
         obs, reward, terminated, truncated, info = env.step(action)
         record.obs.append(record.keep("obs", obs))
         record.starts.append(copied(stream.first))
@@ -199,6 +211,14 @@ def _check_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     mode = env.metadata.get("autoreset_mode")
     if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         yield f"metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP after as_vector_env, it is {mode!r}"
+
+
+def _check_names(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+    """Check that the entries of the observation can be columns of a batch."""
+    try:
+        observation_leaves(env.single_observation_space)
+    except ValueError as error:
+        yield f"observation_space cannot be stored: {error}"
 
 
 def _check_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
@@ -292,19 +312,23 @@ def _check_final_observations(record: Record) -> Iterator[str]:
         )
         return
     rows = np.argwhere(ended)  # (step, row) of every ended episode; obs[step + 1] came back from that step
-    if len(rows) > 2 and all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows):
+    # Observations that never change, or have no numbers, show nothing.
+    changes = any(not same(row(record.obs[k], i), row(record.obs[k + 1], i)) for k, i in rows)
+    equal = all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows)
+    if len(rows) > 2 and equal and changes:
         yield (
             f"info['final_obs'] equals the returned observation in all {len(rows)} ended rows: it is the "
             "first one of the next episode, and the last one of the ended episode is lost"
         )
 
 
-def _check_infos(record: Record) -> Iterator[str]:
-    """Check that per-env entries of ``info`` keep their shape from step to step.
+def _check_infos(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
+    """Check that per-env entries of ``info`` keep their shape, and Gymnasium's own entries their form.
 
     Their dtype may change: Gymnasium's vector envs use that of the first env that returns a value.
     """
     first: dict[str, tuple[tuple[int, ...], int]] = {}
+    seen: set[str] = set()
     for k, info in enumerate(record.infos):
         for key, value in info.items():
             if not isinstance(value, np.ndarray | Tensor) or value.dtype == object:
@@ -314,6 +338,101 @@ def _check_infos(record: Record) -> Iterator[str]:
             if shape != known:
                 yield f"info[{key!r}] has shape {known} in step {step} and {shape} in step {k}"
                 first[key] = shape, k
+        faults = [text for text in _info_faults(env.num_envs, info) if text not in seen]
+        yield from (f"{text} (first seen after step {k})" for text in faults)
+        seen.update(faults)
+
+
+def _info_faults(num_envs: int, info: dict[Any, Any]) -> Iterator[str]:
+    """Check one step's ``final_info``, and the flags ``_name`` of the envs that returned an entry ``name``."""
+    final = info.get("final_info")
+    if final is not None and not isinstance(final, dict):
+        yield (
+            f"info['final_info'] must be a dict with an array for each entry, it is {type(final).__name__}: the "
+            "entries of last steps are lost"
+        )
+    for key, flags in info.items():
+        if not isinstance(key, str) or not key.startswith("_") or key[1:] not in info:
+            continue
+        is_array = isinstance(flags, np.ndarray | Tensor)
+        is_bool = is_array and str(flags.dtype).endswith("bool")
+        if not is_bool or tuple(flags.shape) != (num_envs,):
+            came = f"{flags.dtype} {tuple(flags.shape)}" if is_array else type(flags).__name__
+            yield (
+                f"info[{key!r}] must be bool {(num_envs,)}, one flag for each env that has info[{key[1:]!r}], it is "
+                f"{came}"
+            )
+
+
+def _option_counts(space: spaces.Space[Any]) -> list[int]:
+    """Return the number of options of each choice of an action space; empty if it is not made of choices."""
+    if isinstance(space, spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, spaces.MultiDiscrete):
+        return [int(n) for n in space.nvec.reshape(-1)]
+    if isinstance(space, spaces.MultiBinary):
+        return [2] * int(np.prod(space.shape))
+    return []
+
+
+def _mask_of(obs: Tree, info: dict[str, Any]) -> tuple[str, npt.NDArray[Any]] | None:
+    """Return the name and a copy of the legal-action mask ``[E, k]``; None if there is none of one dim per env.
+
+    Rows of envs that returned no mask allow all actions.
+    """
+    in_obs = isinstance(obs, dict) and ACTION_MASK in obs
+    mask = obs[ACTION_MASK] if in_obs else info.get(ACTION_MASK)
+    if not isinstance(mask, np.ndarray | Tensor) or mask.ndim != 2 or mask.dtype == object:
+        return None
+    mask = copied(mask)
+    told = None if in_obs else info.get(f"_{ACTION_MASK}")
+    if told is not None:
+        mask[~copied(told)] = 1
+    return f"{'obs' if in_obs else 'info'}[{ACTION_MASK!r}]", mask
+
+
+def obey_masks(
+    space: spaces.Space[Any], action: Tree, obs: Tree, info: dict[str, Any], random: np.random.Generator
+) -> Tree:
+    """Return a batched action with each choice among those that a mask of all options allows, if there is one."""
+    counts = _option_counts(space)
+    found = _mask_of(obs, info)
+    if not counts or found is None or found[1].shape[1] != sum(counts):
+        return action
+    # The allowed option with the highest random number; any option where none is allowed.
+    numbers = random.random(found[1].shape) + (found[1] != 0)
+    parts = np.split(numbers, np.cumsum(counts)[:-1], axis=1)
+    chosen = np.stack([part.argmax(1) for part in parts], 1).reshape(action.shape)
+    start = 0 if isinstance(space, spaces.MultiBinary) else space.start  # type: ignore[attr-defined]
+    return (chosen + start).astype(action.dtype)
+
+
+def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
+    """Check that legal-action masks have one number for each option, and allow one in rows that go on."""
+    counts = _option_counts(space)
+    if not counts:
+        return
+    ended = np.zeros_like(record.ended()[0])
+    for k, (obs, info) in enumerate(zip(record.obs, (record.first_info, *record.infos), strict=True), -1):
+        if k >= 0 and record.mode == AutoresetMode.NEXT_STEP:
+            ended = record.terminated[k] | record.truncated[k]  # here obs is the last one of the episode
+        found = _mask_of(obs, info)
+        if found is None:
+            continue
+        name, mask = found
+        where = f"after step {k}" if k >= 0 else "from reset"
+        if mask.shape[1] != sum(counts):
+            yield (
+                f"{name} must have {sum(counts)} numbers for each env, one for each option of {space}, it has "
+                f"{mask.shape[1]} (first seen {where})"
+            )
+            return
+        parts = np.split(mask != 0, np.cumsum(counts)[:-1], axis=1)
+        hopeless = ~np.stack([part.any(1) for part in parts], 1).all(1) & ~ended
+        if hopeless.any():
+            row = int(np.flatnonzero(hopeless)[0])
+            yield f"{name} allows no option in row {row}, whose episode goes on (first seen {where})"
+            return
 
 
 def _check_reproduction(record: Record, again: Record) -> Iterator[str]:
@@ -336,8 +455,10 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     if mask.all():
         return
     options, given = {"reset_mask": mask}, mask.copy()
-    env.reset()
-    before = map_tree(copied, env.step(env.action_space.sample())[0])
+    obs, info = env.reset()
+    random = np.random.default_rng(0)
+    action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
+    before = map_tree(copied, env.step(action)[0])
     after = map_tree(copied, env.reset(options=options)[0])
     if list(options) != ["reset_mask"] or not np.array_equal(mask, given):
         yield "reset changed the options it was given"
@@ -396,7 +517,7 @@ def _features(tree: Tree) -> npt.NDArray[np.float64]:
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
     # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.
-    stride = -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES)
+    stride = max(1, -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES))
     return np.concatenate([leaf[:, ::stride].astype(np.float64) for leaf in leaves], 1)
 
 

@@ -83,6 +83,8 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         autoreset_mode: a gymnasium mode, or None for an env that declares none (and resets in the same step).
         final_obs: how SAME_STEP returns the last observation. ``"object"``: Gymnasium's object array on steps with an
             ended row; ``"dense"``: a full batch on such steps; ``"absent"``: not at all.
+        final_info: whether SAME_STEP also returns the last entries of info on steps with an ended row, in
+            ``info["final_info"]``. Default False: they are lost.
         reuse_buffer: the next call overwrites every returned array.
         record_actions: keep every action batch in ``self.actions``.
 
@@ -99,11 +101,12 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         *,
         autoreset_mode: Mode | None = AutoresetMode.NEXT_STEP,
         final_obs: FinalObs = "object",
+        final_info: bool = False,
         reuse_buffer: bool = False,
         record_actions: bool = False,
     ) -> None:
         expect("script", script, Script, "a Script")
-        flags(reuse_buffer=reuse_buffer, record_actions=record_actions)
+        flags(final_info=final_info, reuse_buffer=reuse_buffer, record_actions=record_actions)
         self.script, self.num_envs = script, script.num_envs
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space
@@ -115,6 +118,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
         self.actions: list[Any] = []
         self._final_obs, self._reuse, self._record = final_obs, reuse_buffer, record_actions
+        self._final_info = final_info
         self.clock = Clock(script, np.asarray)
         self._done = np.zeros(self.num_envs, np.bool_)
         # The last returned observation, reward, terminated, truncated and final observation.
@@ -145,9 +149,12 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
             clock.begin(pending)
         # Rows that ended in the previous step do not move: NEXT_STEP only resets them.
         reward, terminated, truncated = clock.advance(~pending)
-        done, final_info = terminated | truncated, {}
+        done, last = terminated | truncated, {}
         if self._mode == AutoresetMode.SAME_STEP:
-            final: Any = clock.observe()  # before the next episodes begin
+            # Before the next episodes begin.
+            final: Any = clock.observe()
+            if done.any() and self._final_info:
+                last = {"final_info": self._info(), "_final_info": done.copy()}
             clock.begin(done)
             if done.any() and self._final_obs != "absent":
                 if self._final_obs == "dense":
@@ -156,12 +163,12 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
                     trees, final = final, np.full(self.num_envs, None, dtype=object)
                     for i in np.flatnonzero(done):
                         final[i] = row(trees, int(i))
-                final_info = {"final_obs": final, "_final_obs": done.copy()}
+                last |= {"final_obs": final, "_final_obs": done.copy()}
         else:
             self._done = done
         returned = clock.observe(), reward.astype(np.float32), terminated, truncated
         obs, reward, terminated, truncated = (self._show(i, value) for i, value in enumerate(returned))
-        return obs, reward, terminated, truncated, self._info() | final_info
+        return obs, reward, terminated, truncated, self._info() | last
 
     def _info(self) -> dict[str, Any]:
         return {"t": self.clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}

@@ -286,7 +286,7 @@ class DiskStorage(ColumnStorage):
         compact_obs: bool,
     ) -> None:
         """Take the options that were given, or those of the rows that are there; ValueError if they differ."""
-        encodings = Encodings(frame_stack, codec)
+        self._encodings = encodings = Encodings(frame_stack, codec)
         self.frame_stack, self.codec = encodings.frame_stack, encodings.codec
         if both := [key for key in self.frame_stack if key in self.codec]:
             raise ValueError(
@@ -520,7 +520,7 @@ class DiskStorage(ColumnStorage):
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         forms: dict[NestedKey, Form] = {}
-        Encodings(self.frame_stack, self.codec).row_bytes(like)  # raises if they are invalid
+        self._encodings.row_bytes(like)  # raises if they are invalid
         for key, (dtype, shape) in like.items():
             dtype_name(dtype)  # raises TypeError here and not on the writer thread
             forms[key] = self._form(key, dtype, shape)

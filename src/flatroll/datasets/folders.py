@@ -29,8 +29,8 @@ from flatroll.layout import checks
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 
-#: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by dotted name.
-Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
+#: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by key or dotted name.
+Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array] | Mapping[tuple[str, ...], Array]
 # Number of rows compared to see whether next observations are those of the next row.
 _ROWS_LOOKED_AT = 1024
 SEGMENT_BYTES = 32 << 20
@@ -88,7 +88,7 @@ def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
         TypeError: an entry is not of numbers or bools.
     """
     memory: _PieceMemory | None = None
-    names: dict[str, NestedKey] = {}
+    names: dict[NestedKey, NestedKey] = {}
     for number, batch in enumerate(batches):
         columns = _by_key(batch, names, number)
         counts = {value.shape[:1] for value in columns.values()}
@@ -189,7 +189,9 @@ class _PieceMemory:
         self.used, self.shifted, self.left_out = rows, False, set()
 
 
-def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[NestedKey, Tensor | Array]:
+def _by_key(
+    batch: Batch, names: dict[NestedKey, NestedKey], number: int
+) -> Mapping[NestedKey, Tensor | Array]:
     """Columns of a batch; ``names`` keeps the keys of dotted names."""
     if isinstance(batch, TensorDictBase):
         if batch.batch_dims != 1:
@@ -202,11 +204,12 @@ def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[N
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
         return cast(Columns, batch)
     found: dict[NestedKey, Tensor | Array] = {}
-    for name, array in cast(Mapping[str, Array], batch).items():
+    for name, array in cast(Mapping[NestedKey, Array], batch).items():
         if array.dtype.kind not in "biufc":
             raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
         if name not in names:
-            names[name] = plain_key(tuple(name.split(".")))
+            parts = tuple(name.split(".")) if isinstance(name, str) else name
+            names[name] = plain_key(parts)
         found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     return found
 

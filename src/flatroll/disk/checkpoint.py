@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flatroll.disk.folder import Folder, LoadedVersion
 from flatroll.disk.manifest import Version
@@ -69,6 +70,9 @@ class Checkpoint:
     since the last save are written. A part is any object with ``state_dict`` and ``load_state_dict`` whose state is
     plain data, see `state_tree.pack`. No pickle is written or read.
 
+    What an optimizer trains must be in a part, too: pass the loss, which holds all networks and, for SAC, the
+    temperature. The first `save` raises an error if a trained parameter is in none.
+
     A loaded run continues exactly, except for the env: its state is not saved, so a collector resets it, and open
     trajectories are cut. Save between batches.
 
@@ -119,6 +123,7 @@ class Checkpoint:
         self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
         self._folder: Folder | None = None  # saved to or loaded last
         self._left: list[str] = []  # what a partial load left in the folder
+        self._complete = False  # whether the parts were found to hold what the optimizers train
         if buffer is not None and not isinstance(buffer, Saves):
             raise TypeError(
                 f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
@@ -148,6 +153,7 @@ class Checkpoint:
             TypeError: a part's state or ``extra`` has a value of another type; the message names it.
             FileExistsError: the folder has a version that was neither loaded nor saved by this object, or of which
                 ``load(partial=True)`` left parts out.
+            ValueError: an optimizer trains a parameter that no part holds; at the first save.
             OSError: the disk is full or failed; the previous versions are intact.
         """
         if self._left:
@@ -156,6 +162,9 @@ class Checkpoint:
                 "lose: save to another folder, with a new Checkpoint"
             )
         parts = {name: part.state_dict() for name, part in self._parts.items()}
+        if not self._complete:
+            _check_trained(self._parts, parts)
+            self._complete = True
         others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}
         if self._buffer is not None:
             return self._buffer.save_version(self.path, others, self._options).number
@@ -263,6 +272,49 @@ class Checkpoint:
             for name in tried:
                 self._parts[name].load_state_dict(before[name])
             raise
+
+
+def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:
+    """Raise ValueError if an optimizer among ``parts`` trains a parameter that no other part holds."""
+    optimizers = {
+        name: groups for name, part in parts.items() if (groups := getattr(part, "param_groups", None))
+    }
+    if not optimizers:
+        return
+
+    held: set[int] = set()  # ids of the parameters of modules
+    shared: set[tuple[int, torch.Size]] = set()  # addresses of tensors in states that are no copies
+    copied: list[Tensor] = []  # tensors in states of parts that are no modules, which may be copies
+    for name, part in parts.items():
+        if name in optimizers:
+            continue
+        tensors = [leaf for leaf in tree_leaves(states[name]) if isinstance(leaf, Tensor)]
+        shared |= {(tensor.data_ptr(), tensor.shape) for tensor in tensors}
+        if isinstance(part, nn.Module):
+            held |= {id(parameter) for parameter in part.parameters()}
+        else:
+            copied += tensors
+
+    def is_saved(parameter: Tensor) -> bool:
+        if id(parameter) in held or (parameter.data_ptr(), parameter.shape) in shared:
+            return True
+        return any(
+            tensor.shape == parameter.shape
+            and tensor.dtype is parameter.dtype
+            and torch.equal(tensor.to(parameter.device), parameter.detach())
+            for tensor in copied
+        )
+
+    for name, groups in optimizers.items():
+        trained = [parameter for group in groups for parameter in group["params"]]
+        missing = [list(parameter.shape) for parameter in trained if not is_saved(parameter)]
+        if missing:
+            shapes = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            raise ValueError(
+                f"{name} trains {len(trained)} parameters, of which {len(missing)} are in no part of this Checkpoint "
+                f"(shapes {shapes}) and would be lost: pass the module that holds them all, such as "
+                "Checkpoint(..., loss=loss)"
+            )
 
 
 def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from flatroll.layout.export import optional_package
+from flatroll.layout.ted import NestedRuns
 from flatroll.layout.trajectories import nested_values
 
 _DEEPEST = 64  # maximum nesting depth, in writing and reading
@@ -220,7 +221,7 @@ class Packer:
         if isinstance(value, LazyStackedTensorDict):
             parts = [self.value(td, f"{path}[{i}]", depth + 1) for i, td in enumerate(value.tensordicts)]
             return ["lazy_stack", value.stack_dim, parts]
-        if type(value) is not TensorDict and not value.is_memmap():
+        if type(value) not in (TensorDict, NestedRuns) and not value.is_memmap():
             raise _no_data(value, path)
         pairs = [
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]

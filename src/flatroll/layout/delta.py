@@ -156,7 +156,7 @@ class RestoreNextObservation:
 
     Raises:
         ValueError: ``restore_dtype`` or ``delta_dtype`` is not floating.
-        TypeError: ``in_keys`` is a single string.
+        TypeError: ``in_keys`` is a single string or an env.
 
     >>> from tensordict import TensorDict
     >>> obs = torch.tensor([[0], [250]], dtype=torch.uint8)
@@ -181,6 +181,11 @@ class RestoreNextObservation:
                 f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
             )
         flags(drop_delta=drop_delta)
+        if hasattr(in_keys, "reset") and hasattr(in_keys, "step"):
+            raise TypeError(
+                "flatroll.buffers.NextObservationDelta restores next observations in samples and takes no env, got "
+                f"{type(in_keys).__name__}: wrap the env in flatroll.wrappers.NextObservationDelta"
+            )
         self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
         self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
         self.drop_delta = drop_delta

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import expect, need_rows
+from flatroll.layout.checks import expect, need_rows, shown
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -25,7 +25,9 @@ from flatroll.layout.keys import (
     STEP_COUNT,
     TERMINATED,
     TRUNCATED,
+    as_tuple,
     is_entry,
+    plain_key,
 )
 
 Array = npt.NDArray[Any]
@@ -65,7 +67,15 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    return dict(_columns(batch, _check_separator(separator)))
+    _check_separator(separator)
+    columns: dict[str, Array] = {}
+    for key, array in to_columns(batch):
+        if any(separator in name for name in key):
+            raise ValueError(
+                f"entry {plain_key(key)!r} has {separator!r} in its name: pass another separator="
+            )
+        columns[separator.join(key)] = array
+    return columns
 
 
 def _check_separator(separator: str) -> str:
@@ -75,11 +85,10 @@ def _check_separator(separator: str) -> str:
     return separator
 
 
-def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
+def to_columns(batch: TensorDictBase) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """Yield the key and the array ``[N, ...]`` of each entry; TypeError for an entry that NumPy cannot hold."""
     for key in batch.keys(True, True, is_leaf=is_entry):
-        names, column = (key,) if isinstance(key, str) else key, batch.get(key)
-        if any(separator in name for name in names):
-            raise ValueError(f"entry {key!r} has {separator!r} in its name: pass another separator=")
+        column = batch.get(key)
         if not isinstance(column, torch.Tensor) or column.is_nested:
             raise TypeError(
                 f"entry {key!r} holds {type(column).__name__}, which is not a tensor [N, ...]: leave it out, "
@@ -91,7 +100,7 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
             raise TypeError(
                 f"entry {key!r} is {column.dtype}, which NumPy does not support: cast it first"
             ) from error
-        yield separator.join(names), array
+        yield as_tuple(key), array
 
 
 def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDict:
@@ -112,26 +121,33 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         raise TypeError(
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
         )
-    return _assemble(((name, np.asarray(columns[name])) for name in columns), _check_separator(separator))
+    _check_separator(separator)
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
     entries = dict(columns)
-    lengths = {name: len(array) if array.ndim else -1 for name, array in entries.items()}
+    return from_columns({tuple(name.split(separator)): array for name, array in entries.items()}, separator)
+
+
+def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".") -> TensorDict:
+    """Return the flat batch ``[N]`` of arrays by key; errors as `from_numpy`, with names joined by ``separator``."""
+    lengths = {separator.join(key): len(array) if array.ndim else -1 for key, array in columns.items()}
     if len(set(lengths.values())) > 1 or -1 in lengths.values():
         raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
-    keys = {name: tuple(name.split(separator)) for name in entries}
-    folders = {key[:depth] for key in keys.values() for depth in range(1, len(key))}
-    if both := sorted(name for name, key in keys.items() if key in folders):
+    folders = {key[:depth] for key in columns for depth in range(1, len(key))}
+    if both := sorted(separator.join(key) for key in columns if key in folders):
         raise ValueError(
             f"columns {both} are entries, and also prefixes of other entries' names: rename them first"
         )
     batch = TensorDict({}, [next(iter(lengths.values()), 0)])
-    for name, array in entries.items():
+    for key, array in columns.items():
         if array.dtype.kind not in "biufc":
-            raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
+            raise TypeError(
+                f"column {separator.join(key)!r} must hold numbers or bools, got {array.dtype}: leave it out"
+            )
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
-        batch.set(keys[name], torch.from_numpy(np.require(native, requirements=["C", "W"])))
+        batch.set(key, torch.from_numpy(np.require(native, requirements=["C", "W"])))
     return batch
 
 
@@ -179,15 +195,17 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     """Return the flat batch ``[N]`` of a data frame made by `to_pandas`.
 
     Rows keep the order of the frame: those of a trajectory must be contiguous and in time order. In frames without
-    the record of `to_pandas`, rewards, flags and step counts become ``[N, 1]``, other single columns ``[N]``.
+    the record of `to_pandas`, rewards, flags and step counts become ``[N, 1]``, other single columns ``[N]``,
+    and arrays or lists of one length ``[N, size]``.
 
     Args:
         frame: a `pandas.DataFrame`.
         separator: what joins the names of a nested key. Default ``"."``.
 
     Raises:
-        ValueError: a column of an entry is missing, arrays of a column differ in shape, or names clash.
-        TypeError: a column is not of numbers, bools or arrays of them.
+        ValueError: a column of an entry is missing, arrays or lists of a column differ in shape or dtype (the message
+            names the row), or names clash.
+        TypeError: a column is not of numbers, bools, or arrays or lists of them.
     """
     if not frame.columns.is_unique:
         raise ValueError(f"columns must have unique names, got {list(frame.columns)}")
@@ -215,17 +233,43 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
 
 
 def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
-    """Stack a column of arrays to one array ``[N, ...]``."""
+    """Stack a column of arrays or lists to one array ``[N, ...]``; the error names the row that does not fit."""
     if not len(column) and recorded is not None:
         return np.empty((0, *recorded[1]), recorded[0])
-    if not all(isinstance(item, np.ndarray) for item in column):
-        raise TypeError(
-            f"column {name!r} must hold numbers, bools or arrays: cast it with astype, or leave it out"
-        )
-    shapes = {item.shape for item in column}
-    if len(shapes) > 1:
-        raise ValueError(f"the arrays of column {name!r} must have one shape, got {sorted(shapes)}")
-    return np.stack(list(column))
+    items: list[Array] = []
+    for row, cell in enumerate(column):
+        if isinstance(cell, str | bytes):
+            raise TypeError(f"column {name!r} holds texts, row {row} has {cell[:40]!r}: leave it out")
+        item = _cell_array(cell)
+        if item is None:
+            raise TypeError(
+                f"column {name!r} must hold numbers, bools, or arrays or lists of them, row {row} has "
+                f"{shown(cell)}: leave the column out, or fill it"
+            )
+        items.append(item)
+        if item.shape != items[0].shape:
+            raise ValueError(
+                f"the cells of column {name!r} must have one shape: row {row} has {list(item.shape)}, row 0 has "
+                f"{list(items[0].shape)}; pad them, or leave the column out"
+            )
+        if item.dtype != items[0].dtype:
+            raise ValueError(
+                f"the cells of column {name!r} must have one dtype: row {row} has {item.dtype}, row 0 has "
+                f"{items[0].dtype}; make arrays of them, frame[{name!r}] = [numpy.asarray(cell, float) for cell in "
+                f"frame[{name!r}]]"
+            )
+    return np.stack(items) if items else np.empty((0, 0))
+
+
+def _cell_array(cell: Any) -> Array | None:
+    """An array of the numbers in a cell of a data frame, which may be nested lists; None if it holds something else."""
+    try:
+        array = np.asarray(cell)
+        if array.dtype == object and array.ndim:  # pandas gives lists of lists as arrays of arrays
+            array = np.stack([_cell_array(part) for part in array])  # type: ignore[misc]
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind in "biufc" else None
 
 
 def _shape_of_parts(
@@ -293,8 +337,8 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
 def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
     """Return the flat batch ``[N]`` of an Arrow table made by `to_arrow`.
 
-    Rows keep the order of the table. In tables without the record of `to_arrow`, lists become ``[N, size]``, rewards,
-    flags and step counts ``[N, 1]``, other columns ``[N]``.
+    Rows keep the order of the table. In tables without the record of `to_arrow`, lists become ``[N, size]``
+    (lists of lists ``[N, a, b]``), rewards, flags and step counts ``[N, 1]``, other columns ``[N]``.
 
     Args:
         table: a `pyarrow.Table`.
@@ -302,35 +346,72 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
 
     Raises:
         ImportError: pyarrow is missing; the message names the extra.
-        ValueError: a column has missing values, or names clash.
-        TypeError: a column is not of numbers, bools or fixed-size lists of them.
+        ValueError: a column has missing values, or lists of different lengths (the message names the row); names clash.
+        TypeError: a column is not of numbers, bools or lists of them.
     """
     pyarrow = optional_package("pyarrow", "arrow", "from_arrow")
     entries: dict[str, Array] = {}
     if len(set(table.column_names)) < len(table.column_names):
         raise ValueError(f"columns must have unique names, got {table.column_names}")
     for field, chunks in zip(table.schema, table.columns, strict=True):
-        values, size = (
-            pyarrow.concat_arrays(chunks.chunks) if chunks.num_chunks else chunks.combine_chunks(),
-            1,
-        )
-        gaps = values.null_count
-        if pyarrow.types.is_fixed_size_list(field.type):
-            size, values = field.type.list_size, values.flatten()
-            gaps += values.null_count
-        if gaps:
-            raise ValueError(f"column {field.name!r} has {gaps} missing values: fill them, or leave it out")
-        if not (pyarrow.types.is_boolean(values.type) or pyarrow.types.is_primitive(values.type)):
-            raise TypeError(
-                f"column {field.name!r} must hold numbers, bools or fixed-size lists of them, got {field.type}"
-            )
-        column = values.to_numpy(zero_copy_only=False)
+        values = pyarrow.concat_arrays(chunks.chunks) if chunks.num_chunks else chunks.combine_chunks()
+        column = _arrow_column(pyarrow, field.name, values)
         record = (field.metadata or {}).get(_RECORD.encode())
-        if size != 1 or pyarrow.types.is_fixed_size_list(field.type):
-            column = column.reshape(len(table), size)
         shape = None if record is None else _noted_shape(field.name, record)
         entries[field.name] = _reshape(field.name, column, shape, separator)
     return _assemble(entries.items(), separator)
+
+
+def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
+    """The numbers of an Arrow column, ``[N]``, or ``[N, ...]`` of lists, whose lengths must be one at each depth."""
+    types = pyarrow.types
+    kind = values.type
+    shape = [len(values)]
+    while True:
+        if values.null_count:
+            row = values.is_null().to_numpy(zero_copy_only=False).argmax() // prod(shape[1:])
+            raise ValueError(
+                f"column {name!r} has {values.null_count} missing values, the first in row {row}: fill them, or "
+                "leave it out"
+            )
+        if isinstance(values, pyarrow.FixedShapeTensorArray):
+            return np.asarray(values.to_numpy_ndarray())
+        if isinstance(values, pyarrow.ExtensionArray):  # such as the arrays of Hugging Face's data sets
+            values = values.storage
+        elif types.is_fixed_size_list(values.type):
+            shape.append(values.type.list_size)
+            values = values.flatten()
+        elif types.is_list(values.type) or types.is_large_list(values.type):
+            shape.append(_list_length(name, values, prod(shape[1:])))
+            values = values.flatten()
+        else:
+            break
+    if (
+        types.is_string(values.type)
+        or types.is_large_string(values.type)
+        or types.is_string_view(values.type)
+    ):
+        raise TypeError(f"column {name!r} holds texts ({kind}): leave it out, table.drop_columns([{name!r}])")
+    if not (types.is_boolean(values.type) or types.is_primitive(values.type)):
+        raise TypeError(
+            f"column {name!r} must hold numbers, bools or lists of them, got {kind}: leave it out, "
+            f"table.drop_columns([{name!r}])"
+        )
+    return values.to_numpy(zero_copy_only=False).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _list_length(name: str, lists: Any, per_row: int) -> int:
+    """The length that all lists have; ValueError that names the first row with another one."""
+    lengths: Array = lists.value_lengths().to_numpy(zero_copy_only=False)
+    if not len(lengths):
+        return 0
+    if (differing := np.flatnonzero(lengths != lengths[0])).size:
+        place = int(differing[0])
+        raise ValueError(
+            f"column {name!r} must have lists of one length: one in row {place // per_row} has {lengths[place]} "
+            f"values, the first has {lengths[0]}; pad them, or leave the column out"
+        )
+    return int(lengths[0])
 
 
 def _noted_shape(name: str, record: bytes) -> list[int]:

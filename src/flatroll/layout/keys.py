@@ -44,8 +44,8 @@ VALID = "shifted_valid"
 
 #: The entry of an observation or of info with the legal actions.
 ACTION_MASK = "action_mask"
-#: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
-#: these columns, so collectors refuse it.
+#: Root names that the package writes itself. An entry of a Dict observation with such a name would overwrite one of
+#: these columns, so its column gets an underscore: ``"step_count_"``.
 RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
@@ -285,9 +285,12 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         raise
     except NotImplementedError as error:
         raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
+    way_out = ""
+    if not batch.batch_size and column.ndim:  # as of a module that is called by keyword
+        way_out = f": call it with a TensorDict of batch size [{column.shape[0]}]"
     raise ValueError(
         f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
-        f"got {tuple(column.shape)}"
+        f"got {tuple(column.shape)}{way_out}"
     )
 
 

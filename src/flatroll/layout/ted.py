@@ -1,6 +1,7 @@
 """Conversions between flat batches and TorchRL's episode format (TED), and compact batches."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import expect, file_path, key_names, need_keys
@@ -416,12 +418,72 @@ def _memory(out: TensorDictBase, shape: torch.Size) -> TensorDictBase:
 _RUN = "traj_"
 
 
+class NestedRuns(TensorDict):
+    """Nested tensors with one entry per run, ``[R]``; their state consists of plain tensors and values, the flat form.
+
+    ``torch.load`` reads such a state with its default ``weights_only=True``, which takes nested tensors up to
+    torch 2.14 only.
+
+    >>> rows = {"action": torch.arange(3), "next": {"done": torch.tensor([False, True, False])}}
+    >>> state = TED2Nested()(TensorDict(rows, [3])).state_dict()
+    >>> state["action"], state["_lengths"]
+    (tensor([0, 1, 2]), tensor([2, 1]))
+    >>> Nested2TED()(TensorDict(state, []))["action"]
+    tensor([0, 1, 2])
+    """
+
+    @classmethod
+    def of(cls, flat: TensorDictBase) -> "NestedRuns":
+        """Return the nested form of what `TED2Flat` returned; it shares its memory."""
+        lengths = flat.get(LENGTHS)
+        rows = int(lengths.sum())
+        offsets = {extra: _offsets(lengths + extra) for extra in (0, 1)}
+        nested = cls({}, [len(lengths)])
+        for key, column in _entries(flat):
+            if not isinstance(column, Tensor):
+                nested.set_non_tensor(key, column)
+            elif not column.ndim:  # a number of a state, which TensorDict converts
+                nested.set_non_tensor(key, column.item())
+            elif key == LENGTHS:
+                nested.set(key, column)
+            else:
+                nested.set(key, torch.nested.nested_tensor_from_jagged(column, offsets[len(column) > rows]))
+        return nested
+
+    def flat(self) -> TensorDict:
+        """Return the flat form, which shares the memory of the nested tensors."""
+        flat = TensorDict({}, [])
+        for key, value in _entries(self):
+            if isinstance(value, Tensor):
+                flat.set(key, nested_values(value) if value.is_nested else value)
+            else:
+                flat.set_non_tensor(key, value)
+        return flat
+
+    @override
+    def state_dict(self, *args: Any, **options: Any) -> OrderedDict[str, Any]:
+        """Return the entries of the flat form, nested as they are; the arguments of ``TensorDict`` have no effect."""
+        return OrderedDict(self.flat().to_dict())
+
+    @override
+    def load_state_dict(self, state_dict: OrderedDict[str, Any], *args: Any, **options: Any) -> "NestedRuns":
+        """Replace the entries by those of a state; the other arguments of ``TensorDict`` have no effect."""
+        loaded = NestedRuns.of(TensorDict(dict(state_dict), []))
+        for key in list(self.keys()):
+            self.pop(key)
+        self.batch_size = loaded.batch_size  # type: ignore[has-type]  # tensordict's own
+        self.update(loaded)
+        return self
+
+
 class TED2Nested(TED2Flat):
     """Convert rows to nested tensors with one entry per run, the nested form of `TED2Flat`.
 
     The result has batch size ``[R]``. An entry whose next value is the root value of the next row has one value more
     than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
-    a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike.
+    a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike. To save the result with
+    ``torch.save``, save its ``state_dict()``, which has the entries of the flat form, plain tensors: ``torch.load``
+    reads it by default, and ``Nested2TED()(TensorDict(state, []))`` takes it.
 
     Args:
         done_key, shift_key, is_full_key, done_keys, reward_keys: as for `TED2Flat`.
@@ -437,20 +499,7 @@ class TED2Nested(TED2Flat):
 
     def __call__(self, data: TensorDictBase, path: str | Path | None = None) -> TensorDict:
         """Convert rows ``[N]`` or ``[T, *B]``; arguments and errors as for `TED2Flat`."""
-        flat = super().__call__(data, path)
-        lengths = flat.get(LENGTHS)
-        rows = int(lengths.sum())
-        offsets = {extra: _offsets(lengths + extra) for extra in (0, 1)}
-        nested = TensorDict({}, [len(lengths)])
-        for key in flat.keys(True, True, is_leaf=is_entry):
-            column = flat.get(key) if key in flat.keys(True, True) else None
-            if not isinstance(column, Tensor):
-                nested.set_non_tensor(key, flat.get_non_tensor(key))
-            elif key == LENGTHS:
-                nested.set(key, column)
-            else:
-                nested.set(key, torch.nested.nested_tensor_from_jagged(column, offsets[len(column) > rows]))
-        return nested
+        return NestedRuns.of(super().__call__(data, path))
 
 
 class Nested2TED(Flat2TED):
@@ -524,7 +573,7 @@ class H5Combine:
         for name, folder in zip(names, folders, strict=True):
             if set(folder.keys(True, True)) != set(keys):
                 raise ValueError(f"{name} holds other entries than {names[0]}")
-        combined = TensorDict({}, [len(folders)])
+        combined = NestedRuns({}, [len(folders)])
         for key, value in _entries(data.exclude(*names)):
             combined.set_non_tensor(key, value)
         for key in keys:

@@ -2,7 +2,13 @@
 
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
-from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
+from flatroll.modules.distributions import (
+    CombinedCategorical,
+    Gaussian,
+    JointBernoulli,
+    JointCategorical,
+    SquashedGaussian,
+)
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
@@ -15,6 +21,7 @@ __all__ = [
     "LSTM",
     "ActionMask",
     "BurnIn",
+    "CombinedCategorical",
     "EpsilonGreedy",
     "GRUCell",
     "GRUModule",

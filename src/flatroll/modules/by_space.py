@@ -47,8 +47,25 @@ from flatroll.layout.keys import (
     plain_key,
     require,
 )
-from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
-from flatroll.modules.distributions import Gaussian, JointBernoulli, JointCategorical, SquashedGaussian
+from flatroll.layout.spaces import (
+    MOST_OPTIONS,
+    MaskForm,
+    first_options,
+    mask_form,
+    mask_shapes,
+    observation_leaves,
+    option_counts,
+    part_of,
+    space_leaves,
+    widest_space,
+)
+from flatroll.modules.distributions import (
+    CombinedCategorical,
+    Gaussian,
+    JointBernoulli,
+    JointCategorical,
+    SquashedGaussian,
+)
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 from flatroll.modules.running_norm import RunningNorm
 
@@ -83,6 +100,8 @@ def actor(
     | Discrete                         | ``torch.distributions.Categorical`` (`JointCategorical` where it has a start) |
     | MultiDiscrete                    | `JointCategorical` |
     | MultiBinary                      | `JointBernoulli` |
+    | Box of few integers              | `JointCategorical` of the integers within its bounds |
+    | Choices, masked in combination   | `CombinedCategorical` |
     | Box with bounds                  | `SquashedGaussian` |
     | Box without, or ``squash=False`` | `Gaussian` |
     | Dict, Tuple of these             | a ``CompositeDistribution`` of them, one log-probability for each part |
@@ -109,14 +128,19 @@ def actor(
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
         norm: begin with a `RunningNorm` for each floating Box that is not an image. The statistics change
             only when `update_norms` is called with the actor and a batch. Default True.
-        action_mask: read ``"action_mask"``, and set the probability of illegal Discrete or MultiDiscrete actions to
-            0. Default None: if the observation is a Dict with such an entry. True: also if it is in ``info``; a
-            `Collector` then stores it.
+        action_mask: read ``"action_mask"``, and set the probability of illegal actions to 0. Its shape is ``[n]`` for
+            Discrete, ``[sum(nvec)]`` for MultiDiscrete and Boxes of few integers (``[*shape, n]`` if all numbers have
+            n options), ``[2 n]`` for the n flags of a MultiBinary (each off, on); a Dict of masks for a Dict or Tuple.
+            A mask in the observation may also have the shape ``nvec``, one number for each combination of choices.
+            Default None: if the observation is a Dict with such an entry; for an action space without choices, like a
+            Box of floats, the entry is an ordinary input. True: also if it is in ``info``; a `Collector` then stores
+            it. False: an entry of this name is an ordinary input.
         device: of the weights. Default: torch's.
 
     Raises:
         TypeError: ``env`` has no Gymnasium spaces.
-        ValueError: a space is not supported; ``squash=True`` without finite bounds; when called: a row has no legal
+        ValueError: a space is not supported; ``squash=True`` without finite bounds; the mask's shape does not fit the
+            action space; ``action_mask=True`` for an action space without choices; when called: a row has no legal
             action (checked on the CPU only).
 
     References:
@@ -136,31 +160,39 @@ def actor(
         squash=False if squash is None else squash, action_mask=False if action_mask is None else action_mask
     )
     observation, action = _spaces_of(env)
-    trunk = _trunk_of(
-        observation, hidden, activation, cnn, recurrent, norm, drop_mask=action_mask is not False
-    )
-    parts, masked = trunk.parts, trunk.has_mask or bool(action_mask)
+    masks = _masks_of(observation, action, action_mask)
+    in_observation = any(mask.shape is not None for mask in masks.values())
+    trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
+    parts = trunk.parts
     out_keys: list[Any] = []  # out_keys of the last head
-    names: dict[str, NestedKey] = {}  # part of the action -> its key
-    kinds: dict[str, type] = {}
-    options: dict[str, dict[str, Any]] = {}
+    names: dict[NestedKey, NestedKey] = {}  # part of the action, () of one without parts -> its key
+    kinds: dict[NestedKey, type] = {}
+    options: dict[NestedKey, dict[str, Any]] = {}
     leaves = space_leaves(action, (ACTION,))
     for key, path in leaves:
-        space, name = part_of(action, path), ".".join(map(str, path))
-        kind, kwargs, head, written = _head_of(space, trunk.width, std, squash, name)
-        prefix = ("params", name) if path else ()
+        space = part_of(action, path)
+        inner = tuple(map(str, path))
+        mask = masks.get(path)
+        combined = mask is not None and mask.form == "combinations"
+        kind, kwargs, head, written = _head_of(
+            space, trunk.width, std, squash, ".".join(inner), combined=combined
+        )
+        # Nested as the action is: names have no dots but those of the space, so that rows can be exported.
+        prefix = ("params", *inner) if path else ()
         out_keys = [plain_key((*prefix, entry)) for entry in written]
         parts.append(TensorDictModule(head, [trunk.features], out_keys))
-        if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-            mask = plain_key((ACTION_MASK, *map(str, path)))
-            parts.append(ActionMask(out_keys[0], mask, counts_of(space), strict=True))
-        names[name], kinds[name], options[name] = key, kind, kwargs
+        if mask is not None:
+            parts.append(mask.module_for(space, out_keys[0]))
+        part = plain_key(inner)
+        names[part] = key
+        kinds[part] = kind
+        options[part] = kwargs
     sampling: dict[str, Any] = {
         "default_interaction_type": InteractionType.RANDOM,
         "return_log_prob": True,
     }
     if len(leaves) == 1 and not leaves[0][1]:
-        sampling |= {"distribution_class": kinds[""], "distribution_kwargs": options[""]}
+        sampling |= {"distribution_class": kinds[()], "distribution_kwargs": options[()]}
         parts.append(ProbabilisticTensorDictModule(out_keys, [ACTION], **sampling))
     else:
         sampling["distribution_class"] = CompositeDistribution
@@ -187,7 +219,8 @@ def critic(
 ) -> TensorDictSequential:
     """Build a critic for an env's observations, which writes ``"state_value"`` ``[*B, 1]``.
 
-    Its body is as that of `flatroll.modules.actor`; an ``action_mask`` of a Dict observation is left out.
+    Its body is as that of `flatroll.modules.actor`; an ``action_mask`` of a Dict observation is left out if it is a
+    mask of the action space.
 
     Args:
         env, hidden, activation, cnn, norm, device: see `flatroll.modules.actor`.
@@ -223,12 +256,12 @@ def critic(
             )
         heads = [part for part in taken[ends[0] + 1 :] if FEATURES in part.in_keys]
         width = next(layer.in_features for layer in heads[0].modules() if isinstance(layer, nn.Linear))
-        trunk = _Trunk(taken[: ends[0] + 1], FEATURES, width, has_mask=False)
+        trunk = _Trunk(taken[: ends[0] + 1], FEATURES, width)
     else:
         options: dict[str, Any] = {"norms": taken, "prefix": "_value", "state": "critic_state"}
-        trunk = _trunk_of(
-            _spaces_of(env)[0], hidden, activation, cnn, recurrent, norm, drop_mask=True, **options
-        )
+        observation, action = _spaces_of(env)
+        drops = bool(_masks_of(observation, action, None, strict=False))
+        trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=drops, **options)
     return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
 
 
@@ -282,6 +315,12 @@ def q_network(
         raise ValueError(
             f"q_network needs a Discrete action space that counts from 0, or a Box, got {action}: {_WAY_OUT}"
         )
+    if box and action_mask:
+        raise ValueError(
+            f"action_mask=True needs a Discrete action space, got {action}: the network only rates the actor's actions"
+        )
+    masks = _masks_of(observation, action, action_mask, strict=not box)
+    in_observation = any(mask.shape is not None for mask in masks.values())
     trunk = _trunk_of(
         observation,
         hidden,
@@ -289,14 +328,14 @@ def q_network(
         cnn,
         recurrent,
         norm,
-        drop_mask=action_mask is not False,
+        drop_mask=in_observation,
         action=action if box else None,
     )
     if box:
         return _on_device(TensorDictSequential(*trunk.with_values("state_action_value", 1)), device)
     parts = trunk.with_values("action_value", int(action.n))
-    if trunk.has_mask or action_mask:
-        parts.append(ActionMask("action_value", ACTION_MASK, counts_of(action), strict=False))
+    if masks:  # a Discrete space's only one
+        parts.append(ActionMask("action_value", ACTION_MASK, option_counts(action), strict=False))
     parts.append(TensorDictModule(EpsilonGreedy(epsilon), ["action_value"], [ACTION]))
     return _on_device(TensorDictSequential(*parts), device)
 
@@ -306,13 +345,16 @@ class ActionMask(TensorDictModuleBase):
 
     Args:
         key: logits or values, ``[*B, sum(counts)]``, which are replaced.
-        mask_key: True (or 1) where an action is legal, of the same shape. Default ``"action_mask"``.
+        mask_key: True (or 1) where an action is legal, of the same shape, or ``[*B, ..., k]`` where all choices have
+            k options; with one choice any shape ``[*B, ...]`` of as many numbers. Default ``"action_mask"``.
         counts: number of options of each choice. Default None: all are those of one choice.
         strict: refuse rows in which a choice has no legal option. Checked on the CPU only; on other devices, and if
             not strict, all options of such a choice remain. Default True.
+        binary: the choices are flags: the logits ``[*B, n]`` are those of the value 1, and the mask ``[*B, 2 n]`` has
+            two numbers for each flag, whether 0 and whether 1 is legal. Not with ``counts``. Default False.
 
     Raises:
-        ValueError: the mask has another shape; ``strict``, and a row has no legal action.
+        ValueError: ``binary`` with ``counts``; the mask has another shape; ``strict``, and a row has no legal action.
 
     >>> from tensordict import TensorDict
     >>> rows = TensorDict({"logits": torch.zeros(1, 3), "action_mask": torch.tensor([[1, 0, 1]])}, [1])
@@ -327,33 +369,58 @@ class ActionMask(TensorDictModuleBase):
         counts: Sequence[int] | None = None,
         *,
         strict: bool = True,
+        binary: bool = False,
     ) -> None:
         super().__init__()
         need_keys(key=key, mask_key=mask_key)
-        flags(strict=strict)
+        flags(strict=strict, binary=binary)
+        if binary and counts is not None:
+            raise ValueError(f"counts must be left out with binary=True, where all are 2, got {counts}")
         read: list[Any] = [key, mask_key]
-        self.in_keys, self.out_keys = read, read[:1]
-        self.counts, self.strict = None if counts is None else sizes("counts", counts), strict
+        self.in_keys = read
+        self.out_keys = read[:1]
+        self.counts = None if counts is None else sizes("counts", counts)
+        self.strict = strict
+        self.binary = binary
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Replace the entry in the batch ``[*B]``; return it."""
         read: list[Any] = self.in_keys
         key, mask_key = read
-        logits, mask = require(tensordict, key), require(tensordict, mask_key)
-        if mask.shape != logits.shape:
-            raise ValueError(
-                f"batch[{mask_key!r}] must have shape {tuple(logits.shape)}, one number for each action, got "
-                f"{tuple(mask.shape)}"
-            )
+        logits = require(tensordict, key)
+        mask = require(tensordict, mask_key)
+        counts = (2,) * logits.shape[-1] if self.binary else self.counts
+        mask = self._flatten(mask, logits, counts)
         real = (
             None if tensordict.get(MASK, None) is None else marker(tensordict, MASK)
         )  # the padding may be empty
-        whole = legal_options(f"batch[{mask_key!r}]", mask, self.counts, strict=self.strict, real=real)
+        whole = legal_options(f"batch[{mask_key!r}]", mask, counts, strict=self.strict, real=real)
         lowest = torch.finfo(logits.dtype).min
         legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
-        tensordict.set(key, torch.where(legal, logits, lowest))
+        if self.binary:
+            off, on = legal.reshape(*logits.shape, 2).unbind(-1)
+            # The probability of 1 is 0 where 1 is illegal, and 1 where 0 is.
+            logits = torch.where(on, logits, lowest)
+            tensordict.set(key, torch.where(off, logits, -lowest))
+        else:
+            tensordict.set(key, torch.where(legal, logits, lowest))
         return tensordict
+
+    def _flatten(self, mask: Tensor, logits: Tensor, counts: Sequence[int] | None) -> Tensor:
+        """Return the mask as ``[*B, options]``; ValueError if its shape does not fit."""
+        rows = logits.shape[:-1]
+        options = logits.shape[-1] * (2 if self.binary else 1)
+        if mask.shape == (*rows, options):
+            return mask
+        own = mask.shape[len(rows) :]
+        fits = math.prod(own) == options if counts is None else mask_form(counts, own) == "options"
+        if mask.shape[: len(rows)] != rows or not fits:
+            each = "two numbers for each flag" if self.binary else "one number for each action"
+            raise ValueError(
+                f"batch[{self.in_keys[1]!r}] must have shape {(*rows, options)}, {each}, got {tuple(mask.shape)}"
+            )
+        return mask.reshape(*rows, options)
 
 
 class EpsilonGreedy(nn.Module):
@@ -416,13 +483,69 @@ def set_epsilon(network: nn.Module, epsilon: float) -> None:
         module.epsilon.fill_(epsilon)
 
 
-def counts_of(space: "spaces.Discrete | spaces.MultiDiscrete") -> tuple[int, ...]:
-    """Return the number of options of each choice.
+class _Mask(NamedTuple):
+    """A legal-action mask of one part of an action.
 
-    >>> counts_of(spaces.MultiDiscrete([2, 3]))
-    (2, 3)
+    Attributes:
+        key: of the mask in a batch.
+        form: see `mask_form`.
+        shape: of one row's mask in the observation; None if it is in ``info``.
     """
-    return (int(space.n),) if isinstance(space, spaces.Discrete) else tuple(space.nvec.reshape(-1).tolist())
+
+    key: NestedKey
+    form: MaskForm
+    shape: tuple[int, ...] | None
+
+    def module_for(self, space: Any, logits: NestedKey) -> ActionMask:
+        """Return the module that applies the mask to these logits."""
+        if self.form == "combinations":
+            return ActionMask(logits, self.key)
+        if isinstance(space, spaces.MultiBinary):
+            return ActionMask(logits, self.key, binary=True)
+        return ActionMask(logits, self.key, option_counts(space))
+
+
+def _masks_of(
+    observation: Any, action: Any, action_mask: bool | None, *, strict: bool = True
+) -> dict[tuple[Any, ...], _Mask]:
+    """Return the mask of each part of an action space that has one, by the part's path.
+
+    Args:
+        observation, action: the spaces.
+        action_mask: see `actor`.
+        strict: refuse masks in the observation that fit no part of an action space with choices.
+    """
+    if action_mask is False:
+        return {}
+    leaves = {tuple(map(str, path)): path for _, path in space_leaves(action, (ACTION,))}
+    choices = [path for path in leaves.values() if option_counts(part_of(action, path)) is not None]
+    found: dict[tuple[Any, ...], _Mask] = {}
+    if not choices:
+        if action_mask:
+            raise ValueError(
+                f"action_mask=True needs an action space with choices to mask, got {action}: leave it out"
+            )
+        return found
+    shown = isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+    if not shown and action_mask:
+        found = {path: _Mask(plain_key((ACTION_MASK, *map(str, path))), "options", None) for path in choices}
+    if not shown:
+        return found
+    for key, seen in space_leaves(observation[ACTION_MASK], (ACTION_MASK,), (ACTION_MASK,)):
+        shape = part_of(observation, seen).shape
+        path: tuple[Any, ...] | None = leaves.get(as_tuple(key)[1:])
+        part = None if path is None else part_of(action, path)
+        counts = None if part is None else option_counts(part)
+        form = None if counts is None or shape is None else mask_form(counts, shape)
+        if path is not None and form is not None:
+            found[path] = _Mask(key, form, shape)
+        elif strict:
+            wanted = f"{part} (possible: {mask_shapes(part)})" if part is not None else f"a part of {action}"
+            raise ValueError(
+                f"observation[{key!r}] must be a mask of {wanted}, got shape {shape}: give it such a shape, or pass "
+                "action_mask=False to make it an ordinary input, without effect on the actions"
+            )
+    return found
 
 
 def _on_device(network: N, device: torch.device | str | None) -> N:
@@ -431,7 +554,7 @@ def _on_device(network: N, device: torch.device | str | None) -> N:
 
 def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
     """Return the spaces of one env's observation and action."""
-    found = []
+    found: list[Any] = []
     for name in ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}", None)
         hint = "adapt it with flatroll.wrappers.as_vector_env"
@@ -444,6 +567,9 @@ def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
                 hint=hint,
             )
         )
+    batched = getattr(env, "observation_space", None)
+    if getattr(env, "single_observation_space", None) is not None and isinstance(batched, spaces.Space):
+        found[0] = widest_space(found[0], batched)  # the rows' bounds may differ
     return found[0], found[1]
 
 
@@ -463,24 +589,31 @@ def _orthogonal(layer: nn.Module, gain: float) -> None:
 
 
 def _head_of(
-    space: Any, width: int, std: str, squash: bool | None, name: str
+    space: Any, width: int, std: str, squash: bool | None, name: str, *, combined: bool
 ) -> tuple[type, dict[str, Any], nn.Module, tuple[str, ...]]:
-    """The distribution of an action space, its fixed arguments, the layer in front, and what that writes."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        counts = counts_of(space)
-        head = _linear(width, sum(counts), gain=0.01)
-        start = torch.as_tensor(np.asarray(space.start, np.int64)).reshape(-1)
+    """The distribution of an action space, its fixed arguments, the layer in front, and what that writes.
+
+    With ``combined`` it is one of all combinations of the space's choices.
+    """
+    counts = option_counts(space)
+    where = f"action space {name!r}" if name else "action space"
+    shape: tuple[int, ...] = space.shape or ()
+    if 0 in shape:
+        raise ValueError(f"{where} must have numbers to choose, got {space}: leave it out of the space")
+    if isinstance(space, spaces.MultiBinary) and not combined:
+        head = _linear(width, math.prod(shape), gain=0.01)
+        return JointBernoulli, {"shape": shape}, head, ("logits",)
+    if counts is not None:
+        head = _linear(width, math.prod(counts) if combined else sum(counts), gain=0.01)
+        start = torch.from_numpy(first_options(space))
         if isinstance(space, spaces.Discrete) and not bool(start.any()):
             return Categorical, {"validate_args": False}, head, ("logits",)
         same = bool((start == start[0]).all())
-        kwargs: dict[str, Any] = {"nvec": counts, "shape": np.shape(space.start)}
+        kwargs: dict[str, Any] = {"nvec": counts, "shape": shape}
         kwargs["start"] = int(start[0]) if same else start
-        return JointCategorical, kwargs, head, ("logits",)
-    if isinstance(space, spaces.MultiBinary):
-        head = _linear(width, math.prod(space.shape), gain=0.01)
-        return JointBernoulli, {"shape": tuple(space.shape)}, head, ("logits",)
+        return CombinedCategorical if combined else JointCategorical, kwargs, head, ("logits",)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        bounded = _has_bounds(space)
         if squash and not bounded:
             raise ValueError(f"squash=True needs finite bounds, got {space}: leave squash out")
         spread = LocScale(width, tuple(space.shape), dependent=std == "dependent")
@@ -492,11 +625,16 @@ def _head_of(
             same = bool((bound == bound.flat[0]).all())
             kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
         return SquashedGaussian, kwargs, spread, ("loc", "scale")
-    where = f"action space {name!r}" if name else "action space"
     raise ValueError(
-        f"{where} must be a Discrete, MultiDiscrete, MultiBinary, floating Box, or a Dict or Tuple of these, got "
-        f"{space}: {_WAY_OUT}"
+        f"{where} must be a Discrete, MultiDiscrete, MultiBinary, a Box of floats or of integers with at most "
+        f"{MOST_OPTIONS} values in all, or a Dict or Tuple of these, got {space}: {_WAY_OUT}"
     )
+
+
+def _has_bounds(space: spaces.Box) -> bool:
+    """Return whether all bounds are finite, and far from float32's largest number, which stands for none in envpool."""
+    largest = np.finfo(np.float32).max / 4
+    return bool((np.abs(space.low) < largest).all() and (np.abs(space.high) < largest).all())
 
 
 class LocScale(nn.Module):
@@ -543,13 +681,11 @@ class _Trunk(NamedTuple):
         parts: modules; the last one writes ``features``.
         features: their key.
         width: their size.
-        has_mask: whether the observation holds a mask of the legal actions, which the parts do not read.
     """
 
     parts: list[Any]
     features: str
     width: int
-    has_mask: bool
 
     def with_values(self, key: str, size: int) -> list[Any]:
         """The parts and a linear head that writes ``size`` values."""
@@ -576,7 +712,7 @@ def _trunk_of(
     Args:
         observation: the space.
         hidden, activation, cnn, recurrent, norm: see `actor`.
-        drop_mask: whether to exclude the entry "action_mask" of a Dict from the input.
+        drop_mask: whether to exclude the entry "action_mask" of the Dict from the input.
         action: the space of an action that is also an input. Default None: no action.
         norms: modules; a `RunningNorm` among them is used instead of an own one for its entry.
         prefix: of the entries that the parts write.
@@ -590,15 +726,16 @@ def _trunk_of(
         raise ValueError(
             f"hidden must have at least one size, that of the memory, with recurrent={recurrent!r}, got ()"
         )
-    has_mask = drop_mask and isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
     given = {part.in_key: part for part in norms if isinstance(part, RunningNorm)}
     parts: list[Any] = []
     keys: list[Any] = []  # keys that the encoder reads
     seen: list[Any] = []  # the spaces of these keys
     for key, path in observation_leaves(observation):
-        if has_mask and as_tuple(key)[0] == ACTION_MASK:
+        if drop_mask and as_tuple(key)[0] == ACTION_MASK:
             continue
         space: Any = part_of(observation, path)
+        if 0 in (space.shape or ()):  # a Box of shape (0,) or (3, 0): it tells nothing
+            continue
         if (
             norm
             and isinstance(space, spaces.Box)
@@ -610,14 +747,16 @@ def _trunk_of(
         keys.append(key)
         seen.append(space)
     if not keys:
-        raise ValueError(f"the observation must have an entry besides {ACTION_MASK!r}, got {observation}")
+        raise ValueError(
+            f"the observation must have an entry with numbers besides {ACTION_MASK!r}, got {observation}"
+        )
     if action is not None:
         keys.append(ACTION)
         seen.append(action)
     features, size = prefix + FEATURES, widths.pop() if recurrent is not None else 0
     body = Encoder(seen, widths, activation, cnn)
     if recurrent is None:
-        return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size, has_mask)
+        return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size)
     embedding = f"{prefix}_embedding"
     kind: Any = GRUModule if recurrent == "gru" else LSTMModule
     names = [key if state is None else key.replace("recurrent_state", state) for key in kind.state_keys]
@@ -629,7 +768,7 @@ def _trunk_of(
         state="stored" if state is None else "zero",
     )
     _orthogonal(memory.net, 1.0)
-    return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size, has_mask)
+    return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size)
 
 
 def _is_image(space: Any) -> bool:
@@ -736,8 +875,11 @@ class OneHotEntry(nn.Module):
 
     def __init__(self, space: "spaces.Discrete | spaces.MultiDiscrete") -> None:
         super().__init__()
-        self.counts, self.shape = counts_of(space), np.shape(space.start)
-        self.size = sum(self.counts)
+        counts = option_counts(space)
+        assert counts is not None  # these spaces have options
+        self.counts = counts
+        self.shape = np.shape(space.start)
+        self.size = sum(counts)
         # Column of each choice's first option minus that option's number, so that option + start is its column.
         first = np.cumsum([0, *self.counts[:-1]]) - np.asarray(space.start, np.int64).reshape(-1)
         self.register_buffer("start", torch.from_numpy(first), persistent=False)

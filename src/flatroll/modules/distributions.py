@@ -64,12 +64,7 @@ class JointCategorical(Distribution):
                 f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
                 f"{tuple(logits.shape)}"
             )
-        if math.prod(shape) != len(nvec):
-            raise ValueError(f"shape must have one element for each choice of nvec={nvec}, got {shape}")
-        if isinstance(start, int):
-            whole_number("start", start, -(2**63))
-        elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
-            raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
+        _check_choices(nvec, shape, start)
         most = max(nvec)
         parts = logits.split_with_sizes(nvec, -1)
         # Choices with fewer options are padded with the lowest logit, of probability 0.
@@ -96,7 +91,7 @@ class JointCategorical(Distribution):
         """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
         dims = len(self.event_shape)
         rows = value.shape[: value.ndim - dims]
-        options = value.reshape(*rows, -1) - self._start
+        options = value.reshape(*rows, -1).long() - self._start  # long: narrow or unsigned actions of a Box
         choices: Any = self.choices
         log_prob: Tensor = choices.log_prob(options).sum(-1)
         return log_prob
@@ -109,6 +104,98 @@ class JointCategorical(Distribution):
 
     def _action(self, options: Tensor) -> Tensor:
         return (options + self._start).reshape(*options.shape[:-1], *self.event_shape)
+
+
+class CombinedCategorical(Distribution):
+    """One choice among all combinations of several choices, for masks that allow or forbid combinations.
+
+    Args:
+        logits: of all combinations, the last choice varying fastest, ``[*B, prod(nvec)]``.
+        nvec: number of options of each choice.
+        shape: of an action; the product of its sizes is the number of choices. Default: ``(len(nvec),)``.
+        start: first option of all choices, or of each, int64 ``[choices]``. Default: 0.
+
+    Samples are int64 ``[*B, *shape]``.
+
+    >>> dist = CombinedCategorical(torch.tensor([[0.0, 0.0, 0.0, 9.0, 0.0, 0.0]]), nvec=(2, 3))
+    >>> dist.mode, dist.log_prob(torch.tensor([[1, 0]])).exp() > 0.99
+    (tensor([[1, 0]]), tensor([True]))
+    """
+
+    arg_constraints: ClassVar[Any] = {}  # pyright: ignore[reportIncompatibleMethodOverride]
+    has_enumerate_support = False
+
+    def __init__(
+        self,
+        logits: Tensor,
+        *,
+        nvec: tuple[int, ...],
+        shape: tuple[int, ...] | None = None,
+        start: Tensor | int = 0,
+    ) -> None:
+        floating_tensor("logits", logits)
+        nvec = sizes("nvec", nvec)
+        if not nvec or logits.shape[-1:] != (math.prod(nvec),):
+            raise ValueError(
+                f"logits must have shape [*B, {math.prod(nvec)}], a number for each combination of nvec={nvec}, got "
+                f"{tuple(logits.shape)}"
+            )
+        shape = (len(nvec),) if shape is None else sizes("shape", shape)
+        _check_choices(nvec, shape, start)
+        self.combinations = Categorical(logits=logits, validate_args=False)
+        self.logits = logits
+        self._nvec = nvec
+        self._start = start if isinstance(start, int) else start.to(logits.device)
+        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    @property
+    def mode(self) -> Tensor:
+        """The most probable combination, ``[*B, *shape]``."""
+        return self._action(self.combinations.mode)
+
+    deterministic_sample = mode
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions ``[*sample_shape, *B, *shape]``."""
+        combinations: Any = self.combinations  # torch has no types for it
+        return self._action(_draw(combinations, sample_shape, logits=self.logits))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
+        rows = value.shape[: value.ndim - len(self.event_shape)]
+        options = value.reshape(*rows, -1).long() - self._start
+        # The number of a combination, the last choice varying fastest: ((o0 * n1) + o1) * n2 + o2.
+        at = options[..., 0]
+        for choice, count in enumerate(self._nvec[1:], 1):
+            at = at * count + options[..., choice]
+        combinations: Any = self.combinations
+        log_prob: Tensor = combinations.log_prob(at)
+        return log_prob
+
+    def entropy(self) -> Tensor:
+        """The entropy of the combinations, ``[*B]``."""
+        combinations: Any = self.combinations
+        entropy: Tensor = combinations.entropy()
+        return entropy
+
+    def _action(self, combinations: Tensor) -> Tensor:
+        options = torch.stack(torch.unravel_index(combinations, self._nvec), -1)
+        return (options + self._start).reshape(*combinations.shape, *self.event_shape)
+
+
+def _check_choices(nvec: tuple[int, ...], shape: tuple[int, ...], start: Tensor | int) -> None:
+    """Raise ValueError unless ``shape`` and ``start`` fit the choices."""
+    if math.prod(shape) != len(nvec):
+        raise ValueError(f"shape must have one element for each choice of nvec={nvec}, got {shape}")
+    if isinstance(start, int):
+        whole_number("start", start, -(2**63))
+    elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
+        raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
+
+
+@register_kl(CombinedCategorical, CombinedCategorical)  # type: ignore[untyped-decorator,no-untyped-call]
+def _kl_of_combinations(p: CombinedCategorical, q: CombinedCategorical) -> Tensor:
+    return kl_divergence(p.combinations, q.combinations)
 
 
 @register_kl(JointCategorical, JointCategorical)  # type: ignore[untyped-decorator,no-untyped-call]

@@ -204,7 +204,8 @@ class GRUModule(RecurrentModule):
       are is_init rows.
     * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, which begin at the rows of
       :func:`flatroll.layout.run_starts`. Each run starts from the state stored at its first row, which the rollout
-      used there: the recorded outputs are recomputed without padding.
+      used there: the recorded outputs are recomputed without padding. ``is_init`` zeroes nothing here, because
+      samplers also set it where a slice begins within an episode; rows that begin an episode must store zeros.
       With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
 
     The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row

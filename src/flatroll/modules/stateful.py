@@ -9,13 +9,16 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
+from flatroll.kernels.scan import is_tracing
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import key_names, need_keys, one_of
+from flatroll.layout.following import check_runs_in_order
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
     IS_INIT,
     MASK,
+    OBSERVATION,
     TRAJ_IDS,
     NestedKey,
     as_tuple,
@@ -27,6 +30,13 @@ from flatroll.layout.keys import (
 from flatroll.modules.backends.packing import States
 from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
+
+# The order of rows is checked in the first calls and in every 16th one after them.
+_FIRST_CALLS, _EVERY = 4, 16
+_WAY_OUT = (
+    "Call the module on the batch as it was collected or on slices (SliceSampler), before you shuffle, index or filter "
+    "rows, or set is_init where a run begins"
+)
 
 
 class StatefulOptions(TypedDict, total=False):
@@ -74,6 +84,7 @@ class StatefulModule(TensorDictModuleBase):
     input_size: int
     #: Whether outputs depend on rows that come later in their run.
     bidirectional: bool = False
+    _calls: int = 0  # of runs, whose order is checked now and then
 
     def __init__(
         self,
@@ -232,6 +243,8 @@ class StatefulModule(TensorDictModuleBase):
             raise ValueError(f"batch must have at least one row, got batch size {list(batch.batch_size)}")
         rows = self._input_rows(batch)
         self._refuse_thinned_states(batch, starts)
+        if starts.is_cpu and not is_tracing():  # on a device the values are not ready yet
+            self._check_order(batch, starts)
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
@@ -243,6 +256,19 @@ class StatefulModule(TensorDictModuleBase):
             )
         over_runs = partial(self.in_weight_precision, self.over_runs)
         return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
+
+    def _check_order(self, batch: TensorDictBase, starts: Tensor) -> None:
+        """Check that rows of runs on the host follow one another, in the first calls and in every 16th."""
+        self._calls += 1
+        if self._calls > _FIRST_CALLS and self._calls % _EVERY:
+            return
+        entry = batch.get(OBSERVATION, None)
+        observed: list[NestedKey] = [OBSERVATION]
+        if isinstance(entry, TensorDictBase):
+            observed = [(OBSERVATION, *as_tuple(key)) for key in entry.keys(True, True)]
+        elif entry is None:
+            observed = [self._input_key]
+        check_runs_in_order(batch, starts, observed, _WAY_OUT)
 
     def _input_rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""

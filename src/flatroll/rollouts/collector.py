@@ -194,7 +194,7 @@ class Collector(Facts):
         if auto_register_policy_transforms is not None:
             flags(auto_register_policy_transforms=auto_register_policy_transforms)
         if seed is not None:
-            seed_number("seed", seed)
+            seed = seed_number("seed", seed)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -342,6 +342,7 @@ class Collector(Facts):
         Returns:
             ``seed + E``, the first unused seed (Gymnasium's env ``e`` uses ``seed + e``).
         """
+        seed = seed_number("seed", seed)
         self._seed, self._seeded_at = seed, self._frames
         self._runner.random.seed(seed)
         self.reset()

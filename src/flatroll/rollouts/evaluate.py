@@ -12,15 +12,24 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from flatroll.layout.checks import as_numbers, expect, number, one_of, seed_number, whole_number
-from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, next_key
+from flatroll.layout.checks import (
+    as_numbers,
+    expect,
+    key_names,
+    number,
+    one_of,
+    seed_number,
+    whole_number,
+)
+from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, as_tuple, next_key
 from flatroll.rollouts.arguments import exploration_of, make_devices, make_env
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import wrappers_within
 from flatroll.wrappers.arrays import Array, to_torch
-from flatroll.wrappers.source import EnvLike
+from flatroll.wrappers.markers import MarkerWrapper, StepCounter
+from flatroll.wrappers.source import EnvLike, layers
 
 #: Vector steps between checks for ended episodes on a device, where each check syncs.
 _STEPS_BETWEEN_LOOKS = 16
@@ -52,7 +61,7 @@ class Evaluation:
         lengths: steps, int64 ``[episodes]``.
         envs: the sub-env of each episode, int64 ``[episodes]``.
         info: for each of ``info_keys`` the values in the last step of each episode, ``[episodes, ...]``; 0 where
-            missing.
+            missing. Of a marker the value that the last row of the episode has.
         seconds: wall time without creating the env.
         film: the frames of the chosen episode, uint8 ``[frames, H, W, C]``, or None.
 
@@ -130,7 +139,8 @@ def evaluate(
         episodes: number of episodes, at least 1.
         seed: seed of the env's reset and of sampled actions; torch's random state is restored afterwards. Default
             None: actions are sampled from torch's random state.
-        info_keys: entries of ``info`` to return, such as ``"is_success"``; ``("episode", "r")`` for one in a dict.
+        info_keys: entries of ``info`` to return, such as ``"is_success"``; ``("episode", "r")`` for one in a dict; or
+            the key of a marker's column, such as ``"episode_reward"`` of a `flatroll.wrappers.RewardSum` in the stack.
         max_steps: truncate episodes after this many steps (adds a StepCounter). Default None: an env whose
             episodes never end is stepped forever.
         exploration_type: how probabilistic modules choose actions. Default: modes or means; ``"random"``: they
@@ -156,24 +166,52 @@ def evaluate(
     if film is not None:
         one_of("film", film, ("best", "worst", "first"))
     if seed is not None:
-        seed_number("seed", seed)
+        seed = seed_number("seed", seed)
     exploration = exploration_of(exploration_type)
     with ExitStack() as undo:
         made, is_own = make_env(env, obs_dtype, None, max_steps, undo)
         if not is_own:
             undo.pop_all()
-        runner = lead_pool(Runner(made, info_keys=info_keys))
+        names = key_names("info_keys", info_keys)
+        marked = _columns_of_markers(made, names)
+        runner = lead_pool(Runner(made, info_keys=[name for name in names if name not in marked]))
         devices = make_devices(runner.device, policy_device=policy_device)
         # Only random actions need a seed: without one their generator would draw it from torch's global one.
         random_seed = seed if policy is None else 0
         runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
         # Env e plays (episodes + e) // E episodes, as in SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs
-        play = _Play(runner, goal, info_keys, film)
+        play = _Play(runner, goal, names, marked, film)
         began = time.perf_counter()
         with torch.no_grad(), _freeze(made, policy), _seed(seed):
             play.run(seed)
         return play.evaluation(time.perf_counter() - began)
+
+
+class _MarkerColumn(NamedTuple):
+    """Where a window has a marker's value of a row.
+
+    Attributes:
+        key: of the window's column.
+        more: added to its numbers.
+    """
+
+    key: NestedKey
+    more: int
+
+
+def _columns_of_markers(env: object, names: Sequence[NestedKey]) -> dict[NestedKey, _MarkerColumn]:
+    """Return the columns of those names that are the key or the info entry of a marker in this stack of wrappers."""
+    found: dict[NestedKey, _MarkerColumn] = {}
+    for marker in layers(env):
+        if not isinstance(marker, MarkerWrapper) or not marker.is_column:
+            continue
+        for name in names:
+            if as_tuple(name) in (as_tuple(marker.key), (marker.info_name,)):
+                key = next_key(marker.key) if marker.describes_step else marker.key
+                # A counter's column is the number before the step.
+                found[name] = _MarkerColumn(key, more=int(isinstance(marker, StepCounter)))
+    return found
 
 
 class _Play:
@@ -183,10 +221,13 @@ class _Play:
         self,
         runner: Runner | PoolRunner,
         goal: Array,  # episodes to play in each env, int64 [E]
-        info_keys: Sequence[NestedKey],
+        names: Sequence[NestedKey],  # of the entries to return
+        marked: dict[NestedKey, _MarkerColumn],  # those of them that are columns of markers
         film: str | None,
     ) -> None:
-        self._runner, self._goal, self._names, self._choice = runner, goal, tuple(info_keys), film
+        self._runner, self._goal, self._choice = runner, goal, film
+        self._names = tuple(names)
+        self._marked = marked
         self._count = np.zeros_like(goal)  # episodes played so far in each env
         self._return, self._length = np.zeros(len(goal)), np.zeros_like(goal)  # of the running episodes
         # Finished episodes (env, index within the env, return, length), and their info entries.
@@ -212,6 +253,8 @@ class _Play:
         """Read the steps since the last check from the runner's window."""
         window = self._runner.window
         valid = window.valid()
+        if isinstance(self._runner, Runner):
+            self._runner.check_infos()
         rewards, terminated, truncated = (
             to_torch(window.columns[key][: len(valid)]).numpy(force=True)
             for key in (REWARD, TERMINATED, TRUNCATED)
@@ -236,8 +279,13 @@ class _Play:
         columns, total = self._runner.window.columns, float(self._return[env])
         self._episodes.append((env, int(self._count[env]), total, int(self._length[env])))
         self._count[env] += 1
-        known = [name for name in self._names if next_key(name) in columns]
-        self._infos.append({name: to_torch(columns[next_key(name)][step, env]).clone() for name in known})
+        info: dict[NestedKey, Tensor] = {}
+        for name in self._names:
+            at = self._marked.get(name, _MarkerColumn(next_key(name), more=0))
+            if at.key in columns:
+                value = to_torch(columns[at.key][step, env])
+                info[name] = value + at.more if at.more else value.clone()
+        self._infos.append(info)
         if self._choice is None:
             return
         better = self._filmed is None
@@ -472,7 +520,7 @@ def _bootstrap(
     """Compute a statistic of ``[n, tasks]`` (it maps ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
     if not table.numel():
         raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
-    seed_number("seed", seed)
+    seed = seed_number("seed", seed)
     number("confidence", confidence, above=0, below=1)
     whole_number("resamples", resamples)
     table = table.cpu()

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import seed_number, whole_number
 from flatroll.rollouts.arguments import exploration_of, make_devices
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.runner import Runner
@@ -53,7 +53,7 @@ class GroupCollector:
         policies = policies or {}
         if unknown := set(policies) - set(groups):
             raise ValueError(f"policies must name groups of {list(groups)}, got {sorted(unknown)}")
-        self._seed = seed
+        self._seed = None if seed is None else seed_number("seed", seed)
         self._runners: dict[str, Runner] = {}
         for name, env in groups.items():
             self._runners[name] = runner = Runner(env)
@@ -63,7 +63,7 @@ class GroupCollector:
                 steps_per_batch,
                 devices=make_devices(runner.device),
                 exploration=exploration_of(exploration_type),
-                seed=seed,
+                seed=self._seed,
             )
 
     def rollout(self) -> dict[str, TensorDict]:

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
@@ -97,7 +96,7 @@ def as_function_of_obs(
         except RuntimeError as error:
             leaves: list[Tensor] = []
             map_tree(leaves.append, obs)
-            _note_dtype(error, leaves)
+            _note_dtype(error, policy, leaves)
             raise
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
             raise _no_action(policy, type(action).__name__)
@@ -177,7 +176,7 @@ class ModulePolicy:
             out = call_policy(self._policy, data)
         except RuntimeError as error:
             leaves: Any = data.values(True, True)
-            _note_dtype(error, leaves)
+            _note_dtype(error, self._policy, leaves)
             raise
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
@@ -268,24 +267,29 @@ def refuse_memory(policy: object, where: str, way_out: str) -> None:
         )
 
 
-def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
-    """Add a hint to a policy's dtype error if the observations are float64."""
-    if re.search("dtype|double", str(error), re.IGNORECASE) and any(
-        leaf.dtype is torch.float64 for leaf in observations
-    ):
+def _note_dtype(error: RuntimeError, policy: object, observations: Iterable[Tensor]) -> None:
+    """Add a note to a policy's error if the observations are float64 and its parameters are not."""
+    parameters = policy.parameters() if isinstance(policy, nn.Module) else ()
+    if any(one.dtype is torch.float64 for one in parameters):
+        return
+    if any(leaf.dtype is torch.float64 for leaf in observations):
         error.add_note(
-            "the env gives float64 observations, as MuJoCo's do: cast them with obs_dtype=torch.float32 of "
-            "Collector and rollout, or with as_vector_env(env, dtype=torch.float32) inside a stack of wrappers"
+            "the env gives float64 observations, as MuJoCo's do: if the error is about dtypes, cast them with "
+            "obs_dtype=torch.float32 of Collector and rollout, or with as_vector_env(env, dtype=torch.float32) inside "
+            "a stack of wrappers"
         )
 
 
 def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
-    """Convert dicts to tuples where the space has tuples (a tensordict names their parts "0", "1", ...)."""
+    """Return a tensordict's tree as the space has it: tuples and integer keys are named "0", "1", ... there."""
     if isinstance(tree, dict) and isinstance(space, spaces.Tuple):
         parts = enumerate(space.spaces)
         return tuple(_tuples(child, tree[str(i)]) for i, child in parts if str(i) in tree)
     if isinstance(tree, dict) and isinstance(space, spaces.Dict):
-        return {key: _tuples(space.spaces.get(key, space), child) for key, child in tree.items()}
+        children: dict[Any, Any] = dict(space.spaces)
+        names = {str(name): name for name in children}
+        given = {names.get(key, key): child for key, child in tree.items()}
+        return {name: _tuples(children.get(name, space), child) for name, child in given.items()}
     return tree
 
 

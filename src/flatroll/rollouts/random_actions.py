@@ -1,5 +1,7 @@
 """Random actions for any action space, reproducible from a seed."""
 
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from tensordict import TensorDictBase
 
 from flatroll.layout.checks import legal_options
 from flatroll.layout.keys import ACTION, ACTION_MASK, NestedKey, as_tuple
-from flatroll.layout.spaces import space_leaves
+from flatroll.layout.spaces import first_options, mask_form, mask_shapes, option_counts, space_leaves
 from flatroll.specs import Composite, TensorSpec, as_spec
 from flatroll.specs.arithmetic import draw_masked
 from flatroll.wrappers.arrays import Tree, leaves_at, to_torch
@@ -59,9 +61,10 @@ class RandomPolicy:
         keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
         drawn, mask = self._draws(), tensordict.get(ACTION_MASK, None)
         if mask is not None:
-            mask = (
-                mask.reshape(rows).to_dict() if isinstance(mask, TensorDictBase) else mask.reshape(rows, -1)
-            )
+            if isinstance(mask, TensorDictBase):
+                mask = mask.reshape(rows).to_dict()
+            else:
+                mask = mask.reshape(rows, *mask.shape[tensordict.batch_dims :])
             drawn = self._draws.legal(drawn, mask)
         for key, leaf in zip(keys, leaves_at(drawn, paths), strict=True):
             action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
@@ -100,6 +103,7 @@ class RandomActions:
         self._chunk: Any = None
         self._steps: list[Any] = []
         self._used = _CHUNK
+        self._ignored: set[tuple[int, ...]] = set()  # shapes of masks that do not fit, named in a warning
 
     def seed(self, seed: int) -> None:
         """Restart the draws from this seed."""
@@ -109,29 +113,35 @@ class RandomActions:
     def __call__(self) -> Any:
         """Return the actions of the next vector step, a tree with the structure of the space."""
         if self._used == _CHUNK:
-            self._chunk, self._used = self._draw(self._spec), 0
+            self._chunk, self._used = self._draw(self.space, self._spec), 0
             self._steps = _unbind(self._chunk, self.as_numpy)
         self._used += 1
         return self._steps[self._used - 1]
 
-    def _draw(self, spec: TensorSpec) -> Any:
+    def _draw(self, space: Any, spec: TensorSpec) -> Any:
         """Draw actions ``[_CHUNK, E, ...]`` for a chunk of steps, a tree nested as the space is."""
         if isinstance(spec, Composite):
-            parts = {key: self._draw(spec[key]) for key in spec}
+            names = range(len(space.spaces)) if spec.of_tuple else space.spaces
+            parts = {name: self._draw(space[name], spec[str(name)]) for name in names}
             return tuple(parts.values()) if spec.of_tuple else parts
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
 
     def legal(self, drawn: Tree, mask: Tree) -> Tree:
-        """Redraw Discrete and MultiDiscrete actions uniformly among those that a mask allows.
+        """Redraw actions uniformly among those that a mask allows.
+
+        Discrete, MultiDiscrete and MultiBinary actions and integer Boxes with few values are choices that can be
+        masked, see `flatroll.layout.spaces.option_counts`.
 
         Args:
             drawn: actions of the space; parts without a mask are unchanged.
             mask: True (or 1) where an action is legal: ``[E, n]`` for Discrete, ``[E, sum(nvec)]`` for MultiDiscrete
-                (parts concatenated); for a Dict or Tuple space a tree of masks.
+                (parts concatenated; ``[E, *shape, n]`` if all have n options), ``[E, 2 n]`` for the n flags of a
+                MultiBinary (each off, on); ``[E, *nvec]`` for combinations of all choices; for a Dict or Tuple space
+                a tree of masks. A mask of several dims that fits none of these is ignored, with one warning.
 
         Raises:
-            ValueError: the mask has another shape, or a row has no legal action (checked on the CPU only; on other
-                devices such a row allows all actions).
+            ValueError: a mask ``[E, k]`` has another length, a tree names parts that the space lacks, or a row has no
+                legal action (checked on the CPU only; on other devices such a row allows all actions).
 
         >>> actions = RandomActions(spaces.Discrete(3, start=5), 2, torch.device("cpu"), seed=0)
         >>> actions.legal(actions(), torch.tensor([[0, 1, 0], [1, 0, 0]]))
@@ -141,32 +151,67 @@ class RandomActions:
 
     def _legal(self, space: spaces.Space[Any], drawn: Tree, mask: Tree) -> Tree:
         if isinstance(space, spaces.Dict | spaces.Tuple):
-            items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-            if not isinstance(mask, dict | tuple):
-                raise ValueError(
-                    f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "
-                    f"{type(mask).__name__}"
-                )
-            given: dict[Any, Any] = mask if isinstance(mask, dict) else dict(enumerate(mask))
-            parts = {}
-            for name, child in items:
-                own = given.get(name, given.get(str(name)))
-                parts[name] = drawn[name] if own is None else self._legal(child, drawn[name], own)
-            return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
-        if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            return self._legal_parts(space, drawn, mask)
+        if isinstance(mask, dict | tuple):
+            raise ValueError(f"{ACTION_MASK} must be one array for {space}, got a {type(mask).__name__}")
+        allowed = to_torch(mask, self.generator.device)
+        counts = option_counts(space)
+        form = None if counts is None else mask_form(counts, allowed.shape[1:])
+        if counts is None or form is None:
+            self._refuse_or_warn(space, tuple(allowed.shape))
             return drawn
         drawn = to_torch(drawn)
-        counts = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.reshape(-1).tolist()
-        allowed = to_torch(mask, self.generator.device)
-        if tuple(allowed.shape) != (len(drawn), sum(counts)):
-            raise ValueError(
-                f"{ACTION_MASK} must have shape {(len(drawn), sum(counts))} for {space}, got {tuple(allowed.shape)}"
-            )
-        options = legal_options(ACTION_MASK, allowed, counts, each="env")
-        picks = [draw_masked(part, torch.Size(), self.generator) for part in options]
-        first = torch.as_tensor(space.start, device=self.generator.device)
-        legal = torch.stack(picks, -1).view(drawn.shape) + first
+        allowed = allowed.flatten(1)
+        if form == "options":
+            options = legal_options(ACTION_MASK, allowed, counts, each="env")
+            picks = [draw_masked(part, torch.Size(), self.generator) for part in options]
+        else:
+            (combinations,) = legal_options(ACTION_MASK, allowed, (math.prod(counts),), each="env")
+            drawn_at = draw_masked(combinations, torch.Size(), self.generator)
+            picks = list(torch.unravel_index(drawn_at, counts))
+        first = torch.from_numpy(first_options(space)).to(self.generator.device)
+        legal = (torch.stack(picks, -1) + first).view(drawn.shape)
         return legal.to(drawn.device, drawn.dtype)
+
+    def _legal_parts(self, space: Any, drawn: Tree, mask: Tree) -> Tree:
+        """Redraw the parts of a Dict or Tuple action that have a mask."""
+        names: list[Any] = list(space.spaces)
+        if isinstance(space, spaces.Tuple):
+            names = list(range(len(space.spaces)))
+        if not isinstance(mask, dict | tuple):
+            raise ValueError(
+                f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "
+                f"{type(mask).__name__}"
+            )
+        given: dict[Any, Any] = mask if isinstance(mask, dict) else dict(enumerate(mask))
+        # Gymnasium's vector envs add "_name", which tells the envs that reported "name".
+        known = {*names, *map(str, names), *(f"_{name}" for name in names)}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{ACTION_MASK} has masks for {unknown}, but the parts of the action space are {names}: name the "
+                "masks as the parts"
+            )
+        parts = {}
+        for name in names:
+            own = given.get(name, given.get(str(name)))
+            parts[name] = drawn[name] if own is None else self._legal(space[name], drawn[name], own)
+        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+
+    def _refuse_or_warn(self, space: spaces.Space[Any], shape: tuple[int, ...]) -> None:
+        """Raise ValueError for a mask of the wrong length; warn once about an array that is no mask of the space."""
+        counts = option_counts(space)
+        if counts is not None and len(shape) <= 2:
+            wanted = (*shape[:1], sum(counts))
+            raise ValueError(f"{ACTION_MASK} must have shape {wanted} for {space}, got {shape}")
+        if shape in self._ignored:
+            return
+        self._ignored.add(shape)
+        warnings.warn(
+            f"{ACTION_MASK} has shape {shape[1:]} for each env, which is no mask of {space} (possible: "
+            f"{mask_shapes(space)}), so random actions ignore it: give it one of these shapes, or another name",
+            stacklevel=2,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state and the actions drawn in advance."""

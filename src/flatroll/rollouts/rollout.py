@@ -61,7 +61,7 @@ def rollout(
     """
     whole_number("num_steps", num_steps)
     if seed is not None:
-        seed_number("seed", seed)
+        seed = seed_number("seed", seed)
     exploration = exploration_of(exploration_type)
     env = adapt_env(env, dtype=obs_dtype)
     runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Required, TypedDict
+from typing import Any, NoReturn, Required, TypedDict
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     next_key,
+    plain_key,
 )
-from flatroll.layout.spaces import part_of
+from flatroll.layout.spaces import mask_form, option_counts, part_of
 from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
@@ -52,7 +53,7 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs, final_of
+from flatroll.wrappers.compact import CompactObs
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -144,6 +145,13 @@ class Runner:
         self.sends = False
         self._sent: Tree = None  # the actions of the pending step
         self._warned = False  # whether it has warned that other code moved the env
+        # Whether to warn if the env paid rewards in steps that only reset. A wrapper may add a constant to all rewards;
+        # an async pool's window has cells without values. On a device the question would sync once a batch.
+        can = stream.capabilities
+        shifts = any(
+            isinstance(layer, VectorRewardWrapper) for layer in (*layers(env), *layers(stream.source.env))
+        )
+        self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type == "cpu"
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -160,7 +168,8 @@ class Runner:
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
-        self._mask_keys: list[NestedKey] = []  # keys of action masks in the policy's input
+        # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
+        self._masks: dict[NestedKey, tuple[int, ...]] = {}
 
     def start(
         self,
@@ -230,7 +239,11 @@ class Runner:
             keys.claim("the policy's mask", *missing, *map(next_key, missing))
             keys.infos += (*missing,)
             self._infos = InfoColumns(self.env, self.stream, keys.infos)
-        self._mask_keys = [key for key in (*keys.obs, *keys.infos) if as_tuple(key)[0] == ACTION_MASK]
+        for path in keys.action_paths:
+            key = plain_key((ACTION_MASK, *map(str, path)))
+            counts = option_counts(part_of(self.env.single_action_space, path))
+            if counts is not None and key in (*keys.obs, *keys.infos):
+                self._masks[key] = counts
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the following steps, if it is stored."""
@@ -252,7 +265,7 @@ class Runner:
         fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
         if fresh and self.started:
             raise RuntimeError(
-                f"the recurrent states {sorted(map(repr, fresh))} are new, and rows were collected without them: "
+                f"the recurrent states {sorted(fresh, key=repr)} are new, and rows were collected without them: "
                 "set them before the first batch"
             )
         self._carry(fresh)
@@ -341,13 +354,18 @@ class Runner:
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
+        chosen: dict[NestedKey, Array | None] = {}
         for name in keys.infos:
-            window.put_loose(name, self._infos.entry(info, name))
+            value = self._infos.entry(info, name)
+            if name in self._masks:
+                value = self._allow_where_silent(name, value)
+            window.put_loose(name, value)
+            chosen[name] = value
         if self._versions is not None:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self._draw_legal() if self._policy is None else self._choose_action(seen, random)
+        action = self._draw_legal() if self._policy is None else self._choose_action(seen, chosen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -380,7 +398,8 @@ class Runner:
         elif stream.hides_final_obs:
             window.put_known(stream.known)
         if self._dense_finals:
-            leaves, final = leaves_at(obs, keys.obs_paths), final_of(info, stream)
+            leaves = leaves_at(obs, keys.obs_paths)
+            final = stream.final_of(info)
             finals = leaves if final is None else leaves_at(final, keys.obs_paths)
             if self._whole_finals:
                 window.put((*self._result_keys, *self._next_keys), (*results, *finals))
@@ -412,10 +431,10 @@ class Runner:
             for key, state in self.states.items():
                 self.states[key] = select(first, self._defaults[key], state)
 
-    def _choose_action(self, seen: list[Array], random: bool) -> Any:
+    def _choose_action(self, seen: list[Array], chosen: dict[NestedKey, Array | None], random: bool) -> Any:
         """Call the policy; record a module's other outputs and carry its states to the next step.
 
-        ``seen`` are the observations and markers of this step.
+        ``seen`` are the observations and markers of this step, ``chosen`` the chosen entries of its info.
         """
         policy, obs = self._policy, self._obs
         if isinstance(policy, ModulePolicy):
@@ -424,13 +443,13 @@ class Runner:
                 column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
-            for name in self.keys.infos:
-                if (entry := self._infos.entry(self._info, name)) is not None:
+            for name, entry in chosen.items():
+                if entry is not None:
                     columns[name] = to_torch(entry)
-            for key in self._mask_keys:
-                if key in columns:
+            for key, counts in self._masks.items():
+                if mask_form(counts, columns[key].shape[1:]) is not None:
                     columns[key] = self._allow_where_ended(columns[key])
-                    legal_options(ACTION_MASK, columns[key], each="env")
+                    legal_options(ACTION_MASK, columns[key].flatten(1), each="env")
             columns.update(self.states)
             action, written = act_in_turn(policy, self._exploration, columns)
             self.window.put(list(written), list(written.values()))
@@ -446,21 +465,34 @@ class Runner:
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
-        obs, drawn = self._obs, self.draw()
-        mask = obs.get(ACTION_MASK) if isinstance(obs, dict) else None
-        mask = self._info.get(ACTION_MASK) if mask is None else mask
-        return drawn if mask is None else self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
+        drawn = self.draw()
+        mask = self._obs.get(ACTION_MASK) if isinstance(self._obs, dict) else None
+        if mask is None:
+            mask = _allow_silent(self._info, ACTION_MASK)
+        if mask is None:
+            return drawn
+        return self.random.legal(drawn, map_tree(self._allow_where_ended, mask))
 
     def _allow_where_ended(self, mask: Array) -> Tensor:
-        """Allow all actions in a mask ``[E, n]`` for envs that will only reset: after an end none may be legal."""
+        """Allow all actions in a mask ``[E, ...]`` for envs that will only reset: after an end none may be legal."""
         column = to_torch(mask)
-        if self._ended is None or self.stream.same_step or self.stream.any_ended is False or column.ndim < 2:
+        if self._ended is None or self.stream.same_step or self.stream.any_ended is False:
             return column
-        return column.bool() | to_torch(self._ended).unsqueeze(-1)
+        allowed: Tensor = select(to_torch(self._ended), torch.ones_like(column), column)
+        return allowed
+
+    def _allow_where_silent(self, key: NestedKey, mask: Array | None) -> Array:
+        """Return a mask of info in which envs that reported none allow all actions."""
+        if mask is None:
+            options = torch.ones(self.num_envs, sum(self._masks[key]), dtype=torch.bool, device=self.device)
+            return options.numpy() if self._on_host else options
+        *outer, last = as_tuple(key)
+        told = self._infos.entry(self._info, (*outer, f"_{last}"))
+        return mask if told is None else _open_rows(mask, ~told)
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
-        final = final_of(info, self.stream)
+        final = self.stream.final_of(info)
         if final is not None:
             # Indexing copies: the env may reuse its arrays.
             envs = np.flatnonzero(self.stream.ended)
@@ -475,19 +507,65 @@ class Runner:
             return live
         return torch.cat([live, window.take(keys.traj, window.valid())])
 
+    def check_infos(self) -> None:
+        """Raise ValueError if an entry of ``info_keys`` in a recorded last step is unknown; see `InfoColumns`."""
+        self._infos.check_known()
+
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
         if self.keys.infos:
             self._infos.check_seen(self._info)
+            self._infos.check_known()
         if not self._dense_finals:
             # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False other code that steps the env may write into these arrays.
         self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
+        if self._looks_for_rewards and DEAD in self.window.columns:
+            self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
         if self.action_range is not None and len(laid_out[0]):
             self.action_range.look(laid_out[0])
         return laid_out
+
+    def _look_for_lost_rewards(self) -> None:
+        """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
+        window = self.window
+        dead = window.columns[DEAD][: window.steps]
+        if not dead.any():
+            return
+
+        lost = window.columns[REWARD][: window.steps][dead]
+        if not lost.any():
+            return
+
+        self._looks_for_rewards = False
+        first = float(lost[lost != 0][0])
+        warnings.warn(
+            f"{type(self.stream.source.env).__name__} paid rewards (the first is {first:g}) in steps in which it "
+            "only reset an ended episode. Such a step is not a transition and is in no batch, so these rewards are "
+            "lost: a NEXT_STEP env should return 0 there. If the env resets in the step that ends an episode, pass "
+            "as_vector_env(env, autoreset_mode='SameStep')",
+            stacklevel=3,
+        )
+
+
+def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
+    """Return a mask, or tree of masks, of an info; envs that reported none (see ``"_name"``) allow all actions."""
+    mask = info.get(name)
+    if isinstance(mask, dict):
+        parts = {part: _allow_silent(mask, part) for part in mask if not str(part).startswith("_")}
+        return {part: own for part, own in parts.items() if own is not None}
+    if isinstance(mask, np.ndarray) and mask.dtype == object:
+        mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
+    told = info.get(f"_{name}")
+    return mask if mask is None or told is None else _open_rows(mask, ~told)
+
+
+def _open_rows(mask: Array, rows: Array) -> Array:
+    """Return a mask ``[E, ...]`` that allows all actions where bool ``[E]`` ``rows`` is True."""
+    ones = torch.ones_like(mask) if isinstance(mask, Tensor) else np.ones_like(mask)
+    return select(rows, ones, mask)
 
 
 class InfoColumns:
@@ -501,30 +579,45 @@ class InfoColumns:
         self._on_host = stream.capabilities.framework == "numpy"
         # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
         around = (*layers(env), *layers(stream.source.env))
-        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._of_step = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        # So do markers that describe the step; others describe the observation after the reset.
+        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
+        self._of_step |= {marker.info_name for marker in markers if marker.describes_step}
+        self._of_reset = {marker.info_name for marker in markers} - self._of_step
         self._seen: set[NestedKey] = set()
+        self._lost: dict[NestedKey, Tensor] = {}  # on a device: whether an unknown entry was recorded
 
     def clear(self) -> None:
         """Forget which entries were recorded, together with their columns."""
         self._seen.clear()
+        self._lost.clear()
 
     def record(self, info: dict[str, Any], window: Window) -> None:
         """Record the entries of the last step in a `Window`.
 
-        Gymnasium moves the entries of ended SAME_STEP rows to ``final_info``.
+        Gymnasium moves the entries of ended SAME_STEP rows to ``final_info``. Where such a row has none, its entries
+        may be those of the reset: floating ones become NaN, and others, which cannot say that they are unknown, are
+        an error.
+
+        Raises:
+            ValueError: an entry of an ended row is unknown and not floating (on a device: `check_known` raises it).
         """
         stream = self._stream
         final = info.get("final_info") if stream.same_step else None
+        lost = self._lost_rows(info)
         for name in self._names:
             value = self.entry(info, name)
             last = self.entry(final, name) if isinstance(final, dict) else None
+            from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
                 value = last if value is None else select(stream.ended, last, value)
-            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
+            elif final is None or value is None or from_step:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
                 # it belongs to the reset of the next episode
                 value = fill_rows(copy_of(value), stream.ended, False)
+            if lost is not None and value is not None and not from_step:
+                value = self._hide(name, value, lost)
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._seen:
                 self._seen.add(name)
@@ -532,6 +625,61 @@ class InfoColumns:
                 if name not in window.columns:
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
+
+    def _lost_rows(self, info: dict[str, Any]) -> Array | None:
+        """Return the rows that the env itself has reset without ``final_info``, bool ``[E]``; None if none is."""
+        stream = self._stream
+        if not stream.resets_itself or stream.any_ended is False:
+            return None
+        if not isinstance(info.get("final_info"), dict):
+            return stream.ended
+        told = info.get("_final_info")
+        if told is None:  # it is about all ended rows
+            return None
+        if isinstance(stream.ended, np.ndarray):
+            lost = stream.ended & ~np.asarray(told, bool)
+        else:
+            lost = stream.ended & ~to_torch(told, self._device).bool()
+        return lost if not self._on_host or lost.any() else None
+
+    def _hide(self, name: NestedKey, value: Array, lost: Array) -> Array:
+        """Return the entry with NaN in the lost rows, see `record`."""
+        if value.shape[:1] != (self._stream.num_envs,):
+            return value
+        if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
+            # Masks of last observations may be empty, and a marker is not about them.
+            return fill_rows(copy_of(value), lost, False)
+        floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind in "fc"
+        if floating:
+            return fill_rows(copy_of(value), lost, float("nan"))
+        if self._on_host:
+            self._refuse_lost(name, lost, value)
+        else:  # asking whether a row is lost would sync at each step
+            before = self._lost.get(name)
+            self._lost[name] = lost.any() if before is None else before | lost.any()
+        return value
+
+    def check_known(self) -> None:
+        """Raise ValueError if an entry of an ended row was unknown and not floating; syncs with a device if needed."""
+        for name, some in self._lost.items():
+            if bool(some):
+                self._lost = {}
+                self._refuse_lost(name)
+
+    def _refuse_lost(
+        self, name: NestedKey, rows: Array | None = None, value: Array | None = None
+    ) -> NoReturn:
+        env = type(self._stream.source.env).__name__
+        where = ""
+        if rows is not None and value is not None:
+            number = int(np.flatnonzero(rows)[0])
+            where = f" (env {number} ended, and info says {value[number].tolist()})"
+        raise ValueError(
+            f"info_keys={[name]}: {env} resets ended envs in the same step and gives no info['final_info'], so "
+            f"{name!r} of an episode's last step is unknown: the value in info may be that of the reset{where}. Let "
+            "the env pass the last step's entries as a dict, info['final_info'] (dict(info) if these are they), make "
+            "it with autoreset_mode=NEXT_STEP, or leave the entry out"
+        )
 
     def entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
         """Return an entry of ``info`` on the env's device; None if it is missing."""
@@ -541,11 +689,15 @@ class InfoColumns:
         if value is None:
             return None
         if isinstance(value, dict):
-            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
+            entries = [(*as_tuple(name), key) for key in value if not str(key).startswith("_")]
             raise TypeError(
                 f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
                 "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
             )
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            value = _numbers_of(name, value)
+            if value is None:
+                return None
         if self._on_host:
             return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         return to_torch(value, self._device)
@@ -554,9 +706,33 @@ class InfoColumns:
         """Raise KeyError if an entry was in no step's info; ``info`` is the last info."""
         missing = [name for name in self._names if name not in self._seen]
         if missing:
-            names = sorted(key for key in info if not key.startswith("_"))
+            names = sorted(str(key) for key in info if not str(key).startswith("_"))
             raise KeyError(
                 f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must "
                 "occur in the first batch: use a larger frames_per_batch, or, for episode returns, "
                 "flatroll.wrappers.RewardSum"
             )
+
+
+def _numbers_of(name: NestedKey, entries: Array) -> Array | None:
+    """Convert an object array ``[E]`` of equal kinds of numbers; 0 or False where an env is silent (None).
+
+    Gymnasium's vector envs keep the infos of single envs as objects where they do not know the type, as of NumPy's
+    bools.
+    """
+    told = np.array([one is not None for one in entries], bool)
+    if not told.any():
+        return None
+    try:
+        known = np.array(entries[told].tolist())
+    except ValueError:  # of several shapes
+        known = entries[told]
+    if known.dtype.kind not in "biufc":
+        raise TypeError(
+            f"info_keys has {name!r}, whose values must be numbers, or arrays of one shape, got {entries[told][0]!r} "
+            f"in env {int(np.flatnonzero(told)[0])}: leave it out, or turn it into numbers in a wrapper around the "
+            "single env"
+        )
+    filled = np.zeros((len(entries), *known.shape[1:]), known.dtype)
+    filled[told] = known
+    return filled

@@ -457,7 +457,7 @@ class _Rows:
             return rows
         shape = column.shape[2:]
         if self.count <= _FEW_ROWS:
-            flat = column.swapaxes(0, 1).reshape(-1, *shape)
+            flat = column.swapaxes(0, 1).reshape(self.count, *shape)
             return torch.from_numpy(flat.copy() if np.may_share_memory(flat, column) else flat)
         if shape and column[0, 0].nbytes != 16:
             return None
@@ -474,7 +474,8 @@ class _Rows:
         window, trailing = self._window, column.shape[2:]
         further = after * window.num_envs
         if not isinstance(column, Tensor):
-            flat = column.reshape(-1, *trailing)  # [room, E, ...] -> [room * E, ...]
+            # [room, E, ...] -> [room * E, ...]; -1 is not possible where a row has no numbers.
+            flat = column.reshape(len(column) * window.num_envs, *trailing)
             if self.count <= _FEW_ROWS:
                 return torch.from_numpy(flat.take(self.host_cells + further, 0))
             column = torch.from_numpy(column)

@@ -27,7 +27,7 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     | Discrete      | `Categorical`, with its ``start``: values are the env's own |
     | MultiDiscrete | `MultiCategorical`, with its ``start`` |
     | MultiBinary   | `Binary` |
-    | Dict          | `Composite` of its entries |
+    | Dict          | `Composite` of its entries; an integer key becomes its text, as in a batch |
     | Tuple         | `Composite` with the keys ``"0"``, ``"1"`` ... |
     | any other     | `NonTensor` that keeps the space: Text, Sequence, Graph, OneOf, your own |
 
@@ -48,9 +48,13 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
 
 def _spec_of(space: Any, device: Device) -> TensorSpec:
     if isinstance(space, spaces.Dict):
-        if not all(isinstance(key, str) for key in space.spaces):
-            raise TypeError(f"the keys of a Dict space must be strings, got {list(space.spaces)}")
-        return Composite({key: _spec_of(child, device) for key, child in space.spaces.items()}, device=device)
+        names = {key: str(key) for key in space.spaces if isinstance(key, str | int | np.integer)}
+        if len(set(names.values())) < len(space.spaces):
+            raise TypeError(
+                f"the keys of a Dict space must be different strings or integers, got {list(space.spaces)}"
+            )
+        children = {names[key]: _spec_of(child, device) for key, child in space.spaces.items()}
+        return Composite(children, device=device)
     if isinstance(space, spaces.Tuple):
         children = {str(i): _spec_of(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)

@@ -13,6 +13,7 @@ from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
+    CachedSteps,
     check_config,
     evaluating,
     generate_tokens,
@@ -111,6 +112,7 @@ class RolloutFromModel:
         self.generator = generator
         self.sequences = Sequences(writer_number(writer) << ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
+        self._steps: CachedSteps | None = None
 
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData) -> TensorDict:
@@ -151,7 +153,7 @@ class RolloutFromModel:
             log_probs: Tensor | None = None
             if config is None:
                 tokens, log_probs = sample_tokens(
-                    self.model, prompts, mask, self.max_new_tokens, **ends, generator=self.generator
+                    self._cached_steps(), prompts, mask, self.max_new_tokens, **ends, generator=self.generator
                 )
             else:
                 tokens = generate_tokens(
@@ -255,6 +257,12 @@ class RolloutFromModel:
             self.kl_coef = self.kl_scheduler.update(kl=mean, n_steps=len(self._kls))
         self._kls.clear()
         return self.kl_coef
+
+    def _cached_steps(self) -> CachedSteps:
+        """The model's steps, made anew when ``self.model`` is another one, whose cache is then checked."""
+        if self._steps is None or self._steps.model is not self.model:
+            self._steps = CachedSteps(self.model)
+        return self._steps
 
     def _places(self, lengths: Tensor) -> Tensor:
         """Return the positions of the T tokens of each continuation, after the prompt, int64 ``[B, T]``."""

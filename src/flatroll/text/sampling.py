@@ -19,6 +19,8 @@ _HARMLESS = {
     "disable_compile", "low_memory", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
     "return_dict_in_generate", "transformers_version", "_from_model_config", "is_assistant",
 }  # fmt: skip
+#: What transformers calls a model's cache of keys and values, since 5.24 and before.
+_CACHE_NAMES = ("cache", "past_key_values")
 #: Values with which these entries have no effect.
 _PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 #: Entries that stop generation by other criteria than EOS and length, or change the number of rows.
@@ -48,8 +50,94 @@ def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tens
     return input_ids.gather(1, place.clamp(min=0)).masked_fill(~mask, pad), mask.to(torch.int64)
 
 
+class CachedSteps:
+    """Runs a causal language model over texts that grow by a token, with its cache of keys and values.
+
+    The cache's argument is called ``past_key_values``, and ``cache`` since transformers 5.24. The name comes from the
+    signature of ``model.forward``; a forward that takes any keyword gets the name of the output that holds the cache.
+    Such a forward could ignore the name, so the first step that uses the cache is compared with a pass over the whole
+    text, once.
+
+    Args:
+        model: causal language model of transformers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._accepted = frozenset(signature(model.forward).parameters)
+        self._compared = False
+
+    def first(self, tokens: Tensor, mask: Tensor, position: Tensor) -> tuple[Tensor, tuple[str, Any]]:
+        """Logits ``[B, V]`` behind the texts ``[B, L]``, and the cache."""
+        return self._run(tokens, mask, position)
+
+    def next(
+        self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any]
+    ) -> tuple[Tensor, tuple[str, Any]]:
+        """Logits ``[B, V]`` behind ``tokens`` ``[B, L]``, and the cache, which held all but the last of them."""
+        logits, after = self._run(tokens[:, -1:], mask, position[:, -1:], cache)
+
+        if not self._compared:
+            self._compare(logits, tokens, mask, position, cache[0])
+            self._compared = True
+        return logits, after
+
+    def _run(
+        self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any] | None = None
+    ) -> tuple[Tensor, tuple[str, Any]]:
+        options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in self._accepted:
+            options["logits_to_keep"] = 1
+        if cache is not None:
+            name, value = cache
+            options[self._argument(name)] = value
+
+        output = self.model(input_ids=tokens, attention_mask=mask, position_ids=position, **options)
+        return output.logits[:, -1], self._cache_of(output)
+
+    def _argument(self, written: str) -> str:
+        """Name of the argument for a cache, which the output calls ``written``."""
+        return next((name for name in _CACHE_NAMES if name in self._accepted), written)
+
+    def _cache_of(self, output: Any) -> tuple[str, Any]:
+        """The output's cache, with the name that it has there."""
+        for name in _CACHE_NAMES:
+            value = getattr(output, name, None)
+            if value is not None:
+                return name, value
+        raise ValueError(
+            "model must return a cache of keys and values when it is called with use_cache=True, as cache or "
+            f"past_key_values, but {type(self.model).__name__} returned none: pass a generation_config, so that "
+            "tokens come from model.generate"
+        )
+
+    def _compare(self, logits: Tensor, tokens: Tensor, mask: Tensor, position: Tensor, name: str) -> None:
+        """Raise if logits ``[B, V]`` are those of the last token alone rather than those of the whole text."""
+        row = int(mask.sum(1).argmax())  # the longest text, which has no padding
+        own = slice(row, row + 1)
+        whole, _ = self._run(tokens[own], mask[own], position[own])
+        alone, _ = self._run(tokens[own, -1:], mask[own, -1:], position[own, -1:])
+
+        drawn_from, expected, without = (
+            some[0].float().softmax(-1) for some in (logits[own], whole, alone)
+        )  # [V] each
+        # Half of the sum of absolute differences: the share of draws that could differ, 0 to 1.
+        to_whole = float((drawn_from - expected).abs().sum() / 2)
+        to_alone = float((drawn_from - without).abs().sum() / 2)
+        rounding = torch.finfo(logits.dtype).eps ** 0.5
+
+        if to_whole > rounding and to_alone < to_whole:
+            raise ValueError(
+                f"model ignores its cache: {type(self.model).__name__}.forward got it as "
+                f"{self._argument(name)}=, but its probabilities of the second token are those of the "
+                f"first token alone, without the prompt (they differ by {to_alone:.2g} from those, and by "
+                f"{to_whole:.2g} from those of the whole text). Name the argument in forward "
+                "(cache or past_key_values), or pass a generation_config, so that tokens come from model.generate"
+            )
+
+
 def sample_tokens(
-    model: nn.Module,
+    steps: CachedSteps,
     prompts: Tensor,
     mask: Tensor,
     max_new_tokens: int,
@@ -61,7 +149,7 @@ def sample_tokens(
     """Draw tokens from the model's whole distribution until EOS or ``max_new_tokens``.
 
     Args:
-        model: causal language model of transformers, with a cache of keys and values.
+        steps: the model.
         prompts: int64 ``[B, L]``, left-padded.
         mask: int64 ``[B, L]``, 0 at padding.
         max_new_tokens: T, maximum number of tokens to draw.
@@ -71,34 +159,31 @@ def sample_tokens(
 
     Returns:
         tokens int64 ``[B, T]`` and their log-probabilities ``[B, T]``, 0 after the end.
+
+    Raises:
+        ValueError: the model returns no cache, or ignores the one it gets.
     """
     rows, length = prompts.shape
-    tokens = torch.full((rows, max_new_tokens), pad, device=prompts.device)
+    texts = torch.full((rows, length + max_new_tokens), pad, device=prompts.device)
+    texts[:, :length] = prompts
     log_probs = torch.zeros((rows, max_new_tokens), device=prompts.device)
     mask = torch.cat([mask, mask.new_ones(rows, max_new_tokens)], 1)
-    position = (mask[:, :length].cumsum(1) - 1).clamp(min=0)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
     ended = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
-    options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    inputs, cache = prompts, None
+
+    logits, cache = steps.first(prompts, mask[:, :length], position[:, :length])
     for step in range(max_new_tokens):
-        output = model(
-            input_ids=inputs,
-            attention_mask=mask[:, : length + step],
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-            **options,
-        )
-        cache = output.past_key_values
-        log_prob = output.logits[:, -1].float().log_softmax(-1)
+        log_prob = logits.float().log_softmax(-1)
         drawn = torch.multinomial(log_prob.exp(), 1, generator=generator)  # [B, 1]
-        tokens[:, step] = drawn.squeeze(1).masked_fill(ended, pad)
+        texts[:, length + step] = drawn.squeeze(1).masked_fill(ended, pad)
         log_probs[:, step] = log_prob.gather(1, drawn).squeeze(1).masked_fill(ended, 0.0)
+
         ended = ended | is_end(drawn.squeeze(1), eos)
-        if bool(ended.all()):
+        if step + 1 == max_new_tokens or bool(ended.all()):
             break
-        inputs, position = tokens[:, step : step + 1], position[:, -1:] + 1
-    return tokens, log_probs
+        known = length + step + 1
+        logits, cache = steps.next(texts[:, :known], mask[:, :known], position[:, :known], cache)
+    return texts[:, length:], log_probs
 
 
 def generate_tokens(

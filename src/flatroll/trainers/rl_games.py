@@ -120,8 +120,8 @@ class FinalObservations:
     Its PPO is `A2CAgent` and `DiscreteA2CAgent`.
 
     rl_games adds ``gamma * V(s_t)``, the value before the last step; this adds ``gamma * V(s_T)``, of
-    ``infos["final_obs"]``, and only to what the agent learns from, not to the returns it reports. An agent with
-    ``value_bootstrap: False`` stays without.
+    ``infos["final_obs"]``, and only to what the agent learns from, not to the returns it reports. An agent whose
+    configuration says ``value_bootstrap: False`` stays without; a configuration without the entry means True.
 
     >>> from rl_games.algos_torch.a2c_continuous import A2CAgent
     >>> from rl_games.torch_runner import Runner
@@ -145,6 +145,8 @@ class FinalObservations:
                 f"FinalObservations is for A2CAgent and DiscreteA2CAgent without a central value, not for "
                 f"{type(self).__name__}"
             )
+        if "value_bootstrap" not in agent.config:
+            self.value_bootstrap = True  # also if the trainer has no default, and keeps None, which is off
         shaper = self.rewards_shaper
         self._worth: Any = 0.0  # [E, 1], bootstrap values of the last observations of the newest step
         self.rewards_shaper = lambda rewards: shaper(rewards) + self._worth

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, find_stream, map_tree
+from flatroll.wrappers.source import layers
 
 with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
     from stable_baselines3.common.env_util import is_wrapped
@@ -39,7 +40,8 @@ class FlatVecEnv(VecEnv):
     * ``"TimeLimit.truncated"``: whether it was truncated and not terminated,
     * ``"episode"``: return ``"r"``, length ``"l"``, and seconds since this object was made ``"t"``, as `Monitor` writes
       them; the env's own entry, if it has one,
-    * what the env said of its last step; what it says of the reset is in ``reset_infos``.
+    * what the env said of its last step, if that is known (an env that resets ended rows in the same step must pass
+      ``final_info``); what it says of the reset is in ``reset_infos``.
 
     Args:
         env: anything `as_vector_env` takes; an env that it has adapted must not have been reset yet.
@@ -122,9 +124,7 @@ class FlatVecEnv(VecEnv):
         ended = np.flatnonzero(dones).tolist()
         if ended:
             final = map_tree(_numpy, info["final_obs"])
-            last = (
-                split_info(info["final_info"], ended) if "final_info" in info else [infos[i] for i in ended]
-            )
+            last = self._last_infos(info, ended)
             for i, row in zip(ended, last, strict=True):
                 self.reset_infos[i] = infos[i]
                 row = dict(row)
@@ -135,6 +135,26 @@ class FlatVecEnv(VecEnv):
                 infos[i] = row
             self._returns[ended] = self._lengths[ended] = 0
         return map_tree(_numpy, observations), rewards, dones, infos
+
+    def _last_infos(self, info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
+        """Return what the env said of the last steps of the ended rows; nothing where it is unknown.
+
+        A SAME_STEP env without ``final_info`` may say in ``info`` what belongs to the reset.
+        """
+        final = info.get("final_info")
+        if isinstance(final, dict):
+            told = info.get("_final_info")
+            known = [True] * len(ended) if told is None else _numpy(told)[ended].tolist()
+            rows = split_info(final, ended)
+            return [row if is_known else {} for row, is_known in zip(rows, known, strict=True)]
+        if not self._stream.resets_itself:
+            return split_info(info, ended)
+        # RecordEpisodeStatistics writes the step's entry beside those of the reset.
+        around = layers(self._stream.source.env)
+        names = [layer._stats_key for layer in around if hasattr(layer, "_stats_key")]
+        return split_info(
+            {key: info[key] for name in names for key in (name, f"_{name}") if key in info}, ended
+        )
 
     @override
     def close(self) -> None:
@@ -241,8 +261,9 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
     [{'speed': 1.0, 'wind': 'calm'}, {'wind': 'calm'}]
     """
     split: list[dict[str, Any]] = [{} for _ in rows]
+    named = set(map(str, info))  # a key may be a number, as in {0: stock, "_0": mask}
     for key, value in info.items():
-        if key in _PASSED_APART or (key.startswith("_") and key[1:] in info):
+        if key in _PASSED_APART or (isinstance(key, str) and key.startswith("_") and key[1:] in named):
             continue
         values: Sequence[Any]
         if isinstance(value, dict):

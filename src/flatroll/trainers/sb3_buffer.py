@@ -17,7 +17,7 @@ from flatroll import buffers
 from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.steps.staging import window_of
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.layout.checks import expect, file_path, flags, torch_device, whole_number
+from flatroll.layout.checks import expect, file_path, flags, number, torch_device, whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -72,9 +72,8 @@ class NStepReturns:
     """
 
     def __init__(self, n_steps: int, gamma: float) -> None:
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.look_ahead, self.gamma = n_steps, gamma
+        self.look_ahead = n_steps
+        self.gamma = gamma
         self.env: Any = None  # SB3's VecNormalize, which normalizes rewards before they are summed
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Columns]) -> Columns:
@@ -102,6 +101,26 @@ class NStepReturns:
         return {**self.__dict__, "env": None}
 
 
+def n_step_returns(n_steps: int, gamma: float | None) -> NStepReturns | None:
+    """Return the transform that makes n-step transitions; None for one step, which needs no discount.
+
+    Raises:
+        TypeError, ValueError: ``n_steps`` or ``gamma`` is out of range, or ``gamma`` is missing.
+    """
+    whole_number("n_steps", n_steps)
+    if gamma is not None:
+        number("gamma", gamma, least=0, most=1)
+    if n_steps == 1:
+        return None
+    if gamma is None:
+        raise ValueError(
+            f"gamma is needed with n_steps={n_steps}: it discounts the rewards that are summed, and SB3 does not pass "
+            f"the model's gamma to its buffer. Give both the same number: gamma=0.99, "
+            f"replay_buffer_kwargs={{'n_steps': {n_steps}, 'gamma': 0.99}}"
+        )
+    return NStepReturns(n_steps, gamma)
+
+
 class FlatReplayBuffer(ReplayBuffer):
     """A ``replay_buffer_class`` that keeps observations once, and stacked frames once, in a `flatroll` buffer.
 
@@ -123,23 +142,24 @@ class FlatReplayBuffer(ReplayBuffer):
         handle_timeout_termination: rows that end by ``"TimeLimit.truncated"`` in their info are not terminal.
         compact: store observations once (see `LazyTensorStorage`); False stores next observations separately.
         frame_stack: frames per stack, for observations ``[frames, ...]`` whose frames are to be kept once; a dict by
-            key for Dict spaces.
+            key for Dict spaces. 1 stores observations as they are.
         codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
         storage: folder of files that hold the rows (a pickle then names them), or what makes the storage, such as
             ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
         n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
-        gamma: discount of those rewards: that of the model.
+        gamma: discount of those rewards, needed if ``n_steps`` is above 1. SB3 does not pass the model's ``gamma`` to
+            its buffer, so give the same number to both.
         window: steps that are stored at a time; default 64, with small observations and no ``sampler`` 256.
         sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
 
     Raises:
-        ValueError: ``optimize_memory_usage``, a ``buffer_size`` below a window, a ``frame_stack`` that is not the
-            observation's first dimension, or a key that the space does not have.
+        ValueError: ``optimize_memory_usage``, a ``buffer_size`` below a window, ``n_steps`` above 1 without ``gamma``,
+            a ``frame_stack`` that is not the observation's first dimension, or a key that the space does not have.
 
     >>> from stable_baselines3 import DQN
     >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=FlatReplayBuffer, buffer_size=1000, device="cpu",
-    ...     replay_buffer_kwargs={"n_steps": 3, "gamma": 0.99})
+    ...     gamma=0.9, replay_buffer_kwargs={"n_steps": 3, "gamma": 0.9})
     >>> model.learn(200).replay_buffer.sample(32).discounts.shape
     torch.Size([32, 1])
     """
@@ -159,7 +179,7 @@ class FlatReplayBuffer(ReplayBuffer):
         codec: str | Mapping[str, str] | None = None,
         storage: str | os.PathLike[str] | Callable[..., buffers.Storage] = buffers.LazyTensorStorage,
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         window: int | None = None,
         sampler: buffers.Sampler | None = None,
         transform: TransformLike | None = None,
@@ -204,7 +224,7 @@ class FlatReplayBuffer(ReplayBuffer):
         self._action = Entry(
             "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
         )
-        self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
+        self._n_step = n_step_returns(n_steps, gamma)
         self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
         self._keys = (*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts)
@@ -243,7 +263,7 @@ class FlatReplayBuffer(ReplayBuffer):
         for key, frames in options.get("frame_stack", {}).items():
             whole_number("frame_stack", frames)
             shape = self._observations[key].stored[1:]
-            if shape[:1] != (frames,):
+            if frames > 1 and shape[:1] != (frames,):
                 raise ValueError(
                     f"frame_stack={frames} needs observations [{frames}, ...], those of {key!r} are {list(shape)}: "
                     "stack frames in front (SB3's VecTransposeImage moves them there)"

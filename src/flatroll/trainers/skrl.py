@@ -9,8 +9,15 @@ from flatroll.trainers.versions import trainer_imports
 from flatroll.wrappers import as_vector_env, find_stream
 
 with trainer_imports("skrl", "2.1", "3", "skrl"):
+    from skrl.agents.torch.a2c import A2C_RNN
+    from skrl.agents.torch.ppo import PPO_RNN
+    from skrl.agents.torch.rpo import RPO_RNN
+    from skrl.agents.torch.trpo import TRPO_RNN
     from skrl.envs.wrappers.torch import wrap_env as wrap_adapted
     from skrl.utils.spaces.torch import flatten_tensorized_space, tensorize_space
+
+# Agents that bootstrap a truncated row from the value before its last step, and compute returns across its end.
+_BOOTSTRAP_BEFORE_THE_STEP = (A2C_RNN, PPO_RNN, RPO_RNN, TRPO_RNN)
 
 
 def wrap_env(env: Any, **options: Any) -> Any:
@@ -47,11 +54,40 @@ class FinalObservations:
     It takes it from ``infos["final_obs"]``, where the envs of `wrap_env` have it, so what an agent stores and what
     ``time_limit_bootstrap`` values is right. A row that was terminated and truncated counts as terminated.
 
-    >>> from skrl.agents.torch.ppo import PPO
+    Agents that compute returns along their rollouts (PPO, A2C, RPO, TRPO, AMP) must set
+    ``cfg.time_limit_bootstrap=True``. With False, which is skrl's default, the return of a truncated row continues
+    with the rewards of the next episode.
+
+    Args:
+        arguments, named: those of the agent.
+
+    Raises:
+        ValueError: the agent's configuration has ``time_limit_bootstrap=False``.
+        TypeError: the agent is skrl's A2C_RNN, PPO_RNN, RPO_RNN or TRPO_RNN, which never value last observations.
+
+    >>> from skrl.agents.torch.ppo import PPO, PPO_CFG
     >>> class ExactPPO(FinalObservations, PPO): ...
+    >>> agent = ExactPPO(models={}, cfg=PPO_CFG(time_limit_bootstrap=True), device="cpu")
     """
 
     observation_space: Any
+    cfg: Any
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        name = type(self).__name__
+        if isinstance(self, _BOOTSTRAP_BEFORE_THE_STEP):
+            raise TypeError(
+                f"FinalObservations is not for {name}: skrl's recurrent on-policy agents bootstrap a truncated row "
+                "from the value before its step, and continue its return with the next episode. Use the agent without "
+                "_RNN, or flatroll's recurrent networks and PPO loss"
+            )
+        parent: Any = super()
+        parent.__init__(*arguments, **named)
+        if not getattr(self.cfg, "time_limit_bootstrap", True):
+            raise ValueError(
+                f"{name} needs cfg.time_limit_bootstrap=True, got False, skrl's default: without it, the return of a "
+                "truncated row continues with the rewards of the next episode"
+            )
 
     def record_transition(
         self,

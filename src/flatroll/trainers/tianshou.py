@@ -16,7 +16,6 @@ from flatroll.layout import (
     NEXT,
     NEXT_KNOWN,
     OBSERVATION,
-    RESERVED,
     REWARD,
     STEP_COUNT,
     TERMINATED,
@@ -35,6 +34,7 @@ from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import ID_BITS
+from flatroll.layout.spaces import column_name
 from flatroll.trainers.versions import trainer_imports
 
 with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of its own"):
@@ -211,11 +211,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     for root, name in ((), "obs"), ((NEXT,), "obs_next"):
         for names, column in _columns(rows[name], name):
             names = names or (OBSERVATION,)
-            if names[0] in RESERVED:
-                raise ValueError(
-                    f"the observation's entry {names} has a name that flat batches use for something else"
-                )
-            batch.set((*root, *names), column)
+            batch.set((*root, column_name(names[0]), *names[1:]), column)
     for names, column in _columns(rows.act, "act"):
         batch.set((ACTION, *names), column)
     for key, flag in (*flags.items(), (IS_INIT, is_init)):

@@ -102,7 +102,7 @@ def test_hostile_files_are_refused(spoil: Any, message: str, tmp_path: Path) -> 
 
 
 def test_strings_on_the_heap_of_an_earlier_form_are_not_read(tmp_path: Path) -> None:
-    """HDF5 reads a damaged heap forever: dtypes of columns are bytes of fixed length, or those of the values."""
+    """HDF5 may read a damaged heap forever: dtypes of columns are bytes of fixed length, or those of the values."""
     buffer, rows = made(), TensorDict({"x": torch.arange(3.0), "flag": torch.ones(3, dtype=torch.bool)}, [3])
     buffer.extend(rows.set("half", torch.ones(3, dtype=torch.bfloat16)))
     buffer.dumps(tmp_path / "new")
@@ -122,9 +122,7 @@ def test_strings_on_the_heap_of_an_earlier_form_are_not_read(tmp_path: Path) -> 
                     data.attrs["dtype"] = data.attrs["dtype"].decode()
 
             h5.visititems(as_before)
-        content = (path / "checkpoint.h5").read_bytes()
-        at = content.index(b"GCOL") + 16  # its first object: of number 0 and no bytes, it never ends
-        (path / "checkpoint.h5").write_bytes(content[:at] + bytes(16) + content[at + 16 :])
+        assert b"GCOL" in (path / "checkpoint.h5").read_bytes()  # a sound heap, which must not be read either
         again = made()
         if "half" in keys:
             with pytest.raises(DamagedFileError, match="written by an earlier version"):

@@ -237,6 +237,7 @@ def test_another_capacity_other_shifts_and_priorities(tmp_path: Path) -> None:
     buffer = made(FlatStorageCheckpointer)
     n_step = rows_of(0, 80)
     n_step["next", "observation"] += 2  # three steps on: not the shift of the observations
+    n_step["steps_to_next_obs"] = torch.full((80, 1), 3)
     buffer.extend(n_step)
     buffer.dumps(tmp_path / "n-step")
     other = made(FlatStorageCheckpointer)

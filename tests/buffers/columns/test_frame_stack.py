@@ -5,6 +5,7 @@ import pickle
 import random
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.buffers import DiskStorage, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.buffers.columns.column import After, differ
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack, match, match_by_torch
 from flatroll.buffers.columns.zstd import ZstdColumn
@@ -570,3 +573,34 @@ def test_what_is_no_stack_is_refused(stack: Any, shape: tuple[int, ...], text: s
 def test_the_error_names_the_key() -> None:
     with pytest.raises(ValueError, match="frame_stack=4 of 'pixels' needs rows"):
         check_stack(4, torch.Size([3, 84, 84]), "pixels")
+
+
+@pytest.mark.parametrize("kind", ["memory", "compact", "zstd", "files", "disk"])
+@pytest.mark.parametrize("shape", [(1, 4, 4), (4, 4)], ids=str)
+def test_a_stack_of_one_frame_is_the_plain_buffer(kind: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Pipelines have the number of frames as a setting; observations may lack the dim of one."""
+
+    def storage(name: str, **options: Any) -> Any:
+        match kind:
+            case "files":
+                return LazyMemmapStorage(50, **options)
+            case "disk":
+                return DiskStorage(50, tmp_path / name, **options)
+            case "zstd":
+                return LazyTensorStorage(50, codec={"observation": "zstd"}, **options)
+        return LazyTensorStorage(50, compact_obs=kind == "compact", **options)
+
+    one, plain = storage("one", frame_stack={"observation": 1}), storage("plain")
+    frames = torch.randint(256, (31, *shape), dtype=torch.uint8)
+    done = torch.arange(30)[:, None] == 29
+    batch = TensorDict({"observation": frames[:-1], "next": {"observation": frames[1:], "done": done}}, [30])
+    rows = []
+    for each in (one, plain):
+        buffer = ReplayBuffer(storage=each, sampler=SliceSampler(slice_len=3), batch_size=6)
+        buffer.extend(batch)
+        rows.append(buffer[:])
+    assert bool((rows[0] == rows[1]).all()) and bool((rows[0] == batch).all())
+    assert type(one.columns["observation"]) is type(plain.columns["observation"]) and not one.frame_stack
+    other = storage("other", frame_stack={"pixels": 1})
+    with pytest.raises(ValueError, match="frame_stack names 'pixels', which the batch lacks"):
+        ReplayBuffer(storage=other, batch_size=6).extend(batch)

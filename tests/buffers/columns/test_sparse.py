@@ -106,8 +106,8 @@ def test_errors_say_what_is_wrong() -> None:
     ):
         LazyTensorStorage(10, frame_stack=4)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"sparse names \[\"'observation'\"\], which frame_stack or codec name as well"
+        ValueError, match=r"sparse names \['observation'\], which frame_stack or codec name as well"
     ):
         LazyTensorStorage(10, sparse=["observation"], frame_stack={"observation": 4})
-    with pytest.raises(ValueError, match=r"sparse names \[\"'state'\"\], not in the batch"):
+    with pytest.raises(ValueError, match=r"sparse names \['state'\], not in the batch"):
         ReplayBuffer(storage=LazyTensorStorage(10, sparse=["state"])).extend(batch(0, 4))

@@ -2,9 +2,11 @@
 
 import builtins
 import copy
+import gc
 import pickle
 import sys
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -263,3 +265,51 @@ def test_zeros_take_few_bytes_and_are_read() -> None:
     assert again.check_state_dict(state) == 2
     again.load_state_dict(state)
     assert not again.take(torch.tensor([0])).any()
+
+
+def allocated(make: Any) -> tuple[Any, int]:
+    """Return what ``make()`` returned, and the bytes that Python's and NumPy's allocators gave for it."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        made = make()
+        gc.collect()
+        return made, tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("noise", [False, True], ids=["like the first", "of random numbers"])
+def test_the_allocator_gives_no_more_than_is_stated(
+    threads: int, noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zstandard returns objects that keep the memory reserved for the worst case, several times a row's size."""
+    monkeypatch.setattr(codec, "_THREAD_BYTES", 7056)
+    values = torch.randint(0, 256, (200, 84, 84), dtype=torch.uint8) if noise else images(200, 84)
+    column_of(values, threads=threads).write(0, values[:3])  # what is made once
+
+    def fill() -> ZstdColumn:
+        column = column_of(values, threads=threads)
+        column.write(0, values[:150])
+        column.put(torch.arange(100, 200), values[100:])
+        return column
+
+    column, taken = allocated(fill)
+    # Beside the rows there is the dictionary of up to 16 KiB, twice.
+    assert column.nbytes <= taken <= 1.02 * column.nbytes + 3 * 2**14
+    state = column.state_dict(200)
+
+    def load() -> ZstdColumn:
+        loaded = column_of(values, threads=threads)
+        loaded.load_state_dict(state)
+        return loaded
+
+    loaded, taken = allocated(load)
+    assert loaded.nbytes == column.nbytes <= taken <= 1.02 * column.nbytes + 3 * 2**14
+
+
+def test_a_blank_row_takes_few_bytes() -> None:
+    """Its object is made by the first column that grows, for values of 1 MB here."""
+    column, taken = allocated(lambda: ZstdColumn(10, (2**20,), torch.uint8))
+    assert taken < 2**14 and len(column._blank) < 200

@@ -12,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from flatroll.buffers import (
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     ReplayBuffer,
+    SliceSampler,
     TrajectoryIndex,
 )
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
@@ -742,3 +744,18 @@ def test_slices_of_a_ring_without_rows(world: Any, monkeypatch: pytest.MonkeyPat
         buffer.sample()
     buffer.extend(world.to_batch(steps))
     assert set(buffer.sample()["step_count"].flatten().tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("make", [PrioritizedSampler, PrioritizedSliceSampler])
+def test_stats_count_the_priorities(make: Any) -> None:
+    sampler = make(64, alpha=0.7, beta=0.5) if make is PrioritizedSampler else make(64, 0.7, 0.5, slice_len=4)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, batch_size=8)
+    plain = ReplayBuffer(storage=LazyTensorStorage(64), sampler=SliceSampler(slice_len=4), batch_size=8)
+    done = torch.zeros(32, 1, dtype=torch.bool)
+    batch = TensorDict({"is_init": torch.arange(32)[:, None] == 0, "next": {"done": done}}, [32])
+    for each in (buffer, plain):
+        each.extend(batch)
+    index = plain.stats()["bytes"] - plain.storage.nbytes if make is PrioritizedSliceSampler else 0
+    # At least a priority of 4 bytes and a weight for each row.
+    assert sampler.nbytes >= 64 * 8
+    assert buffer.stats()["bytes"] == buffer.storage.nbytes + index + sampler.nbytes

@@ -16,6 +16,7 @@ from flatroll.buffers import (
     ListStorage,
     ReplayBuffer,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorStorage,
 )
 from flatroll.rollouts import Collector
@@ -334,7 +335,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
             ValueError,
             r"must be torch.\w+ \[2, \d\] to be written here, got torch.\w+ \[3, \d\]",
         ),
-        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage has kept"),
+        (0, TensorDict({"extra": torch.zeros(1)}), ValueError, "no entry 'extra': the storage keeps"),
         (
             0,
             TensorDict({"next": {"reward": torch.zeros(1, dtype=torch.int64)}}),
@@ -365,7 +366,7 @@ def test_entries_that_others_rest_on_stay(world: Any, compact: bool) -> None:
         ([1, 2.5], ValueError, r"item 0 has torch.int64 \[\] where item 1 has torch.float32 \[\]"),
         ([(1, 2), {"a": 1}], ValueError, r"data must be items of one form: item 0 is"),
         ([TensorDict({"a": 1}), TensorDict({"b": 1})], ValueError, "items must have the same entries, shapes"),
-        ([TensorDict({"a": 1}), torch.zeros(1)], ValueError, "items must have the same entries, shapes"),
+        ([TensorDict({"a": 1}), torch.zeros(1)], ValueError, "items must all be tensordicts .* item 1 has the type"),
         (TensorDict({"a": torch.zeros(())}, []), ValueError, r"batch has batch size \[\]: use add for one row"),
         (TensorDict({}, [3]), ValueError, "the batch has no entries to store"),
         ((), ValueError, "the batch has no entries to store"),
@@ -410,3 +411,33 @@ def test_trajectories_are_rows_of_tensordicts() -> None:
         compact = ReplayBuffer(storage=LazyTensorStorage(10, compact_obs=True))
         with pytest.raises(TypeError, match="compact_obs=True needs tensordict batches, got"):
             compact.extend(data)
+
+
+def held(item: Any) -> int:
+    """Bytes of the memory that a tensor keeps."""
+    return item.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tensordict", "tree"])
+def test_a_list_storage_keeps_no_memory_of_rows_that_it_left_out(kind: str) -> None:
+    rows = torch.arange(1000.0)
+    batch = {"tensor": rows, "tensordict": TensorDict({"a": rows}, [1000]), "tree": {"a": rows}}[kind]
+    buffer = ReplayBuffer(storage=ListStorage(10))
+    with pytest.warns(UserWarning, match="990"):
+        buffer.extend(batch)
+    items = [item if kind == "tensor" else item["a"] for item in buffer.storage._items]
+    assert [item.item() for item in items] == list(range(990, 1000))
+    assert {held(item) for item in items} == {4 * 10}  # views of one copy of these rows
+
+
+def test_the_best_rows_of_many_batches_keep_no_others() -> None:
+    buffer = ReplayBuffer(
+        storage=ListStorage(4), writer=TensorDictMaxValueWriter(rank_key="value"), batch_size=4
+    )
+    for first in range(5):
+        value = torch.zeros(100)
+        value[first] = first
+        buffer.extend(TensorDict({"value": value, "x": torch.arange(100)}, [100]))
+    items = buffer.storage._items
+    assert sorted(item["value"].item() for item in items) == [1, 2, 3, 4]
+    assert {held(item["x"]) for item in items} == {8}

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
+from torch.utils._pytree import tree_leaves
 
 from flatroll.layout.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
@@ -329,3 +330,24 @@ def test_a_flat_form_that_does_not_fit_is_refused() -> None:
     split.get("traj_1").del_("speed")
     with pytest.raises(ValueError, match="traj_1 holds other entries"):
         H5Combine()(split)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_state_of_nested_tensors_is_plain(split: bool, tmp_path: Path) -> None:
+    """`torch.load` with its default, ``weights_only=True``, refuses nested tensors from torch 2.15 on."""
+    rows, other = rows_of([3, 4], torch.float64), rows_of([2], torch.float64, 1)
+    save = TED2Nested()
+    save.shift, save.is_full = 2, True
+    nested = save(rows)
+    if split:
+        nested = H5Combine()(H5Split()(nested))
+    state = nested.state_dict()
+    tensors = [value for value in tree_leaves(state) if isinstance(value, torch.Tensor)]
+    assert tensors and not any(value.is_nested for value in tensors)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt")
+    check_same(Nested2TED()(TensorDict(loaded, [])), rows)
+    into = save(other)
+    into.load_state_dict(loaded)
+    assert into.batch_size == nested.batch_size and set(into.keys()) == set(nested.keys())
+    check_same(Nested2TED()(into), rows)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
 from flatroll.layout.inspect.audit import audit
-from flatroll.modules import GRUModule
+from flatroll.modules import GRUModule, actor
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import StepCounter
 
@@ -108,3 +108,23 @@ def test_the_joined_rows_make_whole_episodes(pool: Any) -> None:
     batches = take(Collector(pool("CartPole-v1", 2), push, frames_per_batch=50, trajs_per_batch=4), 6)
     rows: Any = TensorDict.cat(batches)
     assert len(rows["collector", "traj_ids"].unique()) == 24 == int(rows["next", "done"].sum())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "combined"), [("JobShop-v0", False), ("MultiCVRP-v0", False), ("BinPack-v2", True)]
+)
+def test_masks_of_several_dims_and_actions_of_few_integers(
+    pool: Any, name: str, combined: bool, size: int
+) -> None:
+    policy = actor(pool(name, 3, 3), hidden=(8,))
+    for plays in (None, policy):
+        batch = next(Collector(pool(name, size, 3), plays, frames_per_batch=300))
+        assert batch["next", "done"].any()
+        mask = batch["action_mask"].bool()
+        action = batch["action"].long()
+        if combined:
+            assert mask[torch.arange(300), action[:, 0], action[:, 1]].all()
+        else:
+            assert mask.gather(2, action.unsqueeze(2)).all()
+        assert not mask.all()

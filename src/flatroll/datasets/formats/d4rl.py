@@ -1,5 +1,6 @@
 """D4RL: `read_d4rl` for its HDF5 files, with steps end to end, and `D4RLExperienceReplay`."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,19 +14,22 @@ from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in
 from flatroll.layout.checks import file_path, flags
-from flatroll.layout.export import optional_package
+from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey, plain_key
 
-_NAMES = {"actions": "action", "next_observations": "next.observation"}
+_NAMES: dict[str, NestedKey] = {"actions": "action", "next_observations": ("next", "observation")}
 _OWN = ("observations", "rewards", "terminals", "timeouts")
+_ROWS_AT_ONCE = 65_536
 
 
 def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = False) -> Iterator[TensorDict]:
     """Yield the episodes of a D4RL-like HDF5 file as flat batches ``[T]``.
 
-    The file has ``observations`` ``[N, ...]``, ``actions``, ``rewards`` ``[N]`` and ``terminals`` ``[N]``, and may have
+    The file has ``observations`` ``[N, ...]`` and ``actions``, and may have ``rewards`` ``[N]``, ``terminals`` ``[N]``,
     ``timeouts`` ``[N]``, ``next_observations`` and others, such as ``infos/qpos``, which keep their names. An episode
-    ends with a terminal or a timeout; one that neither ends is cut by the end of the file. Without
+    ends with a terminal or a timeout; one that neither ends is cut by the end of the file. Without ``timeouts`` it is
+    also cut, with no flag set, where its ``next_observations`` are not the observations of the row after. Without
     ``next_observations`` the one that comes after an episode's last row is in no file: it is given as that row's own,
     and ``("collector", "next_known")`` is False there.
 
@@ -37,8 +41,12 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
 
     Raises:
         ImportError: h5py is missing; the message names the extra.
-        KeyError: a dataset is missing.
+        KeyError: there are no observations or actions.
         ValueError, TypeError: as `h5_columns`; datasets of different length.
+
+    Warns:
+        UserWarning: there are neither ``terminals``, ``timeouts`` nor ``next_observations``, so nothing says where
+            episodes end: all rows are one trajectory.
 
     Source: Fu et al., D4RL: Datasets for Deep Data-Driven Reinforcement Learning (2020).
 
@@ -59,31 +67,67 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
 
 
 def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Iterator[TensorDict]:
-    for name in ("observations", "actions", "rewards", "terminals"):
+    for name in ("observations", "actions"):
         if name not in columns:
             raise KeyError(f"{place} has no dataset {name!r}; it has {sorted(columns)}")
     lengths = {name: (*column.shape, 0)[0] for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"datasets must have one row for each step, got lengths {lengths}")
-    terminal = columns["terminals"][:].reshape(-1).astype(bool)
-    timeout = columns["timeouts"][:].reshape(-1).astype(bool) if "timeouts" in columns else terminal & False
+    rows_there = lengths["observations"]
+    terminal = _flags(columns, "terminals", rows_there)
+    timeout = _flags(columns, "timeouts", rows_there)
     over = terminal | timeout
+    if "timeouts" not in columns and "next_observations" in columns:
+        over[:-1] |= ~_continues(columns["observations"], columns["next_observations"])
+    elif not {"terminals", "timeouts"} & columns.keys():
+        warnings.warn(
+            f"{place} has no terminals, timeouts or next_observations, so nothing says where its episodes end: its "
+            f"{rows_there} rows are read as one trajectory",
+            UserWarning,
+            stacklevel=3,
+        )
     over[-1:] = True
     first = 0
     for number, last in enumerate(np.flatnonzero(over)):
         rows = slice(first, last + 1)
         others = {
-            _NAMES.get(name, name.replace("/", ".")): column[rows]
+            _NAMES.get(name, plain_key(tuple(name.split("/")))): column[rows]
             for name, column in columns.items()
             if name not in _OWN
         }
         states = {"observation": columns["observations"][rows]}
-        episode = episode_of(number, states, others, columns["rewards"][rows], terminal[rows], timeout[rows])
+        reward = columns["rewards"][rows] if "rewards" in columns else None
+        episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:
             episode = episode[:-1]
         if len(episode):
             yield episode
+
+
+def _flags(columns: Mapping[str, Any], name: str, rows: int) -> Array:
+    """Flags ``[rows]``; all False if there are none."""
+    if name not in columns:
+        return np.zeros(rows, bool)
+    flags: Array = columns[name][:].reshape(-1).astype(bool)
+    return flags
+
+
+def _continues(seen: Any, following: Any) -> Array:
+    """Whether the next observation of each row but the last is the observation of the row after; bool ``[N - 1]``."""
+    rows = seen.shape[0]
+    if seen.shape != following.shape:
+        raise ValueError(
+            f"next_observations must have the shape of observations, {list(seen.shape)}, got {list(following.shape)}"
+        )
+    same = np.ones(max(rows - 1, 0), bool)
+    for first in range(0, rows - 1, _ROWS_AT_ONCE):
+        end = min(first + _ROWS_AT_ONCE, rows - 1)
+        later = following[first:end]
+        root = seen[first + 1 : end + 1].astype(later.dtype)  # as precise as the file's next observations
+        equal = (root == later) | ((root != root) & (later != later))  # NaN equals NaN
+        same[first:end] = equal.reshape(end - first, -1).all(1)
+    return same
 
 
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):

@@ -17,8 +17,19 @@ import numpy as np
 from tensordict import TensorDict
 
 from flatroll.layout.checks import file_path, iterable
-from flatroll.layout.export import Array, from_numpy
-from flatroll.layout.keys import TRAJ_IDS
+from flatroll.layout.export import Array, from_columns
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    NEXT_KNOWN,
+    REWARD,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 
 #: Errors that a damaged or malicious file may raise.
 UNREADABLE = (
@@ -85,50 +96,51 @@ def episode_of(*parts: Any) -> TensorDict:
     >>> batch["next", "observation"], batch["next", "done"].squeeze(-1)
     (tensor([1, 2]), tensor([False,  True]))
     """
-    return from_numpy(episode_columns(*parts))
+    return from_columns(episode_columns(*parts))
 
 
 def episode_columns(
     number: int,
-    states: Mapping[str, Array],
-    others: Mapping[str, Array],
+    states: Mapping[NestedKey, Array],
+    others: Mapping[NestedKey, Array],
     reward: Array | None,
     terminated: Array,
     truncated: Array,
-) -> dict[str, Array]:
-    """Return the columns ``[T, ...]`` of an episode of T steps, with all markers, by dotted name.
+) -> dict[tuple[str, ...], Array]:
+    """Return the columns ``[T, ...]`` of an episode of T steps, with all markers, by key.
 
     Args:
         number: number of the episode in the set, its trajectory id.
-        states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` if no file has the last next state: it is then the
-            last state again, and ``("collector", "next_known")`` is False there.
-        others: further columns ``[T, ...]`` by dotted name; a next state among them is used unchanged.
+        states: by key, ``[T + 1, ...]``; or ``[T, ...]`` if no file has the last next state: it is then the last
+            state again, and ``("collector", "next_known")`` is False there.
+        others: further columns ``[T, ...]`` by key; a next state among them is used unchanged.
         reward: ``[T]``; floating dtypes are kept, others become float32. None if there is none.
         terminated, truncated: ``[T]``.
     """
     length = len(terminated)
-    flags = {
-        name: np.asarray(flag).reshape(length, 1).astype(bool)
-        for name, flag in (("terminated", terminated), ("truncated", truncated))
-    }
-    columns = dict(others)
-    for name, values in states.items():
-        columns[name] = values[:length]
-        if f"next.{name}" in others:
+    over = np.asarray(terminated).reshape(length, 1).astype(bool)
+    cut = np.asarray(truncated).reshape(length, 1).astype(bool)
+    columns = {as_tuple(key): values for key, values in others.items()}
+    given = set(columns)
+    for key, values in states.items():
+        columns[as_tuple(key)] = values[:length]
+        if next_key(key) in given:
             continue
-        columns[f"next.{name}"] = values[1:]
+        columns[next_key(key)] = values[1:]
         if len(values) == length:
-            columns[f"next.{name}"] = np.concatenate([values[1:], values[-1:]])
-            columns["collector.next_known"] = np.arange(length) < length - 1
+            columns[next_key(key)] = np.concatenate([values[1:], values[-1:]])
+            columns[as_tuple(NEXT_KNOWN)] = np.arange(length) < length - 1
     is_init = np.zeros((length, 1), bool)
     is_init[:1] = True
-    columns |= {"is_init": is_init, "collector.traj_ids": np.full(length, number)}
+    columns[as_tuple(IS_INIT)] = is_init
+    columns[as_tuple(TRAJ_IDS)] = np.full(length, number)
     if reward is not None:
-        given = np.asarray(reward)
-        floating = given if given.dtype.kind == "f" else given.astype(np.float32)
-        columns["next.reward"] = floating.reshape(length, 1)
-    columns |= {f"next.{name}": flag for name, flag in flags.items()}
-    columns["next.done"] = flags["terminated"] | flags["truncated"]
+        paid = np.asarray(reward)
+        floating = paid if paid.dtype.kind == "f" else paid.astype(np.float32)
+        columns[REWARD] = floating.reshape(length, 1)
+    columns[TERMINATED] = over
+    columns[TRUNCATED] = cut
+    columns[DONE] = over | cut
     return columns
 
 
@@ -143,14 +155,16 @@ def count_on(files: Iterable[Iterable[TensorDict]]) -> Iterator[TensorDict]:
             yield episode
 
 
-def named_leaves(value: Any, name: str, folders: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings (or tuples) by dotted name; tuple items by index."""
+def named_leaves(
+    value: Any, key: tuple[str, ...], folders: tuple[type, ...] = (Mapping,)
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of nested mappings (or tuples) by key, which begins with ``key``; tuple items by index."""
     if not isinstance(value, folders):
-        yield name, value
+        yield key, value
         return
     parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]
-    for key, part in parts:
-        yield from named_leaves(part, f"{name}.{key}" if name else str(key), folders)
+    for name, part in parts:
+        yield from named_leaves(part, (*key, str(name)), folders)
 
 
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:

@@ -20,7 +20,7 @@ from flatroll.datasets.ids import unknown_id
 from flatroll.layout.checks import file_path, whole_number
 from flatroll.layout.export import Array
 
-_NAMES = ("observations", "actions", "rewards", "dones")
+_NAMES = ("observations", "actions", "dones")
 _LONGEST_NAME = 1 << 20
 _MOST_STEPS = 4096  # maximum number of opcodes in a pickle; an array takes about 20
 #: The opcodes of pickles of arrays, of any protocol. Those that create objects without `find_class`, or
@@ -55,15 +55,16 @@ _PARTS = ("1M_E", "1M_S", "10M", "25M", "level_1_S", "level_40_S", "level_1_E", 
 def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
     """Yield the trajectories of a Gen-DGRL archive as flat batches ``[T]``.
 
-    A trajectory has T + 1 observations, T actions, rewards and dones; a done is a termination, and one that has none
-    is truncated. The archive is read as a stream, one member at a time.
+    A trajectory has T + 1 observations, T actions, rewards (or none) and dones; a done is a termination, and one that
+    has none is truncated. The archive is read as a stream, one member at a time.
 
     Args:
         path: of the ``.tar.xz`` (or ``.tar``, ``.tar.gz``) file.
         max_bytes: a member, and the arrays in it, may have no more. Default 1 GiB.
 
     Raises:
-        ValueError: a member is larger, no such dict of arrays, or a link; the archive is damaged.
+        ValueError: a member is larger, no such dict of arrays, or a link; a step before the last one is done, so that
+            the member is not one trajectory; pictures are not bytes; the archive is damaged.
         pickle.UnpicklingError: a member holds anything but a dict of NumPy arrays; nothing of it is run.
 
     Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
@@ -106,23 +107,26 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
         raise ValueError(f"{name} has no {missing[0]!r}; it has {sorted(steps)}")
     done = np.asarray(steps["dones"]).reshape(-1).astype(bool)
     length, seen = len(done), np.asarray(steps["observations"])
-    lengths = {key: len(np.atleast_1d(steps[key])) for key in _NAMES}
-    if not length or lengths != {
-        "observations": length + 1,
-        "actions": length,
-        "rewards": length,
-        "dones": length,
-    }:
+    lengths = {key: len(np.atleast_1d(steps[key])) for key in (*_NAMES, "rewards") if key in steps}
+    if not length or lengths != {key: length + (key == "observations") for key in lengths}:
         raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
+    if (early := np.flatnonzero(done[:-1])).size:
+        raise ValueError(
+            f"{name} is done at step {early[0]} of {length}: the observation after it may be of another game, so it is "
+            "not one trajectory"
+        )
+    pictures = seen.astype(np.uint8, copy=False)
+    if not np.array_equal(pictures, seen):
+        raise ValueError(f"{name} has observations of {seen.dtype} that are not bytes 0 ... 255")
     truncated = np.zeros(length, bool)
     truncated[-1] = not done[-1]
-    others = {key: values for key, values in steps.items() if key not in _NAMES}
+    others = {key: values for key, values in steps.items() if key not in (*_NAMES, "rewards")}
     others = {key: values for key, values in others.items() if values.ndim and len(values) == length}
     return episode_of(
         number,
-        {"observation": seen.astype(np.uint8, copy=False)},
+        {"observation": pictures},
         {"action": steps["actions"], **others},
-        steps["rewards"],
+        steps.get("rewards"),
         done,
         truncated,
     )

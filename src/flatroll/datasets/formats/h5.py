@@ -13,6 +13,7 @@ from flatroll.disk.files import SteadyFile
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import from_numpy, optional_package, to_numpy
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import as_tuple
 
 FIRST_ROWS = "_first_rows"
 
@@ -26,13 +27,18 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
         **h5_kwargs: for `h5py.Group.create_dataset`, such as ``compression="gzip"``.
 
     Raises:
-        ValueError: an entry is named ``_first_rows``.
+        ValueError: an entry is named ``_first_rows``, or has "/" in its name.
     """
     h5py = optional_package("h5py", "h5", "export")
     if source.read(torch.arange(1)).get(FIRST_ROWS, None) is not None:
         raise ValueError(
             f"entry {FIRST_ROWS!r} has the name that the file uses for first rows: rename the entry first"
         )
+    for key in source.read(torch.arange(1)).keys(True, True):
+        if any("/" in name for name in as_tuple(key)):
+            raise ValueError(
+                f"entry {key!r} has '/' in its name, which separates groups in HDF5 files: rename it first"
+            )
     starts = first_rows(source)
     with SteadyFile(path) as raw, h5py.File(raw, "w") as file:
         row = 0

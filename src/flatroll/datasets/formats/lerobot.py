@@ -10,8 +10,9 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +27,17 @@ from flatroll.datasets.formats.episodes import damage_in, naming
 from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
-from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
+from flatroll.layout.export import (
+    Array,
+    from_arrow,
+    from_columns,
+    from_numpy,
+    optional_package,
+    to_arrow,
+    to_columns,
+    to_numpy,
+)
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
-from flatroll.layout.tensordict_seam import nest
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -38,6 +47,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 COUNTED = ("timestamp", "frame_index", "episode_index", "index")
 OWN = (*COUNTED, "task_index")
 _MOST_JSON = 64 << 20  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
+_NO_SEPARATOR = "\0"  # names of last observations are one string each
 _NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
 
@@ -88,14 +99,19 @@ class RunningStats:
 
 
 def write_lerobot(
-    source: Source, path: Path, *, fps: float = 30.0, task: str = "", robot_type: str | None = None
+    source: Source,
+    path: Path,
+    *,
+    fps: float = 30.0,
+    task: str = "",
+    robot_type: str | None = None,
+    images: Mapping[str, str] | None = None,
 ) -> None:
     """Write a LeRobot v3 folder, one trajectory at a time.
 
     ``observation`` is ``observation.state`` (``observation.image`` if it is one), other observations
-    ``observation.<name>``; other entries have their dotted names. uint8 entries ``[H, W, C]`` and ``[C, H, W]`` of 1, 3
-    or 4 channels are images, stored as lossless PNG; video is not written. The next observation of an
-    episode's last row, for which LeRobot has no place, is stored in an extra file.
+    ``observation.<name>``; other entries have their dotted names. Images are stored as lossless PNG; video is not
+    written. The next observation of an episode's last row, for which LeRobot has no place, is stored in an extra file.
 
     Args:
         source: the rows.
@@ -103,10 +119,13 @@ def write_lerobot(
         fps: steps per second, which timestamps are made of. Default 30.
         task: description of the robot's task. Default ``""``.
         robot_type: goes into ``meta/info.json``. Default None.
+        images: which observations are images, and how they lie: ``{"pixels": "CHW"}`` or ``"HWC"``, of 1, 3 or 4
+            channels. Default: uint8 observations with three dimensions, one of which, the first or the last, is 1 or 3.
+            Stacks of four frames, and shapes that fit both ways, are numbers unless they are named here.
 
     Raises:
         ValueError: ``fps`` is not above 0; next observations are not the observations of the next row (n-step data);
-            names clash.
+            names clash; ``images`` names an entry that is none.
         TypeError: an entry of complex numbers or of no numbers.
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
@@ -116,7 +135,7 @@ def write_lerobot(
         (path / folder).mkdir(parents=True)
     trajectories = episodes_of(source)
     first = next(trajectories)
-    fields = _fields(first)
+    fields = _fields(first, images)
     stored = [field for field in fields if not field["next"]]
     stats = {field["column"]: RunningStats(field["image"] is not None) for field in stored}
     episodes: list[dict[str, Any]] = []
@@ -134,8 +153,10 @@ def write_lerobot(
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
             data.write_table(table)
-            last_row = {key: rows.get(next_key(key))[-1:] for key in observation_keys(rows)}
-            finals.append(to_arrow(nest(last_row, 1)))
+            last_row = {
+                ".".join(as_tuple(key)): rows.get(next_key(key))[-1:] for key in observation_keys(rows)
+            }
+            finals.append(to_arrow(TensorDict(last_row, [1]), separator=_NO_SEPARATOR))
             if len(finals) == _FINALS_AT_ONCE:
                 last = _write_finals(pyarrow, parquet, finals, path, last)
             episodes.append(_episode_row(number, frames, len(rows), task, place))
@@ -171,19 +192,25 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2))
 
 
-def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
+def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict[str, Any]]:
     """For each entry of the batch: its key, dtype, shape, column, and how it is stored."""
     observed = {as_tuple(key) for key in observation_keys(rows)}
+    named = dict(images or {})
+    if unknown := sorted(named.keys() - set(map(".".join, observed))):
+        raise ValueError(
+            f"images names {unknown[0]!r}, the observations are {sorted(map('.'.join, observed))}"
+        )
     fields: list[dict[str, Any]] = []
-    for name, array in to_numpy(rows).items():
-        key, shape = tuple(name.split(".")), list(array.shape[1:])
+    for key, array in to_columns(rows):
+        name = ".".join(key)
+        shape = list(array.shape[1:])
         if array.dtype.kind == "c" or not np.prod(shape):
             raise TypeError(
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
             )
         image = None
-        if (key in observed or key[1:] in observed) and array.dtype == np.uint8 and array.ndim == 4:
-            image = "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
+        if root := key if key in observed else key[1:] if key[1:] in observed else ():
+            image = _image_axes(".".join(root), array, named.get(".".join(root)))
         column = name
         if key == (OBSERVATION,):
             column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
@@ -192,7 +219,7 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
         later = key[0] == NEXT and key[1:] in observed
         fields.append(
             {
-                "key": name,
+                "key": list(key),
                 "dtype": array.dtype.name,
                 "shape": shape,
                 "column": column,
@@ -203,14 +230,32 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
     stored = [field["column"] for field in fields if not field["next"]]
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
-    present = {field["key"] for field in fields}
-    missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
+    present = {_key_of(field) for field in fields}
+    missing = sorted(".".join(key) for key in observed if next_key(key) not in present)
     if missing:
         raise ValueError(
             f"next observations of {missing} are not in the batch: extend a buffer that has compact_obs=True "
             "with the compact batch and its final=, and export the buffer"
         )
     return fields
+
+
+def _image_axes(name: str, array: Array, given: str | None) -> str | None:
+    """How the images of an entry ``[N, ...]`` lie, ``"HWC"`` or ``"CHW"``; None if it is of numbers."""
+    shape = array.shape[1:]
+    pictures = array.dtype == np.uint8 and len(shape) == 3
+    if given is not None:
+        checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
+        channels = shape[-1 if given == "HWC" else 0] if pictures else 0
+        if channels not in MODES:
+            raise ValueError(
+                f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
+                f"{list(shape)}"
+            )
+        return given
+    # Four channels may be a stack of frames as well.
+    fits = [axes for axes, place in (("HWC", -1), ("CHW", 0)) if pictures and shape[place] in (1, 3)]
+    return fits[0] if len(fits) == 1 else None
 
 
 def _table(
@@ -223,11 +268,12 @@ def _table(
     stats: dict[str, RunningStats],
 ) -> Any:
     """The frames of one episode."""
-    columns, arrays = to_numpy(rows), dict[str, Any]()
+    columns = dict(to_columns(rows))
+    arrays: dict[str, Any] = {}
     for field in fields:
-        array = columns[field["key"]]
+        array = columns[_key_of(field)]
         if field["next"]:
-            check_follows(_root_of(field), columns[_root_of(field)], array)
+            check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
             array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
@@ -347,7 +393,11 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
     Raises:
         ImportError: pyarrow is missing, or Pillow if there are images; the message names the extra.
         FileNotFoundError: a required file is missing.
-        ValueError: the version is not supported, there are videos, more than ``max_bytes``, or inconsistent files.
+        ValueError: the version is not supported, there are videos, more than ``max_bytes``, frames that are missing or
+            not in order, or a picture that bytes of its shape do not hold exactly (16 bits, transparency, colours).
+
+    Warns:
+        UserWarning: ``meta/episodes`` names other files than those with the frames, which decide.
     """
     root = Path(path).absolute()
     with naming(root):
@@ -364,7 +414,13 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
     ours = (root / RECORD).is_file()
     fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
+    last = (
+        TensorDict.cat(
+            [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
+        )
+        if ours
+        else None
+    )
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -420,7 +476,8 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     for field in fields if isinstance(fields, list) else [None]:
         if not (
             isinstance(field, dict)
-            and all(isinstance(field.get(name), str) for name in ("key", "column", "dtype"))
+            and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
+            and _is_key(field.get("key"))
             and re.fullmatch(_NUMBERS, field["dtype"])
             and isinstance(field.get("shape"), list)
             and _is_shape(field["shape"])
@@ -429,14 +486,27 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
             and isinstance(field.get("next"), bool)
         ):
             raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
-    roots = {field["key"] for field in fields if not field["next"]}
-    if alone := [field["key"] for field in fields if field["next"] and _root_of(field) not in roots]:
-        raise ValueError(f"{path} was not written by export(): {alone[0]!r} has no root entry")
+    roots = {_key_of(field) for field in fields if not field["next"]}
+    if alone := [_key_of(field) for field in fields if field["next"] and _root_of(field) not in roots]:
+        raise ValueError(f"{path} was not written by export(): {'.'.join(alone[0])!r} has no root entry")
     return list(fields)
 
 
-def _root_of(field: dict[str, Any]) -> str:
-    return str(field["key"]).removeprefix(f"{NEXT}.")
+def _is_key(key: object) -> bool:
+    """Whether a value of JSON is the key of an entry: a list of names, or a dotted name, as older folders have it."""
+    return isinstance(key, str) or (
+        isinstance(key, list) and bool(key) and all(isinstance(name, str) for name in key)
+    )
+
+
+def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
+    key = field["key"]
+    return tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+
+
+def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
+    key = _key_of(field)
+    return key[1:] if key[0] == NEXT and len(key) > 1 else key
 
 
 def _is_shape(shape: Iterable[object]) -> bool:
@@ -444,39 +514,126 @@ def _is_shape(shape: Iterable[object]) -> bool:
 
 
 def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:
-    """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
+    """The number and the frames of each episode, as the frames themselves say; a warning where ``meta`` differs."""
     pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
-    opened, groups, waiting = Path(), iter(()), None
-    names = ("episode_index", "length", "data/chunk_index", "data/file_index")
-    rows = (
-        row for path in files for group in row_groups(path, max_bytes, names) for row in group.to_pylist()
-    )
-    for row in rows:
-        number, length, chunk, place = (row.get(name) for name in names)
-        if (
-            not all(isinstance(value, int) and value >= 0 for value in (number, length, chunk, place))
-            or not length
-        ):
-            raise ValueError(f"{root}/meta/episodes: an episode needs {', '.join(names)}, got {row}")
-        if length * row_bytes > max_bytes:
+    noted = _noted_episodes(root, files, row_bytes, max_bytes)
+    found: dict[int, tuple[int, Path]] = {}
+    waiting: Any = None
+    began = Path()  # the file with the first frame of the episode that waits
+
+    def take(table: Any) -> tuple[int, Any]:
+        number = table["episode_index"][0].as_py()
+        if number in found:
+            raise ValueError(f"{began} has frames of episode {number}, but those before it are elsewhere")
+        _check_in_order(table, number, began)
+        if number in noted and noted[number][0] != len(table):
             raise ValueError(
-                f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
+                f"{began} has {len(table)} frames of episode {number}, meta/episodes says {noted[number][0]}"
             )
-        file = root / DATA.format(chunk_index=chunk, file_index=place)
-        if file != opened:
-            opened, waiting = file, None
-            groups = row_groups(file, max_bytes)
-        while waiting is None or len(waiting) < length:
-            group = next(groups, None)
-            if group is None:
-                raise ValueError(f"{file} ends before the {length} frames of episode {number}")
-            waiting = group if waiting is None else pyarrow.concat_tables([waiting, group])
-        table, waiting = waiting.slice(0, length), waiting.slice(length)
-        if "episode_index" not in table.column_names or table["episode_index"].unique().to_pylist() != [
-            number
-        ]:
-            raise ValueError(f"{file} should continue with {length} frames of episode {number}, but does not")
-        yield number, table
+        found[number] = (len(table), began)
+        return number, table
+
+    for file in _data_files(root):
+        for group in row_groups(file, max_bytes):
+            numbers = _episode_numbers(group, file)
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(group)]
+            for first, end in pairwise(edges):
+                if first == end:
+                    continue
+                part = group.slice(first, end - first)
+                if waiting is not None and waiting["episode_index"][0].as_py() == int(numbers[first]):
+                    waiting = pyarrow.concat_tables([waiting, part])
+                else:
+                    if waiting is not None:
+                        yield take(waiting)
+                    waiting, began = part, file
+                if len(waiting) * row_bytes > max_bytes:
+                    raise ValueError(
+                        f"{file}: episode {numbers[first]} takes more than max_bytes={max_bytes}"
+                    )
+    if waiting is not None:
+        yield take(waiting)
+    _warn_of_differences(root, noted, found)
+
+
+def _data_files(root: Path) -> list[Path]:
+    """The files of frames in order."""
+
+    def place(file: Path) -> tuple[Any, ...]:
+        return tuple(int(number) for number in re.findall("[0-9]+", str(file.relative_to(root)))), str(file)
+
+    files = sorted((root / "data").rglob("*.parquet"), key=place)
+    if not files:
+        raise FileNotFoundError(f"{root} has no data/chunk-000/file-000.parquet")
+    return files
+
+
+def _noted_episodes(
+    root: Path, files: list[Path], row_bytes: int, max_bytes: int
+) -> dict[int, tuple[int, Path]]:
+    """How many frames each episode has, and in which file, as ``meta/episodes`` says."""
+    names = ("episode_index", "length", "data/chunk_index", "data/file_index")
+    noted: dict[int, tuple[int, Path]] = {}
+    for path in files:
+        for group in row_groups(path, max_bytes, names):
+            for row in group.to_pylist():
+                number, length, chunk, place = (row.get(name) for name in names)
+                valid = all(isinstance(value, int) and value >= 0 for value in (number, length, chunk, place))
+                if not valid or not length:
+                    raise ValueError(f"{root}/meta/episodes: an episode needs {', '.join(names)}, got {row}")
+                if length * row_bytes > max_bytes:
+                    raise ValueError(
+                        f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
+                    )
+                noted[number] = (length, root / DATA.format(chunk_index=chunk, file_index=place))
+    return noted
+
+
+def _episode_numbers(group: Any, file: Path) -> Array:
+    """The number of each frame's episode, int64 ``[N]``."""
+    if "episode_index" not in group.column_names:
+        raise ValueError(f"{file} has no column 'episode_index', it has {group.column_names}")
+    column = group["episode_index"]
+    numbers: Array = column.to_numpy()
+    if column.null_count or numbers.dtype.kind not in "iu":
+        raise ValueError(f"{file} has frames whose 'episode_index' is no number")
+    return numbers
+
+
+def _check_in_order(table: Any, number: int, file: Path) -> None:
+    """Raise ValueError unless the frames of an episode follow one another, by their own counters."""
+    for name in ("frame_index", "index"):
+        if name in table.column_names:
+            steps = np.diff(table[name].to_numpy())
+            if (wrong := np.flatnonzero(steps != 1)).size:
+                at = int(wrong[0])
+                values = table[name].slice(at, 2).to_pylist()
+                raise ValueError(
+                    f"{file}: the frames of episode {number} are not in order: {name} {values[0]} comes before "
+                    f"{values[1]}"
+                )
+
+
+def _warn_of_differences(
+    root: Path, noted: dict[int, tuple[int, Path]], found: dict[int, tuple[int, Path]]
+) -> None:
+    """Say where ``meta/episodes`` differs from the frames that were read; ValueError if it has episodes without any."""
+    if lost := sorted(noted.keys() - found.keys()):
+        raise ValueError(
+            f"{root} has no frames of episode {lost[0]}, meta/episodes says {noted[lost[0]][0]}: its files are "
+            "incomplete"
+        )
+    differing = [number for number in sorted(found) if noted.get(number) != found[number]]
+    if not differing:
+        return
+    number = differing[0]
+    says = f"names {noted[number][1].relative_to(root)}" if number in noted else "does not name it"
+    warnings.warn(
+        f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
+        f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
@@ -493,7 +650,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
                 picture = pillow.open(io.BytesIO(content), formats=["PNG", "JPEG"])
                 if picture.size != (width, height):  # known before decoding
                     raise ValueError(f"{name}: an image is {picture.size}, the folder says {(width, height)}")
-                picture = picture.convert(MODES[channels])
+                picture = _exactly(picture, MODES[channels], content, name)
             except (OSError, SyntaxError) as error:
                 raise ValueError(f"{name} has an image that cannot be read: {error}") from None
             images.append(np.asarray(picture).reshape(height, width, channels))
@@ -510,6 +667,31 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
     return array.reshape(length, *about["shape"])
 
 
+def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
+    """The picture in the mode that the folder says; ValueError if that would lose something."""
+    # Pillow halves the bits of colours with 16, and its mode does not show it; PNG notes the bits at this place.
+    deep = content.startswith(_PNG) and len(content) > 24 and content[24] == 16
+    if deep or picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
+        bits = "16-bit " if deep else ""
+        raise ValueError(
+            f"{name} has a {bits}picture of mode {picture.mode!r}, which bytes of {mode!r} cannot hold: convert it, or "
+            "store it as numbers"
+        )
+    whole = picture
+    if picture.mode in ("P", "PA") or "transparency" in picture.info:
+        whole = picture.convert("RGBA")
+    elif picture.mode == "1":
+        whole = picture.convert("L")
+    made = whole.convert(mode)
+    if made.convert(whole.mode).tobytes() != whole.tobytes():
+        lost = "colours" if mode == "L" and whole.mode != "LA" else "transparency"
+        raise ValueError(
+            f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
+            "says: correct its shape in meta/info.json, or the picture"
+        )
+    return made
+
+
 def _column(table: Any, field: dict[str, Any]) -> Any:
     if field["column"] not in table.column_names:
         raise ValueError(f"the frames have no column {field['column']!r}; they have {table.column_names}")
@@ -518,30 +700,31 @@ def _column(table: Any, field: dict[str, Any]) -> Any:
 
 def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
     """Return an episode as it was passed to `write_lerobot`."""
-    columns: dict[str, Array] = {}
-    finals = to_numpy(last[number : number + 1])
+    columns: dict[tuple[str, ...], Array] = {}
+    finals = to_numpy(last[number : number + 1], separator=_NO_SEPARATOR)
     # Next values are computed from the others.
     for field in sorted(fields, key=lambda field: bool(field["next"])):
+        key = _key_of(field)
+        name = ".".join(key)
         if field["next"]:
-            now, final = columns[_root_of(field)], finals.get(_root_of(field))
+            root = ".".join(_root_of(field))
+            now = columns[_root_of(field)]
+            final = finals.get(root)
             if final is None or final.shape != (1, *now.shape[1:]):
-                raise ValueError(
-                    f"{LAST} does not match: it lacks the last {_root_of(field)} of episode {number}"
-                )
-            columns[field["key"]] = np.concatenate([now[1:], final])
+                raise ValueError(f"{LAST} does not match: it lacks the last {root} of episode {number}")
+            columns[key] = np.concatenate([now[1:], final])
             continue
         shape = field["shape"]
         if field["image"] is not None:
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
-            array = _decode(
-                _column(table, field), {"dtype": "image", "shape": seen}, len(table), field["key"]
-            )
+            about = {"dtype": "image", "shape": seen}
+            array = _decode(_column(table, field), about, len(table), name)
             array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
         else:
-            array = _decode(_column(table, field), field, len(table), field["key"])
+            array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
-        columns[field["key"]] = np.ascontiguousarray(array)
-    return from_numpy(columns)
+        columns[key] = np.ascontiguousarray(array)
+    return from_columns(columns)
 
 
 def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
@@ -553,12 +736,16 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         array = _decode(table[name], about, length, name)
         floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be floating
         dtype = about["dtype"] if floating else "float32"
-        columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
+        # A wider dtype of the file is kept, since it may hold more than the folder says.
+        fits = re.fullmatch(_NUMBERS, dtype) and (not floating or np.can_cast(array.dtype, dtype, "safe"))
+        columns[name] = array.astype(dtype, copy=False) if fits else array
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
     is_init, never, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
-    is_init[0], known[-1] = True, False
+    # Frames before the first one may be missing.
+    is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
+    known[-1] = False
     done, terminated, truncated = (
         columns[place].reshape(length, 1).astype(bool) if (place := f"{NEXT}.{name}") in columns else None
         for name in ("done", "terminated", "truncated")

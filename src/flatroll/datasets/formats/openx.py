@@ -29,7 +29,16 @@ from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import iterable, shown, whole_number
 from flatroll.layout.export import Array
-from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    plain_key,
+)
 
 _OF_A_STEP = ("is_first", "is_last", "is_terminal", "observation", "reward")
 WINDOW = 16  # number of episodes in memory that a shuffled stream draws from
@@ -50,7 +59,8 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
 
     Raises:
-        ValueError: an episode has no rows, its steps have different entries, or there are steps after its last one.
+        ValueError: an episode has no rows, its steps have different entries, there are steps after its last or terminal
+            one, or a later step is a first one.
         KeyError: a step without observation.
 
     Source: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement Learning (2021).
@@ -73,10 +83,14 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
             raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
         if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
             raise ValueError(f"episode {number} continues after step {early[0]}, its last one")
+        if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_terminal", False))]:
+            raise ValueError(f"episode {number} continues after step {early[0]}, which is terminal")
+        if again := [t for t, step in enumerate(steps) if t and bool(step.get("is_first", False))]:
+            raise ValueError(f"episode {number} begins again at step {again[0]}: split it there")
         if any("observation" not in step for step in steps):
             raise KeyError(f"episode {number} has a step without 'observation'")
         states = _columns(steps, "observation", number)
-        others: dict[str, Array] = {}
+        others: dict[NestedKey, Array] = {}
         for name in steps[0]:
             if name not in _OF_A_STEP:
                 others |= _columns(steps[:-1], name, number)
@@ -104,13 +118,13 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     return rewards if found else None
 
 
-def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
-    """The values of an entry, step after step, by dotted name."""
-    found: dict[str, list[Any]] = {}
+def _columns(steps: list[Any], name: str, number: int) -> dict[NestedKey, Array]:
+    """The values of an entry, step after step, by key."""
+    found: dict[NestedKey, list[Any]] = {}
     for step in steps:
-        for place, value in named_leaves(step.get(name), name):
-            found.setdefault(place, []).append(value)
-    columns = {}
+        for path, value in named_leaves(step.get(name), (name,)):
+            found.setdefault(plain_key(path), []).append(value)
+    columns: dict[NestedKey, Array] = {}
     for place, values in found.items():
         if isinstance(values[0], str | bytes):
             continue

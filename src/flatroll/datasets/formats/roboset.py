@@ -1,6 +1,7 @@
 """RoboSet: `read_roboset` for its HDF5 files of trials, and `RobosetExperienceReplay`."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey, plain_key
 
 _STATES = ("observations", "env_infos")
 
@@ -20,10 +22,11 @@ _STATES = ("observations", "env_infos")
 def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDict]:
     """Yield the trials of RoboSet's HDF5 files as flat batches ``[T]``.
 
-    A file has a group ``Trial<k>`` for each episode, with ``observations``, ``actions``, ``rewards``, ``done`` and
-    more, ``[T, ...]`` each; groups such as ``env_infos`` are entries ``("info", …)``. The observation after a
-    trial's last step is in no file: ``("collector", "next_known")`` is False there. A trial that is not done at its
-    end is truncated.
+    A file has a group ``Trial<k>`` for each episode, with ``observations``, ``actions``, ``done`` and more,
+    ``[T, ...]`` each; groups such as ``env_infos`` are entries ``("info", …)``. The observation after a trial's last
+    step is in no file: ``("collector", "next_known")`` is False there, and likewise after a step that is done earlier,
+    which ends an episode. A trial that is not done at its end is truncated. Trials without ``rewards`` give rows
+    without ``("next", "reward")``.
 
     Args:
         paths: a file, several, or a folder of ``.h5`` and ``.hdf5`` files. Entry ``"seed"`` is a file's number.
@@ -31,7 +34,7 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
     Raises:
         ImportError: h5py is missing; the message names the extra.
         FileNotFoundError: the folder has no such files.
-        KeyError: a trial lacks actions, rewards or observations.
+        KeyError: a trial lacks actions or observations.
         ValueError, TypeError: as `h5_columns`; columns of different length.
 
     Source: Kumar et al., RoboHive: A Unified Framework for Robot Learning (2023).
@@ -45,15 +48,15 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
                 trial, _, name = place.partition("/")
                 trials.setdefault(trial, {})[name] = column
             for trial in sorted(trials, key=lambda trial: (len(trial), trial)):
-                episode = _trial(trials[trial], number, seed, f"{path}: {trial}")
-                if len(episode):
+                for episode in _trial(trials[trial], number, seed, f"{path}: {trial}"):
                     yield episode
                     number += 1
 
 
-def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> TensorDict:
+def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Iterator[TensorDict]:
+    """The episodes of a trial, one unless a step before its last is done."""
     groups = {column.partition("/")[0] for column in columns}
-    for name, found in (("observations", groups), ("actions", columns), ("rewards", columns)):
+    for name, found in (("observations", groups), ("actions", columns)):
         if name not in found:
             raise KeyError(f"{place} has no {name!r}; it has {sorted(columns)}")
     length = columns["actions"].shape[0]
@@ -65,17 +68,29 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
             raise ValueError(f"{place}: {name!r} must be one number per row, got {list(columns[name].shape)}")
     arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
-    states, others = dict[str, Array](), dict[str, Array]()
+    states = dict[NestedKey, Array]()
+    others = dict[NestedKey, Array]()
     for name, array in arrays.items():
         first, *rest = name.split("/")
         if first not in ("rewards", "done", "terminated", "truncated"):
             target = states if first in _STATES else others
-            target[".".join([names.get(first, first), *rest])] = array
+            target[plain_key((names.get(first, first), *rest))] = array
     over = arrays.get("done", arrays.get("terminated", np.zeros(length, bool))).reshape(-1).astype(bool)
     cut = arrays.get("truncated", np.zeros(length, bool)).reshape(-1).astype(bool)
     cut[-1:] |= ~over[-1:]
     others["seed"] = np.full(length, seed)
-    return episode_of(number, states, others, arrays["rewards"], over & ~cut, cut)
+    rewards = arrays.get("rewards")
+    ends = np.flatnonzero(over | cut) + 1
+    for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        rows = slice(start, end)
+        yield episode_of(
+            number + count,
+            {key: values[rows] for key, values in states.items()},
+            {key: values[rows] for key, values in others.items()},
+            None if rewards is None else rewards[rows],
+            (over & ~cut)[rows],
+            cut[rows],
+        )
 
 
 class RobosetExperienceReplay(BaseDatasetExperienceReplay):

@@ -17,36 +17,39 @@ MAX_BYTES = 4 << 30  # default limit of what readers of files load into memory a
 _ATTRS = b"PANDAS_ATTRS"  # where pandas keeps `frame.attrs` in a Parquet file
 
 
-def write_parquet(source: Source, path: Path, *, compression: str = "zstd") -> None:
+def write_parquet(source: Source, path: Path, *, compression: str = "zstd", separator: str = ".") -> None:
     """Write a Parquet file, one row group for each chunk.
 
     Args:
         source: the rows.
         path: of the file to be made.
         compression: as `pyarrow.parquet.ParquetWriter` takes it. Default ``"zstd"``.
+        separator: what joins the names of a nested key; needed where a name has a dot. Default ``"."``.
     """
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
     _write_tables(
-        (to_arrow(chunk) for chunk in source.chunks()),
+        (to_arrow(chunk, separator=separator) for chunk in source.chunks()),
         lambda schema: parquet.ParquetWriter(path, schema, compression=compression),
     )
 
 
-def write_arrow(source: Source, path: Path) -> None:
+def write_arrow(source: Source, path: Path, *, separator: str = ".") -> None:
     """Write an Arrow IPC file (also known as Feather), one record batch for each chunk."""
     ipc = optional_package("pyarrow.ipc", "arrow", "export")
     _write_tables(
-        (to_arrow(chunk) for chunk in source.chunks()), lambda schema: ipc.new_file(str(path), schema)
+        (to_arrow(chunk, separator=separator) for chunk in source.chunks()),
+        lambda schema: ipc.new_file(str(path), schema),
     )
 
 
-def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
+def write_pandas(source: Source, path: Path, *, split: int = 16, separator: str = ".") -> None:
     """Write a Parquet file that `pandas.read_parquet` reads as the frame that `to_pandas` makes.
 
     Args:
         source: the rows.
         path: of the file to be made.
         split: as `to_pandas` has it. Default 16.
+        separator: as `to_pandas` has it. Default ``"."``.
     """
     optional_package("pandas", "pandas", "export")
     pyarrow = optional_package("pyarrow", "parquet", "export")
@@ -72,7 +75,7 @@ def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
         return table.replace_schema_metadata({**about, _ATTRS: json.dumps(frame.attrs)})
 
     _write_tables(
-        (table_of(to_pandas(chunk, split=split)) for chunk in source.chunks()),
+        (table_of(to_pandas(chunk, separator=separator, split=split)) for chunk in source.chunks()),
         lambda schema: parquet.ParquetWriter(path, schema, compression="zstd"),
     )
 
@@ -85,20 +88,24 @@ def _write_tables(tables: Iterator[Any], open_writer: Any) -> None:
             writer.write_table(table)
 
 
-def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
+def read_parquet(
+    path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = "."
+) -> Iterator[TensorDict]:
     """Yield the rows of a Parquet file as flat batches, one for each row group.
 
     Args:
         path: of the file; its columns as `from_arrow` takes them.
         max_bytes: limit for a row group, counting at least 8 bytes per number, since few bytes of a file can expand to
             very many rows. Default 4 GiB.
+        separator: what joins the names of a nested key in the file. Default ``"."``.
 
     Raises:
         ImportError: pyarrow is missing; the message names the extra.
         ValueError, TypeError: as `from_arrow`; a damaged file, more than ``max_bytes``.
     """
     with damage_in(path):
-        yield from map(from_arrow, row_groups(Path(path), max_bytes, needed_by="import_parquet"))
+        for table in row_groups(Path(path), max_bytes, needed_by="import_parquet"):
+            yield from_arrow(table, separator=separator)
 
 
 def row_groups(
@@ -122,7 +129,7 @@ def row_groups(
             yield table
 
 
-def read_arrow(path: str | Path) -> Iterator[TensorDict]:
+def read_arrow(path: str | Path, *, separator: str = ".") -> Iterator[TensorDict]:
     """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `from_arrow`.
 
     There is no ``max_bytes``, because the library reports the size of a compressed record batch only after loading it.
@@ -133,15 +140,18 @@ def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     with damage_in(path), pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
-            yield from_arrow(table)  # a copy, because mapped memory is read-only
+            yield from_arrow(table, separator=separator)  # a copy, because mapped memory is read-only
 
 
-def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
+def read_pandas(
+    path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str = "."
+) -> Iterator[TensorDict]:
     """Yield the rows of a Parquet file of data frames as flat batches, one for each row group.
 
     Args:
         path: of the file.
         max_bytes: as `read_parquet` has it. Default 4 GiB.
+        separator: as `read_parquet` has it. Default ``"."``.
 
     Raises:
         ImportError: pandas or pyarrow is missing; the message names the extra.
@@ -158,7 +168,7 @@ def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Ten
             for name, (dtype, shape) in attrs.get("flatroll", {}).items():
                 if name in frame.columns and frame[name].dtype == object:
                     frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
-            yield from_pandas(frame)
+            yield from_pandas(frame, separator=separator)
 
 
 def _checked_attrs(text: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flatroll.datasets.formats.npy import read_whole
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
+from flatroll.layout.keys import NestedKey
 
 _PIXELS = ("image", "observation", "pixels")
 _MARKS = ("is_first", "is_last", "step_type")
@@ -30,8 +31,8 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     Row t of a file has the observation of step t (``image`` or ``observation``, uint8 ``[H, W, C]`` or ``[C, H, W]``),
     and the action and reward that led to it, as Dreamer writes them; ``is_first`` and ``is_last``, or ``step_type`` (0
     first, 1 in between, 2 last), mark the episodes; ``is_terminal``, or else a ``discount`` of 0, marks the
-    terminated ones. T + 1 rows of a file therefore give T rows. Images are ``"pixels"``; any other entry is a state,
-    ``("state", name)``.
+    last step of terminated ones. T + 1 rows of a file therefore give T rows. Images are ``"pixels"``; any other entry
+    is a state, ``("state", name)``.
 
     Args:
         paths: files, or a folder of ``.npz``, ``.h5`` and ``.hdf5`` files.
@@ -101,27 +102,38 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
         kinds = steps["step_type"][:].reshape(-1)
         starts[:-1] |= kinds == _FIRST
         starts[1:] |= kinds == _LAST
+    # A terminal step is the last one of its episode, too, whatever the other marks say.
+    starts[1:] |= _terminal(steps, length) & ~starts[:-1]
     bounds = np.flatnonzero(starts)
     for first, end in pairwise(bounds):
         yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
 
 
+def _terminal(steps: dict[str, Any], length: int) -> Array:
+    """Whether each step is terminal; bool ``[N]``."""
+    if "is_terminal" in steps:
+        marks = steps["is_terminal"][:].astype(bool)
+    elif "discount" in steps:
+        marks = steps["discount"][:] == 0
+    else:
+        marks = np.zeros(length, bool)
+    return np.asarray(marks.all(tuple(range(1, marks.ndim))))
+
+
 def _episode(steps: dict[str, Array], number: int) -> TensorDict:
     length = len(steps["action"]) - 1
-    terminated = np.zeros(length, bool)
-    if "is_terminal" in steps:
-        terminated[-1] = bool(np.all(steps["is_terminal"][-1]))
-    elif "discount" in steps:
-        terminated[-1] = bool(np.all(steps["discount"][-1] == 0))
+    terminated = _terminal(steps, length + 1)[1:]
     truncated = np.zeros(length, bool)
     truncated[-1] = not terminated[-1]
-    others = {"action": steps["action"][1:]}  # in row t, the action that led to observation t
-    states: dict[str, Array] = {"pixels": steps["pixels"]}
+    others: dict[NestedKey, Array] = {
+        "action": steps["action"][1:]
+    }  # in row t, the action that led to observation t
+    states: dict[NestedKey, Array] = {"pixels": steps["pixels"]}
     for name, column in steps.items():
         if name == "discount":
             others[name] = column[1:]
         elif name not in (*_OWN, "action", "pixels"):
-            states[f"state.{name}"] = column
+            states["state", *name.split("/")] = column
     return episode_of(
         number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
     )

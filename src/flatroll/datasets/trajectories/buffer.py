@@ -187,7 +187,7 @@ class TrajectoryReplayBuffer:
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(self.seed)
         # Without a maximum size, slots equal row numbers and never wrap around.
         size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
         if sampler is None:

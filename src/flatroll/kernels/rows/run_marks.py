@@ -19,6 +19,46 @@ def _repeats(now: Array, later: Array, size: Array, row: Int) -> bool:
 
 
 @compiled()
+def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: Array, found: Array) -> Int:
+    """Find rows inside fragments whose next observation is not, bit by bit, the observation of the row after.
+
+    Up to ``most`` rows are compared, spread over the batch; of rows with more than ``wide`` bytes of observations at
+    least a quarter of these, and one in 32.
+
+    Args:
+        rows: rows of the batch.
+        lasts: int64 ``[F]``, last row of each fragment, ascending.
+        pairs: int64 ``[K, 4]``, of each observation: nothing, bytes per row, and the positions in ``source`` of the
+            column and of the next observations.
+        source: int64, addresses of columns.
+        found: int64 ``[most]``, becomes the rows that were found, ascending.
+
+    Returns:
+        how many were found.
+    """
+    total = 0
+    for pair in range(len(pairs)):
+        total += pairs[pair, 1]
+    if total > wide:
+        most = max(most // 4, min(most, rows // 32))
+    compared, count, fragment = min(rows - 1, most), 0, 0
+    for k in range(compared):
+        row = k * (rows - 1) // compared
+        while lasts[fragment] < row:
+            fragment += 1
+        if lasts[fragment] == row:
+            continue
+        for pair in range(len(pairs)):
+            size = pairs[pair, 1]
+            now, later = source[pairs[pair, 2]], source[pairs[pair, 3]]
+            if not equal_bytes(later + row * size, now + (row + 1) * size, size):
+                found[count] = row
+                count += 1
+                break
+    return count
+
+
+@compiled()
 def fragments(
     rows: Int,
     done: Int,

@@ -76,7 +76,7 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     | ``done``                | terminated and truncated rows are done |
     | ``done_without_reason`` | done rows are terminated or truncated |
     | ``step_count``          | up by one along a run, never negative |
-    | ``next_step_count``     | one more than ``step_count`` |
+    | ``next_step_count``     | one more than ``step_count`` (in n-step rows ``steps_to_next_obs`` more) |
     | ``is_init``             | True at step 0; elsewhere only if every run starts so (slices) |
     | ``after_done``          | a trajectory does not go on after a done row without ``is_init`` |
     | ``silent_reset``        | a trajectory does not start again without done |
@@ -85,9 +85,11 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     | ``next_observation``    | in a run, equal to the observation of the row after (NaN equals NaN) |
     | ``nan``, ``delta``      | no NaN in observations and rewards; deltas are finite |
     | ``padding``             | padding follows a row and starts nothing; other rules see real rows only |
-    | ``reset_as_next``       | *suspicious*: the final observation is the next episode's first |
+    | ``reset_as_next``       | *suspicious*: half of the final observations or more are the next episode's first |
     | ``obs_jump``            | *suspicious*: a leap to a first observation inside a run |
     | ``same_length``         | *suspicious*: all of five or more episodes terminate after one same length |
+
+    The first two guesses are made only if first observations are much rarer inside of episodes than others.
 
     Audit collected batches and samples before random augmentation: a randomly shifted image does not equal the
     previous row's next image.

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, starts_from
+from flatroll.layout.inspect.repeats import firsts_are_rare, kinds_of
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
@@ -23,6 +24,7 @@ from flatroll.layout.keys import (
     POLICY_VERSION,
     REWARD,
     STEP_COUNT,
+    STEPS_TO_NEXT_OBS,
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
@@ -68,8 +70,10 @@ class UnpaddedRows:
         batch: tensordict ``[N]`` of these rows.
         keys: root keys of the observations.
         is_init, done, terminated, truncated: bool ``[N]``; None where missing or unusable.
+        said_done: ``done`` as the batch has it; of n-step rows the three above are those of the row's own step.
         ids, step: integer ``[N]``, trajectory ids and step counts; None likewise.
         has_marker: whether a boundary marker is usable; without one there are no runs.
+        steps: integer ``[N]``, the steps from each row to its ``"next"`` entries; None if it is one step everywhere.
         ends: bool ``[N]``, the last rows of runs.
         in_slices: whether the batch looks like sampled slices.
     """
@@ -85,6 +89,14 @@ class UnpaddedRows:
         self.is_init, self.done = usable(batch, IS_INIT), usable(batch, DONE)
         self.terminated, self.truncated = usable(batch, TERMINATED), usable(batch, TRUNCATED)
         self.ids, self.step = usable(batch, TRAJ_IDS), usable(batch, STEP_COUNT)
+        self.said_done = self.done
+        self.steps = _n_steps(batch)
+        if self.steps is not None:
+            # The flags of n-step rows are those of a later row, except where it is the row itself.
+            own = self.steps == 1
+            self.done, self.terminated, self.truncated = (
+                None if flag is None else flag & own for flag in (self.done, self.terminated, self.truncated)
+            )
         markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
         present = {key: column for key, column in markers.items() if column is not None}
         self.has_marker = bool(present)
@@ -101,13 +113,26 @@ class UnpaddedRows:
         return Breach(rule, self.numbers[flags.nonzero().squeeze(-1) + shift].tolist(), text, severity)
 
     def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
-        """Keys of observations that exist at the root and under "next" with the same shape and dtype."""
-        pairs = []
+        """Keys of observations that exist at the root and under "next" with the same shape and dtype.
+
+        None in n-step rows, whose next observations are not those of the rows after.
+        """
+        pairs: list[tuple[NestedKey, Tensor, Tensor]] = []
+        if self.steps is not None:
+            return pairs
         for key in self.keys:
             now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
             if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
                 pairs.append((key, now, later))
         return pairs
+
+
+def _n_steps(batch: TensorDictBase) -> Tensor | None:
+    """Return the ``steps_to_next_obs`` of n-step rows as ``[N]``; None if the batch has none."""
+    steps = batch.get(STEPS_TO_NEXT_OBS, None)
+    if not isinstance(steps, Tensor) or steps.numel() != batch.shape[0]:
+        return None
+    return steps.reshape(-1)
 
 
 def same(x: Tensor, y: Tensor) -> Tensor:
@@ -189,8 +214,9 @@ def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
     yield rows.breach("step_count", rows.step < 0, "step_count is negative")
     next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
-        text = "('next', 'step_count') is not step_count + 1"
-        yield rows.breach("next_step_count", next_step != rows.step + 1, text)
+        more = 1 if rows.steps is None else rows.steps
+        text = f"('next', 'step_count') is not step_count + {1 if rows.steps is None else STEPS_TO_NEXT_OBS}"
+        yield rows.breach("next_step_count", next_step != rows.step + more, text)
 
 
 def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -235,10 +261,10 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     Slices sampled without truncation marks look the same, so in a batch of slices it is only ``suspicious``, and a
     start at a step other than 0, which a reset cannot produce, is not reported.
     """
-    if rows.is_init is None or rows.done is None or rows.ids is None:
+    if rows.is_init is None or rows.said_done is None or rows.ids is None:
         return
     # row i + 1 is a first row of the trajectory of row i, which is not done
-    again = rows.is_init[1:] & ~rows.done[:-1] & (rows.ids[1:] == rows.ids[:-1])
+    again = rows.is_init[1:] & ~rows.said_done[:-1] & (rows.ids[1:] == rows.ids[:-1])
     if rows.step is not None:
         again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
@@ -331,51 +357,71 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
-    """Rule ``reset_as_next`` (suspicious): an episode's last next observation is the next episode's first."""
+    """Rule ``reset_as_next`` (suspicious): an episode's last next observation is the next episode's first.
+
+    It happens by chance where an env has few observations. So at least half of the ended rows must look so, and first
+    observations must be rare.
+    """
     pairs = rows.pairs()
     if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
-    # row i is done, and row i + 1 begins an episode with the next observation of row i
-    fresh = rows.done[:-1].clone()
+    # row i is done, and row i + 1 begins an episode
+    ended = rows.done[:-1].clone()
     if rows.is_init is not None:
-        fresh &= rows.is_init[1:]
+        ended &= rows.is_init[1:]
     # A slice may be followed by the slice that continues it: its first observation is then correctly the next one.
-    fresh &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
+    ended &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
+    # ... with the next observation of row i, which is another than that of row i
+    fresh = ended.clone()
     moves = torch.zeros_like(fresh)
     for _, now, later in pairs:
         fresh &= same(later[:-1], now[1:])
         moves |= ~same(now[1:], now[:-1])
-    text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
-    yield rows.breach("reset_as_next", fresh & moves, text, severity="suspicious")
+    fresh &= moves
+    if not bool(fresh.any()) or 2 * int(fresh.sum()) < int(ended.sum()):
+        return
+
+    first = torch.zeros_like(rows.done)
+    first[1:] = ended
+    if rows.is_init is not None:
+        first |= rows.is_init
+    if firsts_are_rare(kinds_of([now for _, now, _ in pairs]), first, ~first):
+        text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
+        yield rows.breach("reset_as_next", fresh, text, severity="suspicious")
 
 
 def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
     """Rule ``obs_jump`` (suspicious): an observation jumps to exactly a first observation inside a run.
 
-    Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that
-    walking or standing at the start is no finding.
+    Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that walking or
+    standing at the start is no finding. At least half of the rows that come back to a first observation must leap, and
+    first observations must be rare otherwise.
     """
     if rows.is_init is None or bool(rows.is_init.all()):
         return
     for key in rows.keys:
         column = rows.batch.get(key, None)
-        if column is None or not column.is_floating_point() or len(rows.numbers) < 2:
+        if column is None or not column.is_floating_point() or len(rows.numbers) < 2 or not column.numel():
             continue
         flat = column.reshape(len(rows.numbers), -1)
         # distance between the observations of adjacent rows
         move = (flat[1:] - flat[:-1]).abs().sum(1)
         inner = ~rows.ends[:-1]
-        if not bool(inner.any()):
-            return
-        # equal observations get equal numbers
-        _, kind = flat.unique(dim=0, return_inverse=True)
-        start_like = torch.isin(kind[1:], kind[rows.is_init])
+        moving = inner & (move > 0)
+        if not bool(moving.any()):
+            continue
+        kinds = kinds_of([column])
+        start_like = inner & torch.isin(kinds[1:], kinds[rows.is_init])
         # large moves within a run to an observation that some first row has
-        leaps = inner & start_like & (move > 2 * move[inner].median())
-        text = (
-            f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
-        )
-        yield rows.breach("obs_jump", leaps, text, shift=1, severity="suspicious")
+        leaps = start_like & (move > 2 * move[moving].median())
+        if not bool(leaps.any()) or 2 * int(leaps.sum()) < int(start_like.sum()):
+            continue
+
+        others = ~rows.is_init
+        others[1:] &= ~leaps
+        if firsts_are_rare(kinds, rows.is_init, others):
+            text = f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
+            yield rows.breach("obs_jump", leaps, text, shift=1, severity="suspicious")
 
 
 def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
