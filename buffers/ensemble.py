@@ -243,7 +243,8 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
             "list; or pass collate_fn="
         )
     join: Any = torch.stack if stack else torch.cat
-    first, columns = parts[0], []
+    first = parts[0]
+    columns = []
     tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
     if tensordicts:
         with suppress(TypeError):  # non-tensor entries: join the tensordicts instead
@@ -265,7 +266,8 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
         if form == forms[0]:
             continue
         for key in forms[0] | form:
-            expected, got = forms[0].get(key), form.get(key)
+            expected = forms[0].get(key)
+            got = form.get(key)
             if expected is None or got is None:
                 has, lacks = (first, member) if got is None else (member, first)
                 raise ValueError(
@@ -376,13 +378,18 @@ class ReplayBufferEnsemble(Facts):
             raise TypeError("p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble")
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
-        self._members, self.sampler = rbs, samplers
+        self._members = rbs
+        self.sampler = samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
-        self.collate_fn, self.stack = collate_fn, stack
+        self.batch_size = batch_size
+        self.generator = generator
+        self._process = os.getpid()
+        self.collate_fn = collate_fn
+        self.stack = stack
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = SavedFolders(), Service()
+        self.saves = SavedFolders()
+        self.service = Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -473,7 +480,9 @@ class ReplayBufferEnsemble(Facts):
             reseed_in_worker(self.generator)
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
-        parts, infos, ended = [], [], set()
+        parts = []
+        infos = []
+        ended = set()
         for member in members:
             if not len(self._members[member]):
                 raise RuntimeError(
@@ -502,7 +511,8 @@ class ReplayBufferEnsemble(Facts):
         ends = torch.zeros(len(ids), dtype=torch.bool)
         ends[counts.cumsum(0) - 1] = True
         if stack:
-            ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
+            ids = ids.view(len(members), -1)
+            ends = ends.view(len(members), -1)
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
             set_ids(sample, ids)
         info["buffer_ids"] = ids
@@ -512,7 +522,8 @@ class ReplayBufferEnsemble(Facts):
 
     def _rows(self, batch_size: int | None) -> int:
         """Return the rows per drawn member; ValueError if the batch size does not fit."""
-        size, count = self.batch_size if batch_size is None else batch_size, self.sampler.num_buffer_sampled
+        size = self.batch_size if batch_size is None else batch_size
+        count = self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % count:
@@ -599,7 +610,8 @@ class ReplayBufferEnsemble(Facts):
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
         if not bool((rows_ids == rows_ids[:, :1]).all()):
-            data, rows_ids = data.reshape(-1), ids.reshape(-1, 1)
+            data = data.reshape(-1)
+            rows_ids = ids.reshape(-1, 1)
         for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
             if not bool(mask.any()):

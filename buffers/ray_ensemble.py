@@ -70,7 +70,10 @@ class RayReplayBufferEnsemble(Facts):
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
         one_of("on_loss", on_loss, ("raise", "drop"))
-        self.shards, self.batch_size, self.prefetch, self.on_loss = shards, batch_size, prefetch, on_loss
+        self.shards = shards
+        self.batch_size = batch_size
+        self.prefetch = prefetch
+        self.on_loss = on_loss
         self.generator = generator
         self._lost: set[int] = set()
         self._turn = 0  # shard of the next batch without trajectory ids
@@ -132,7 +135,8 @@ class RayReplayBufferEnsemble(Facts):
         else:  # consecutive trajectories of a writer go to different shards
             homes = (ids.reshape(-1) >> ID_BITS) + (ids.reshape(-1) & ((1 << ID_BITS) - 1))
         homes = homes.cpu() % len(self.shards)
-        left, count = torch.ones(len(homes), dtype=torch.bool), len(homes)
+        left = torch.ones(len(homes), dtype=torch.bool)
+        count = len(homes)
         while bool(left.any()):  # again for the rows of shards that are lost meanwhile
             moved = torch.tensor([self._home(number) for number in range(len(self.shards))])[homes]
             masks = {shard: left & (moved == shard) for shard in set(moved[left].tolist())}
@@ -163,7 +167,8 @@ class RayReplayBufferEnsemble(Facts):
 
         Rows of lost shards are left out.
         """
-        priorities, references = torch.as_tensor(priority), dict[int, Any]()
+        priorities = torch.as_tensor(priority)
+        references = dict[int, Any]()
         for shard in self._live():
             mask = buffer_ids == shard
             if bool(mask.any()):

@@ -43,7 +43,9 @@ CALLS = frozenset(
 )
 # The first value of an answer: the call returned, it raised, or its message was unreadable and the owner has
 # closed the channel.
-DONE, FAILED, LOST = "done", "failed", "lost"
+DONE = "done"
+FAILED = "failed"
+LOST = "lost"
 _GONE = (
     "the owner of this shared buffer is gone: its process has ended, or the buffer was deleted there. Keep the buffer, "
     "on which handle() was called, as long as its handles are used"
@@ -74,7 +76,8 @@ class Post:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._in_slot = False  # whether the last value was sent in a slot
-        self._outbox, self._inbox = Outbox(channel, slots=1), Inbox(channel)
+        self._outbox = Outbox(channel, slots=1)
+        self._inbox = Inbox(channel)
 
     def send(self, value: Any) -> None:
         """Send a value that cloudpickle can pickle; nothing is sent if it cannot.
@@ -181,7 +184,9 @@ class BufferHandle:
     """
 
     def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
-        self.door, self._owner, self._here = door, owner, here
+        self.door = door
+        self._owner = owner
+        self._here = here
         self.post: Post | None = None  # this process's channel, opened by its first call
         self._lock = threading.Lock()
         forget_in_children(self)
@@ -304,7 +309,8 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
 def shortened(value: Any) -> Any:
     """Replace consecutive positions with a range, which saves a kilobyte per 128 rows."""
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
-        first, last = int(value[0]), int(value[-1])
+        first = int(value[0])
+        last = int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
             return range(first, last + 1)
     return value
@@ -327,7 +333,8 @@ class Owner:
     """
 
     def __init__(self, buffer: Served) -> None:
-        self.process, self._closed = os.getpid(), False
+        self.process = os.getpid()
+        self._closed = False
         self._buffer = weakref.ref(buffer)
         self._inside, outside = Door.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)

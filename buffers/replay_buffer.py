@@ -175,9 +175,11 @@ class ReplayBuffer(Facts):
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
         self.markers: BoundaryKeys | None = None
-        self.ring, self.started = Ring(self.storage.max_size), False
+        self.ring = Ring(self.storage.max_size)
+        self.started = False
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = SavedFolders(), Service()
+        self.saves = SavedFolders()
+        self.service = Service()
         if transform is not None:
             self.append_transform(transform)
         self._home = os.getpid()  # the process of the last write
@@ -286,7 +288,8 @@ class ReplayBuffer(Facts):
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self.lock:
-                        self.ring, self.started = ring, True
+                        self.ring = ring
+                        self.started = True
                 slots = self._store(ring, rows, filled, prioritize)
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
@@ -317,7 +320,10 @@ class ReplayBuffer(Facts):
         The copy runs without the readers' lock: claimed slots are not drawn, and an earlier sample with one of them
         is redrawn.
         """
-        storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
+        storage = self.storage
+        sampler = self.sampler
+        count = rows.count
+        fragments = rows.fragments
         # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
         with self.lock:  # from here on, rows about to be overwritten are not drawn
@@ -404,7 +410,8 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots, priorities = slots_of(index, self.storage.lanes), as_numbers("priority", priority)
+        slots = slots_of(index, self.storage.lanes)
+        priorities = as_numbers("priority", priority)
         if generation is not None:
             need_tensors(generation=generation)
         with self.lock:
@@ -489,9 +496,11 @@ class ReplayBuffer(Facts):
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
         """Mark the rows and apply the transforms."""
-        storage, (draw, values) = self.storage, drawn
+        storage = self.storage
+        (draw, values) = drawn
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
-        structure, shape = storage.structure, draw.slots.shape
+        structure = storage.structure
+        shape = draw.slots.shape
         if isinstance(structure, TensorDicts):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
@@ -547,7 +556,8 @@ class ReplayBuffer(Facts):
             ring = self.ring
             draw = draw_again(ring)
         draw, values = self.read_drawn(ring, draw, draw_again, self._gather)
-        rows, listed = draw.slots, isinstance(self.storage, ListStorage)
+        rows = draw.slots
+        listed = isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
             return values[0]
         ends = torch.ones(len(rows), dtype=torch.bool)
@@ -734,7 +744,8 @@ class ReplayBuffer(Facts):
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
-                keys, first = state["keys"], not self.started
+                keys = state["keys"]
+                first = not self.started
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
@@ -894,7 +905,8 @@ class ReplayBuffer(Facts):
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return the values saved with the buffer, and a function that loads the rest."""
         self.enter_process()
-        checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
+        checkpointer = checkpointer_of(self.storage)
+        saved = self.saves.of(path)
 
         @reading_tables()
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
@@ -999,7 +1011,8 @@ class ReplayBuffer(Facts):
 
     def _empty_ring(self) -> Ring:
         """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
-        ring, capacity = self.ring, self.ring.capacity
+        ring = self.ring
+        capacity = self.ring.capacity
         # The new first row number: `written` rounded up to a multiple of the capacity, so that no number is reused.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
@@ -1102,7 +1115,8 @@ class ReplayBuffer(Facts):
             self._make_locks()
         self._ready_in = process
         reseed_in_worker(self.generator)
-        tell, self._failure = self._failure, None
+        tell = self._failure
+        self._failure = None
         if tell is not None:
             tell()
 
@@ -1191,7 +1205,8 @@ class ReplayBuffer(Facts):
 
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
     """Return torchrl's names of these statistics."""
-    rows, capacity = numbers["rows"], numbers["capacity"]
+    rows = numbers["rows"]
+    capacity = numbers["capacity"]
     return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 

@@ -158,10 +158,8 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma, self.n_steps = (
-            float(number("gamma", gamma, above=-math.inf, below=math.inf)),
-            whole_number("n_steps", n_steps),
-        )
+        self.gamma = float(number("gamma", gamma, above=-math.inf, below=math.inf))
+        self.n_steps = whole_number("n_steps", n_steps)
         self.mode = one_of("mode", mode, ("multiplicative", "additive"))
 
     @override

@@ -83,7 +83,8 @@ def generalized_advantage_estimate(
     # Every argument as a column [B * F * T], in which each run is contiguous.
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
-    discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
+    discount = series.factor("gamma", gamma)
+    trace = series.factor("lmbda", lmbda)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
     advantage, target = residual_scan(
         discount, discount * trace, *columns, terminated, ends, longest=series.longest
@@ -296,7 +297,8 @@ def td_lambda_return_estimate(
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
-    discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
+    discount = series.factor("gamma", gamma)
+    trace = series.factor("lmbda", lmbda)
     columns = series.column(reward), series.column(next_state_value)
     return series.restored(return_scan(discount, trace, *columns, terminated, ends, longest=series.longest))
 
@@ -344,7 +346,10 @@ class TimeColumns:
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
         checks.floating_tensor("reward", reward)
-        self.shape, self.dtype, self.device, dims = reward.shape, reward.dtype, reward.device, reward.ndim
+        self.shape = reward.shape
+        self.dtype = reward.dtype
+        self.device = reward.device
+        dims = reward.ndim
         for name, x in values.items():
             checks.dense_tensor(name, x, self.device, "the reward")
             if x.dtype is torch.bool:

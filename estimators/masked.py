@@ -62,7 +62,8 @@ def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[Nest
     >>> zero_padding(padded, "mask", ["observation"])["observation"].tolist()
     [1.0, 0.0]
     """
-    copy, real = batch.copy(), marker(batch, mask_key)
+    copy = batch.copy()
+    real = marker(batch, mask_key)
     for key in keys:
         column = batch.get(key, None)
         if column is not None and column.is_floating_point():
@@ -104,7 +105,8 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None and column.numel() > 1:
         deviation, mean = torch.std_mean(column)  # one pass for both
     else:
-        deviation, mean = masked_variance(column, mask, correction=1).sqrt(), masked_mean(column, mask)
+        deviation = masked_variance(column, mask, correction=1).sqrt()
+        mean = masked_mean(column, mask)
     return (column - mean) / deviation.clamp(min=_LEAST_DEVIATION)
 
 
@@ -148,7 +150,8 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
     # factor cancels in the ESS. The lower bound avoids -inf - (-inf) = NaN where no row counts.
     largest = real.max().clamp(min=torch.finfo(real.dtype).min)
     relative = (real - largest).exp()
-    total, max_ratio = relative.sum(), largest.exp()
+    total = relative.sum()
+    max_ratio = largest.exp()
     return {
         "kl_approx": masked_mean(-log_ratio, mask),
         "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
@@ -184,7 +187,9 @@ class WarnOnce:
         self.warned = True
         # count frames up to the first one outside this package and torch, which is the user's
         inside = ("flatroll.estimators", "torch.", "tensordict.")
-        level, frame = 1, sys._getframe(0)
+        level = 1
+        frame = sys._getframe(0)
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(inside):
-            level, frame = level + 1, frame.f_back
+            level = level + 1
+            frame = frame.f_back
         warnings.warn(text, UserWarning, stacklevel=level)

@@ -151,11 +151,9 @@ class RewardScale(TensorDictModuleBase):
             flat_column(reward, batch, key).double(),
             flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS),
         ]
-        done, is_init, mask = (
-            marker(batch, DONE),
-            optional_marker(batch, IS_INIT),
-            optional_marker(batch, MASK),
-        )
+        done = marker(batch, DONE)
+        is_init = optional_marker(batch, IS_INIT)
+        mask = optional_marker(batch, MASK)
         rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.

@@ -196,15 +196,19 @@ class ActionLimits:
     """
 
     def __init__(self, space: spaces.Space[Any], name: str = "actions") -> None:
-        self.space, self.name = space, name
+        self.space = space
+        self.name = name
         low: Any = 0
         high: Any = 1  # of a MultiBinary
         if isinstance(space, spaces.Box):
-            low, high = space.low, space.high
+            low = space.low
+            high = space.high
         elif isinstance(space, spaces.Discrete):
-            low, high = space.start, space.start + space.n - 1
+            low = space.start
+            high = space.start + space.n - 1
         elif isinstance(space, spaces.MultiDiscrete):
-            low, high = space.start, space.start + space.nvec - 1
+            low = space.start
+            high = space.start + space.nvec - 1
         assert space.shape is not None
         #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
@@ -224,7 +228,8 @@ class ActionLimits:
                 return None
         elif ((actions >= self.low) & (actions <= self.high)).all():
             return None
-        least, most = actions.min(0), actions.max(0)
+        least = actions.min(0)
+        most = actions.max(0)
         inside = (self.low <= least) & (most <= self.high)
         if inside.all():
             return None

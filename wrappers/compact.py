@@ -44,7 +44,8 @@ class CompactObs(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
-        info, stream = result[4], self.stream
+        info = result[4]
+        stream = self.stream
         # NEXT_STEP returns the final observation as the observation. The mask is copied because the caller keeps it.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
@@ -81,7 +82,9 @@ class ObservationDelta(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; add the difference between next and current observation."""
         result = self.env.step(actions)
-        obs, info, stream = result[0], result[4], self.stream
+        obs = result[0]
+        info = result[4]
+        stream = self.stream
         next_obs = stream.true_next(obs, info)
         if not stream.same_step and stream.any_first is not False:
             # Rows on which the env only reset are not transitions: their delta is 0.
@@ -107,7 +110,8 @@ class ObservationDelta(MarkerWrapper):
         key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:
             return None
-        before, after = to_torch(obs), to_torch(next_obs)
+        before = to_torch(obs)
+        after = to_torch(next_obs)
         delta = encode_delta(before, after, self.delta_dtype)
         if isinstance(obs, torch.Tensor):
             return delta  # on a device check_delta would sync: a collector calls it once per batch

@@ -103,7 +103,8 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
     layer: Any = env
     while family is not None and layer is not None:
-        module, name = type(layer).__module__, type(layer).__name__
+        module = type(layer).__module__
+        name = type(layer).__name__
         resets = "AutoReset" in name and "NoAutoReset" not in name
         if resets or "Vmap" in name or "gymnax.wrappers" in module:
             raise TypeError(

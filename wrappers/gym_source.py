@@ -113,7 +113,9 @@ class GymSource(VectorSource):
         if self._copies:
             obs = map_tree(copy_of, obs)
             info = info_dict(info, self.env)
-            reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
+            reward = copy_of(reward)
+            terminated = copy_of(terminated)
+            truncated = copy_of(truncated)
         if self._watches:
             self._seen = self._shown
             self._shown = obs
@@ -249,7 +251,8 @@ class AsyncPart(AsyncVectorEnv):
         self.single_observation_space = widest_space(whole.single_observation_space, whole.observation_space)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.env_fns = whole.env_fns[rows]
-        self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
+        self.parent_pipes = whole.parent_pipes[rows]
+        self.processes = whole.processes[rows]
         # Views of the memory that the workers write to.
         self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
         self._first = first

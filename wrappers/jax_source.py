@@ -25,7 +25,8 @@ _SIGNATURES = {
 }
 
 #: Below this size in bytes a copy is faster than DLPack, whose Python code takes 4 µs to export and 90 µs to import.
-_SMALL, _SMALL_ACTIONS = 1 << 17, 1 << 20
+_SMALL = 1 << 17
+_SMALL_ACTIONS = 1 << 20
 
 #: A reset of up to this many operations is faster than a branch around it.
 _CHEAP = 100
@@ -326,7 +327,8 @@ def _space_of(tree: Tree) -> spaces.Space[Any]:
     dtype: np.dtype[Any] = np.dtype(tree.dtype)
     low, high = (0.0, 1.0) if dtype.kind == "b" else (-np.inf, np.inf)
     if dtype.kind in "iu":
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        low = np.iinfo(dtype).min
+        high = np.iinfo(dtype).max
     return spaces.Box(low, high, tree.shape, dtype.type)
 
 

@@ -268,7 +268,9 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
-        self._first, self._total = 0, self.num_envs  # of the pool that these envs belong to
+        # of the pool that these envs belong to
+        self._first = 0
+        self._total = self.num_envs
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
@@ -310,7 +312,8 @@ class TrajId(MarkerWrapper):
                 "the env's TrajId has already assigned ids, which the ids of the whole pool could repeat: make "
                 "a new env"
             )
-        self._first, self._total = first, total
+        self._first = first
+        self._total = total
 
     def state_dict(self) -> dict[str, int]:
         """Return the highest episode number in use, so that ids continue above it after a restart."""
@@ -510,7 +513,8 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
         yield from primer.defaults.items()
         return
     for key in primer.primers.keys(True, True):
-        default, spec = primer.default_value, primer.primers[key]
+        default = primer.default_value
+        spec = primer.primers[key]
         value = default.get(key, 0.0) if hasattr(default, "get") else default
         if primer.random or callable(value):
             raise TypeError(

@@ -240,7 +240,8 @@ class SourceView(VectorSource):
         self.source = source
         action_space = source.single_action_space
         super().__init__(source.env, source.num_envs, observation_space, action_space, capabilities)
-        self.stepped, self.agents = source.stepped, source.agents
+        self.stepped = source.stepped
+        self.agents = source.agents
 
     @override
     def absent(self) -> Array | None:
@@ -260,7 +261,8 @@ class TorchView(SourceView):
 
     def __init__(self, source: VectorSource, device: torch.device | None) -> None:
         self._device = device or torch.device("cpu")
-        space, native = source.single_action_space, source.capabilities
+        space = source.single_action_space
+        native = source.capabilities
         self._check_actions = ActionCheck(
             space, source.num_envs, "numpy", check_range=not native.checks_range
         )
@@ -276,7 +278,8 @@ class TorchView(SourceView):
     @override
     def step(self, actions: Tree) -> Step:
         obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
-        terminated, truncated = np.asarray(terminated), np.asarray(truncated)
+        terminated = np.asarray(terminated)
+        truncated = np.asarray(truncated)
         self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs expects
         flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
         return self._tensors(obs), *flags, info

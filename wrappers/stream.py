@@ -306,10 +306,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 if reward.dtype is not torch.float32:
                     reward = reward.float()
                 if not terminated.dtype is truncated.dtype is torch.bool:
-                    terminated, truncated = terminated.bool(), truncated.bool()
+                    terminated = terminated.bool()
+                    truncated = truncated.bool()
             else:
                 reward = np.asarray(reward, dtype=np.float32)
-                terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
+                terminated = np.asarray(terminated, dtype=bool)
+                truncated = np.asarray(truncated, dtype=bool)
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
@@ -320,7 +322,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                             f"{name} must be one flag for each of {self.num_envs} envs, got shape {tuple(flags.shape)} "
                             f"from {type(self.source.env).__name__}"
                         )
-                reward, terminated = reward.reshape(shape), terminated.reshape(shape)
+                reward = reward.reshape(shape)
+                terminated = terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # rows that this stream must reset
@@ -329,7 +332,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             hit = self._elapsed >= self._limit
             # A SAME_STEP env has reset the rows that it ended; other envs leave all ended rows to this stream.
             resets = hit & ~ended if self._native_same_step else ended | hit
-            truncated, ended = truncated | hit, ended | hit
+            truncated = truncated | hit
+            ended = ended | hit
             fill_rows(self._elapsed, ended, 0)
         # Checking for an ended row is cheap in NumPy (count_nonzero is faster than any); on a device it would sync.
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
@@ -340,7 +344,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             obs, info = self._restart(obs, info, ended, resets)
         else:  # NEXT_STEP: rows that ended in the previous step only reset and return a first observation
             self.first, self.any_first = self.ended, self.any_ended
-            self.ended, self.any_ended = ended, any_ended
+            self.ended = ended
+            self.any_ended = any_ended
             if self._absent is not None:
                 self.first = self.first | self._absent
                 self.any_first = bool(self.first.any()) if self._on_host else None
@@ -668,7 +673,8 @@ def check_space(space: object, name: str, hint: str = "") -> None:
         if isinstance(space, spaces.Text):
             shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
         elif type(space).__name__ == "MissionSpace":
-            shown, hint = "MiniGrid's MissionSpace", ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
+            shown = "MiniGrid's MissionSpace"
+            hint = ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
         raise TypeError(
             f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
             f"got {shown}: convert it with an observation or action wrapper first{hint}"

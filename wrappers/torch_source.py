@@ -140,11 +140,14 @@ class TorchSource(VectorSource):
             obs, reward, terminated, truncated, extras = result
             # (Other interfaces' flags are computed, so they are new tensors.)
             if self._copies and not self.lends:
-                terminated, truncated = terminated.clone(), truncated.clone()
+                terminated = terminated.clone()
+                truncated = truncated.clone()
         elif len(result) in (4, 5):
-            obs, (reward, done, extras) = result[0], result[-3:]
+            obs = result[0]
+            (reward, done, extras) = result[-3:]
             # "dones" includes time-outs; only the others are terminations.
-            done, timed_out = done.bool(), extras.get("time_outs")
+            done = done.bool()
+            timed_out = extras.get("time_outs")
             if timed_out is None:
                 truncated = torch.zeros_like(done)
             else:

@@ -112,12 +112,14 @@ class Fragments(NamedTuple):
         """
         from flatroll.kernels.rows.run_marks import fragments  # numba
 
-        done, init = _read_marker(batch, keys.done, True), _read_marker(batch, keys.is_init, True)
+        done = _read_marker(batch, keys.done, True)
+        init = _read_marker(batch, keys.is_init, True)
         for key in keys.more_done:
             further = _read_marker(batch, key, True)
             if further is not None:
                 done = further if done is None else done.view(-1) | further.view(-1)
-        ids, step = _read_marker(batch, keys.traj, False), _read_marker(batch, keys.step_count, False)
+        ids = _read_marker(batch, keys.traj, False)
+        step = _read_marker(batch, keys.step_count, False)
         marker = ids if ids is not None else done if done is not None else init
         if marker is None:
             present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
@@ -132,7 +134,8 @@ class Fragments(NamedTuple):
         columns = (done, init, ids, step, mask, cut)
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         # One row per field; there are at most as many fragments as rows.
-        numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
+        numbers = np.empty((5, rows), np.int64)
+        marks = np.empty((3, rows), np.bool_)
         count = fragments(rows, *addresses, *pairs, keys.in_order, numbers, marks)
         if count < 0 and step is not None:
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()

@@ -222,7 +222,8 @@ class Ring:
             RuntimeError: nothing is stored.
         """
         version = self.version  # read first, because other processes may write meanwhile
-        head, written = version[0], self.written
+        head = version[0]
+        written = self.written
         if written <= head:
             raise self._empty()
         slots = torch.randint(head, written, (count,), generator=generator)
@@ -254,7 +255,8 @@ class Ring:
 
     def unchanged_since(self, draw: Draw) -> bool:
         """Return whether no row or pool entry of ``draw`` has been overwritten since."""
-        head, drawn_head = self.head, draw.version[0]
+        head = self.head
+        drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
@@ -279,7 +281,8 @@ class Ring:
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
         check_table("counters", counters, self._dtype, 1)
-        head, written = int(counters["head"][0]), int(counters["written"][0])
+        head = int(counters["head"][0])
+        written = int(counters["written"][0])
         if not (0 <= head <= written <= head + self.capacity and written < _MOST) or counters["taken"][0] < 0:
             raise damaged(f"a ring of {self.capacity} rows cannot hold the rows {head} ... {written - 1}")
         return counters

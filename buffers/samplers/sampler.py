@@ -57,7 +57,8 @@ class Freshness:
 
     def begin_from(self, newest: int) -> None:
         """Reset to ``newest``, -1 for no version, after the stored rows were replaced."""
-        self.newest, self._seen = newest, 0
+        self.newest = newest
+        self._seen = 0
         self._fresh = None
 
     def versions(self, slots: Tensor) -> Tensor:
@@ -70,9 +71,11 @@ class Freshness:
     def look(self, ring: Ring) -> int:
         """Scan the rows written since the last call; return the lowest fresh version."""
         ring.check_not_empty()
-        first, written = max(self._seen, ring.head), ring.written
+        first = max(self._seen, ring.head)
+        written = ring.written
         if written < self._seen:  # a state has been loaded meanwhile
-            self.newest, first = -1, ring.head
+            self.newest = -1
+            first = ring.head
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
@@ -84,7 +87,8 @@ class Freshness:
 
     def fresh_slices(self, draw: Draw, least: int) -> tuple[Tensor, Tensor]:
         """Return first slots and lengths of the slices of ``draw`` without a row older than version ``least``."""
-        firsts, lasts = draw.firsts, draw.lasts
+        firsts = draw.firsts
+        lasts = draw.lasts
         assert firsts is not None and lasts is not None
         stale = torch.cat([torch.zeros(1, dtype=torch.int64), (self.versions(draw.slots) < least).cumsum(0)])
         kept = stale[lasts + 1] == stale[firsts]  # stale[i]: number of stale rows before row i of the draw
@@ -103,7 +107,9 @@ class Freshness:
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
         version = ring.version  # read first, because other processes may write meanwhile
-        least, kept, missing = self.look(ring), list[Tensor](), count
+        least = self.look(ring)
+        kept = list[Tensor]()
+        missing = count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
             kept.append(slots[self.versions(slots) >= least])
@@ -130,8 +136,12 @@ class Freshness:
 
         ``lay_out(first slots, lengths, follow=)`` lists the rows of slices. RuntimeError if too few are found.
         """
-        least, found, drawn, ask = self.look(ring), 0, 0, count
-        starts, lengths = list[Tensor](), list[Tensor]()
+        least = self.look(ring)
+        found = 0
+        drawn = 0
+        ask = count
+        starts = list[Tensor]()
+        lengths = list[Tensor]()
         self.stored(ring)  # raises if no row is fresh
         while found < count:
             if drawn > _MOST * count:
@@ -142,7 +152,8 @@ class Freshness:
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)
             lengths.append(rows)
-            found, drawn = found + len(start), drawn + ask
+            found = found + len(start)
+            drawn = drawn + ask
             # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)

@@ -14,7 +14,9 @@ from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TR
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
 # Maximum window by default, in steps and in rows; minimum in steps.
-_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8
+_MOST_STEPS = 64
+_MOST_ROWS = 8192
+_FEWEST_STEPS = 8
 
 
 class StagedColumn:
@@ -37,7 +39,8 @@ class StagedColumn:
     def __init__(
         self, key: NestedKey, dtype: torch.dtype, shape: torch.Size, num_envs: int, window: int
     ) -> None:
-        self.key, self.dtype = key, dtype
+        self.key = key
+        self.dtype = dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
         self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
         # NumPy writes small arrays much faster than torch. Dtypes that it lacks are written as integers.
@@ -71,7 +74,8 @@ class StagedColumn:
                 f"{list(first.shape)}"
                 + (": add the dimension of the one env in front" if num_envs == 1 else "")
             )
-        dtype, shape = first.dtype, first.shape[1:]
+        dtype = first.dtype
+        shape = first.shape[1:]
         if key in FLAGS or key == REWARD:
             shape = shape if len(shape) else torch.Size([1])
         if key in FLAGS and (dtype is not torch.bool or tuple(shape) != (1,)):
@@ -155,7 +159,8 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         length = whole_number("window", window)
     rows = num_envs * max(1, length)
     if rest or not steps or steps % length:
-        below, above = capacity // rows * rows, -(-capacity // rows) * rows
+        below = capacity // rows * rows
+        above = -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
         raise ValueError(
             f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "

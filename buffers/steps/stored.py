@@ -48,7 +48,8 @@ class StepPositions:
     def append(self, ring: Ring, step: int, slot: int, steps: int) -> None:
         """Record a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
         if ring is not self.ring:  # the buffer was emptied or reloaded
-            self.ring, self._count = ring, 0
+            self.ring = ring
+            self._count = 0
         head = ring.head
         if self._count == self._table.shape[1]:
             kept = self._table[:, self._first() :]
@@ -87,7 +88,8 @@ class StepPositions:
         """
         from flatroll.kernels.slices.steps import locate  # numba
 
-        slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
+        slots = np.empty(len(places), np.int64)
+        waiting = np.empty((2, len(places)), np.int64)
         asked = np.ascontiguousarray(places.numpy())
         count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
         return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
@@ -116,7 +118,8 @@ class StepPositions:
 
         oldest = self.oldest() if self.ring is ring else None
         index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
-        asked, spans = np.ascontiguousarray(places.numpy()), np.empty((2, len(places)), np.int64)
+        asked = np.ascontiguousarray(places.numpy())
+        spans = np.empty((2, len(places)), np.int64)
         windows = self._table, self._count, -1 if oldest is None else oldest
         if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
             return None
@@ -196,7 +199,8 @@ class StepCopies:
         """
         from flatroll.kernels.slices.steps import read_steps  # numba
 
-        asked, rows = np.ascontiguousarray(places.numpy()), len(places)
+        asked = np.ascontiguousarray(places.numpy())
+        rows = len(places)
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]

@@ -212,10 +212,12 @@ class ColumnStorage(Storage):
             raise ValueError("final is only for compact tensordict batches")
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
-        known, count = self.known, next(iter(columns.values())).shape[0]
+        known = self.known
+        count = next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        source, later = None, None
+        source = None
+        later = None
         if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
             if source is not None and known.later is not None:
@@ -234,7 +236,8 @@ class ColumnStorage(Storage):
             )
         if skip:
             self.warn_left_out(skip)
-            columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
+            columns = {key: column[skip:] for key, column in columns.items()}
+            count = count - skip
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
             if usual and self.pool is not None and source is not None and later is not None:
@@ -300,7 +303,8 @@ class ColumnStorage(Storage):
         marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
-            now, later = columns.get(key), columns.get(next_name)
+            now = columns.get(key)
+            later = columns.get(next_name)
             if key in from_final:
                 continue
             if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
@@ -324,7 +328,8 @@ class ColumnStorage(Storage):
             self._check_columns(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns, self._own_keys)
-            self.pool, self.known = pool, None
+            self.pool = pool
+            self.known = None
         return Rows(count, stored, fragments, tails, source)
 
     def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
@@ -342,7 +347,8 @@ class ColumnStorage(Storage):
             self.columns = self._make_columns(
                 {key: (column.dtype, column.shape[1:]) for key, column in columns.items()}
             )
-            self.structure, self.known = structure, None
+            self.structure = structure
+            self.known = None
             return
         for key, column in columns.items():
             kept = self.columns.get(key)
@@ -393,7 +399,9 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         assert rows.fragments is not None
-        known, source, pool = self.known or self._find_known(), rows.source, self.pool
+        known = self.known or self._find_known()
+        source = rows.source
+        pool = self.pool
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
@@ -472,7 +480,8 @@ class ColumnStorage(Storage):
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
             )
-        known, pool = self.known, None if follow is None else self.pool
+        known = self.known
+        pool = None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
         columns: Columns = {}
@@ -574,7 +583,8 @@ class ColumnStorage(Storage):
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
         if "like" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        lanes, own = torch.Size(state["lanes"]), self.lanes if self.columns else None
+        lanes = torch.Size(state["lanes"])
+        own = self.lanes if self.columns else None
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
@@ -595,7 +605,8 @@ class ColumnStorage(Storage):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        columns, pool = self.columns_like(state), state["pool"]
+        columns = self.columns_like(state)
+        pool = state["pool"]
         if state["columns"].keys() != columns.keys():
             raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")
         if any(key not in columns or next_key(key) in columns for key in pool) or (
@@ -624,7 +635,8 @@ class ColumnStorage(Storage):
             return
         new = not self.columns
         if new:
-            before, self.lanes = self.lanes, torch.Size(state["lanes"])
+            before = self.lanes
+            self.lanes = torch.Size(state["lanes"])
             try:
                 self.columns = self._make_columns(state["like"])
             finally:
@@ -636,7 +648,8 @@ class ColumnStorage(Storage):
             # replace the column without a copy. Only for TensorColumn itself: a subclass may store rows
             # elsewhere, for example in a file.
             if new and self.own_column is None and type(column) is TensorColumn:
-                values, own = saved["values"], column.data
+                values = saved["values"]
+                own = column.data
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
                     column.data = values
                     continue

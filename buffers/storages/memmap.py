@@ -36,7 +36,9 @@ from flatroll.layout.keys import NestedKey, as_tuple
 #: Errors of reserving space: the disk is full, or the file system cannot reserve.
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-_LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files next to those of the columns
+# files next to those of the columns
+_LOCK = "ring.lock"
+_COUNTERS = "ring.counters"
 _COUNTER_BYTES = 4096  # size of the ring's counters: one page
 
 
@@ -152,7 +154,8 @@ class LazyMemmapStorage(ColumnStorage):
             (folder / _LOCK).touch(mode=0o600)
             columns: dict[NestedKey, Column] = {}
             for key, (dtype, shape) in like.items():
-                path, stack = folder / names[key], self.frame_stack.get(key)
+                path = folder / names[key]
+                stack = self.frame_stack.get(key)
                 if stack is None:
                     columns[key] = MappedColumn(path, self.capacity, dtype, shape)
                 else:
@@ -393,7 +396,8 @@ class FileLock:
     def __exit__(self, *error: object) -> None:
         import fcntl
 
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             # Closing alone is not enough if a fork has a copy of the descriptor.
             fcntl.flock(file, fcntl.LOCK_UN)

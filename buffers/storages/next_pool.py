@@ -169,7 +169,8 @@ class NextPool:
         """Store next observations that no row will hold (`Storage.keep_next`); :meth:`compare_heads` gave ``agree``."""
         pool, kept, released = index.keep(before, agree)
         # The remaining tails get free entries, which become readable once the rows are published.
-        taken, size = pool[kept], index.pool_size
+        taken = pool[kept]
+        size = index.pool_size
         for column in self.entries.values():
             column.grow(size)
         if self.plain and all(tails[key].is_cpu and tails[key].is_contiguous() for key in self.pairs):
@@ -179,7 +180,8 @@ class NextPool:
             target = np.array([values.data_ptr() for values in self.tensors], np.int64)
             scatter(source, target, self.row_bytes, kept, taken)
             return pool, released
-        where, at = torch.from_numpy(taken), torch.from_numpy(kept)
+        where = torch.from_numpy(taken)
+        at = torch.from_numpy(kept)
         # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)

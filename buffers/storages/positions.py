@@ -92,7 +92,8 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
         )
-    used, width = ring.used, lanes.numel()
+    used = ring.used
+    width = lanes.numel()
     # Compute integers and slices; apply masks and rarer kinds of indices to a list of all slots.
     if isinstance(index, slice):
         chosen = range(used // width)[index]

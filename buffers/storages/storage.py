@@ -200,7 +200,8 @@ class Storage(Facts, ABC):
         else:
             owner.enter_process()
             slots = slots_at(index, owner.ring, self.lanes)
-            drawn, strict = slots.reshape(-1), not isinstance(index, slice)
+            drawn = slots.reshape(-1)
+            strict = not isinstance(index, slice)
 
             def draw_again(ring: Ring) -> Draw:
                 return ring.draw_slots(drawn, strict, self.compact_obs)

@@ -167,7 +167,8 @@ class LazyTensorStorage(ColumnStorage):
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         self._encodings = Encodings(frame_stack, codec, sparse)
-        self.frame_stack, self.codec = self._encodings.frame_stack, self._encodings.codec
+        self.frame_stack = self._encodings.frame_stack
+        self.codec = self._encodings.codec
         self.sparse = self._encodings.sparse
         self.shares = bool(self.frame_stack)
 
@@ -299,7 +300,8 @@ class TensorStorage(ColumnStorage):
             return super().prepare(batch, final, keys, whole)
         self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
-        self._first_columns, self._given = {}, None
+        self._first_columns = {}
+        self._given = None
         return rows
 
     @override

@@ -113,7 +113,8 @@ class SelectTransform(Transform):
     def __init__(self, *selected_keys: NestedKey, keep_rewards: bool = True, keep_dones: bool = True) -> None:
         super().__init__()
         self.selected_keys = _check_keys("selected_keys", selected_keys)
-        self.keep_rewards, self.keep_dones = keep_rewards, keep_dones
+        self.keep_rewards = keep_rewards
+        self.keep_dones = keep_dones
 
     def __repr__(self) -> str:
         return f"SelectTransform({', '.join(map(repr, self.selected_keys))})"
@@ -144,7 +145,8 @@ class ExcludeTransform(Transform):
 
     def __init__(self, *excluded_keys: NestedKey, inverse: bool = False) -> None:
         super().__init__()
-        self.excluded_keys, self.inverse = _check_keys("excluded_keys", excluded_keys), inverse
+        self.excluded_keys = _check_keys("excluded_keys", excluded_keys)
+        self.inverse = inverse
 
     def __repr__(self) -> str:
         inverse = ", inverse=True" if self.inverse else ""

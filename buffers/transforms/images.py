@@ -83,7 +83,9 @@ class ToTensorImage(_ImageTransform):
             flags(from_int=from_int)
         if dtype is not None:
             expect("dtype", dtype, torch.dtype, "a torch dtype or None")
-        self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
+        self.from_int = from_int
+        self.unsqueeze = unsqueeze
+        self.shape_tolerant = shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")

@@ -31,7 +31,9 @@ from flatroll.layout.keys import (
     under_next,
 )
 
-STEPS, GAMMA, NONTERMINAL = STEPS_TO_NEXT_OBS, "gamma", "nonterminal"
+STEPS = STEPS_TO_NEXT_OBS
+GAMMA = "gamma"
+NONTERMINAL = "nonterminal"
 
 
 class NStep(Transform):
@@ -187,7 +189,8 @@ class NStep(Transform):
         shape = td.batch_size
         # Row b of [*B, T] becomes rows b * T ... b * T + T - 1, and its last one ends a run.
         if td.batch_dims > 1:
-            td, ends = td.reshape(shape.numel()), ends.reshape(-1)
+            td = td.reshape(shape.numel())
+            ends = ends.reshape(-1)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -278,7 +281,8 @@ class MultiStep(NStep):
         is_init_key: NestedKey = IS_INIT,
     ) -> None:
         super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
-        self.traj_key, self.is_init_key = traj_key, is_init_key
+        self.traj_key = traj_key
+        self.is_init_key = is_init_key
 
     def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
         """Return the n-step batch; ``td`` stays unchanged.

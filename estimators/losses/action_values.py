@@ -50,7 +50,8 @@ ActionSpace = Literal["categorical", "one-hot"]
 _SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
 
 #: Written by n-step transforms: the number of summed rewards, and the discount over them.
-STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
+STEPS = "steps_to_next_obs"
+DISCOUNT = "gamma"
 
 
 class OffPolicyLoss(LossModule):
@@ -182,7 +183,8 @@ class OffPolicyLoss(LossModule):
             observed: keys of the observations whose next ones the loss evaluates.
         """
         inputs = self.inputs_of(batch)
-        unknown, finite = None, []
+        unknown = None
+        finite = []
         if get_entry(batch, NEXT_KNOWN) is not None:
             unknown = ~marker(batch, NEXT_KNOWN)
         for key in observed:
@@ -220,7 +222,8 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        batch, columns = inputs.readable, {}
+        batch = inputs.readable
+        columns = {}
         for key in keys:
             column = get_entry(batch, key)
             # require() says what writes the entry.
@@ -234,7 +237,8 @@ class OffPolicyLoss(LossModule):
         NaN and unknown next observations are replaced by the row's own values, so that no NaN reaches a network; such
         rows do not count.
         """
-        batch, columns = inputs.readable, {}
+        batch = inputs.readable
+        columns = {}
         for key in keys:
             column = get_entry(batch, next_key(key))
             column = (
@@ -263,7 +267,8 @@ class OffPolicyLoss(LossModule):
             KeyError: a critic writes no such entry.
             ValueError: it has another shape.
         """
-        key, values = self.tensor_keys[self.value_name], []
+        key = self.tensor_keys[self.value_name]
+        values = []
         per_action = self.value_name == "action_value"
         for network in cast(Iterable[Any], networks):
             value = call_for(network, batch, key)
@@ -294,7 +299,8 @@ class OffPolicyLoss(LossModule):
             inputs: the batch.
             next_value: value of the next state, ``[*B]``; any number where terminated or unknown.
         """
-        batch, next_value = inputs.batch, next_value.detach()
+        batch = inputs.batch
+        next_value = next_value.detach()
         reward = self.entry(inputs, "reward")
         if not reward.is_floating_point():
             key = self.key("reward")

@@ -294,7 +294,8 @@ class LossModule(TensorDictModuleBase):
         checks.need_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        keys, mask = self.tensor_keys, None
+        keys = self.tensor_keys
+        mask = None
         for key in (keys["mask"], keys["valid"]):
             if get_entry(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
@@ -512,7 +513,8 @@ class Frozen:
     """A network with detached parameters, for ``torch.compile``, which does not support :func:`frozen`."""
 
     def __init__(self, network: TensorDictModuleBase) -> None:
-        self.network, self.out_keys = network, network.out_keys
+        self.network = network
+        self.out_keys = network.out_keys
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Call the network with its parameters detached."""

@@ -117,7 +117,8 @@ class DQNLoss(OffPolicyLoss):
             value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
         self.value_network: TensorDictModuleBase = value_network
         self.target_value_network = target_copy(self.value_network) if delay_value else None
-        self.delay_value, self.double_dqn = delay_value, double_dqn
+        self.delay_value = delay_value
+        self.double_dqn = double_dqn
         self.action_space: ActionSpace | None = action_space_of(action_space)
         self.set_keys()
 
@@ -154,8 +155,11 @@ class DQNLoss(OffPolicyLoss):
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
-        online, target, reads = self.value_network, self.target_value_network, self._network_inputs
-        target, observed = online if target is None else target, reads.observed
+        online = self.value_network
+        target = self.target_value_network
+        reads = self._network_inputs
+        target = online if target is None else target
+        observed = reads.observed
         if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")

@@ -226,7 +226,8 @@ def run_compile(arguments: argparse.Namespace) -> int:
     """Compile and cache the Numba kernels by running each kind of buffer and estimator once on a few rows."""
     import torch
 
-    begun, threads = time.perf_counter(), torch.get_num_threads()
+    begun = time.perf_counter()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # frames are read by a kernel only then
     try:
         use_batches()
@@ -280,7 +281,8 @@ def use_batches() -> None:
                     buffer.update_priority(torch.arange(3), torch.rand(3))
             buffer.dumps(f"{folder}/{number}")
             buffer.loads(f"{folder}/{number}")
-    x, ends = torch.rand(8, 1), torch.ones(8, 1, dtype=torch.bool)
+    x = torch.rand(8, 1)
+    ends = torch.ones(8, 1, dtype=torch.bool)
     estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
     estimators.vtrace_advantage_estimate(0.99, x, x, x, x, x, ends)
     estimators.reward2go(x, ends, 0.99)

@@ -454,7 +454,8 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     mask = np.arange(env.num_envs) == 0 if agents is None else agents[1] == 0
     if mask.all():
         return
-    options, given = {"reset_mask": mask}, mask.copy()
+    options = {"reset_mask": mask}
+    given = mask.copy()
     obs, info = env.reset()
     random = np.random.default_rng(0)
     action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
@@ -493,7 +494,8 @@ def _suspicions(record: Record) -> Iterator[str]:
 def _silent_resets(record: Record) -> Iterator[str]:
     """Find ordinary steps that jump from far outside into the bounding box of all first observations."""
     obs = np.stack([_features(tree) for tree in record.obs])
-    first, ended = record.first(), record.ended()
+    first = record.first()
+    ended = record.ended()
     starts = obs[first]
     # bool [steps + 1, E]: inside the bounding box of all first observations; step lengths [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)

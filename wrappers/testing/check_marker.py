@@ -146,7 +146,9 @@ class _Run:
                     break
 
                 valid = np.ones(count, bool) if self.stream.valid is None else copied(self.stream.valid)
-                paid, over, cut = copied(reward), copied(terminated), copied(truncated)
+                paid = copied(reward)
+                over = copied(terminated)
+                cut = copied(truncated)
                 for i in np.flatnonzero(valid):
                     columns: dict[NestedKey, npt.NDArray[Any]] = {REWARD: paid[i]}
                     for marker in self.markers:

@@ -54,7 +54,8 @@ class Layout(NamedTuple):
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
             }
-            pairs, seams = [column_key(name) for name in noted["pairs"]], sorted(set(noted["seams"]))
+            pairs = [column_key(name) for name in noted["pairs"]]
+            seams = sorted(set(noted["seams"]))
             if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
                 raise ValueError("pairs or seams")
             for form in forms.values():

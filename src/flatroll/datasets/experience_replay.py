@@ -131,7 +131,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         flags(**named, progress=False if progress is None else progress)
         if (writer := options.get("writer")) is not None:
             expect("writer", writer, Writer, "a Writer")
-        download, fetch = options.pop("download", True), options.pop("fetch", None)
+        download = options.pop("download", True)
+        fetch = options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
                 raise ValueError("pass fetch or download_url, not both")
@@ -154,7 +155,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                 instead = "pass download=True" if self.kind else "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
             self._make(fetch, overwrite=download == "force", **encoded)
-        self._options, self._rows_asked = options, batch_size
+        self._options = options
+        self._rows_asked = batch_size
         self._open()
 
     def _open(self) -> None:
@@ -166,7 +168,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.split_trajs = bool(options.pop("split_trajs", False))
         if options.get("writer") is None:
             options["writer"] = ImmutableDatasetWriter()
-        size, longest = self._rows_asked, 0
+        size = self._rows_asked
+        longest = 0
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
@@ -225,7 +228,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Raise ValueError if the folder is of another kind of set, or was made with other options."""
         if not self.kind:
             return
-        made, asked = Folder(self.data_path).load().extra, self._facts()
+        made = Folder(self.data_path).load().extra
+        asked = self._facts()
         for name in ("kind", "options"):
             if name in made and made[name] != asked.get(name):
                 raise ValueError(

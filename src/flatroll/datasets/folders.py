@@ -169,8 +169,10 @@ class _PieceMemory:
 
     def piece(self) -> RowPiece:
         """Return the gathered rows and start over."""
-        rows, ends = self.used, torch.tensor(self.ends, dtype=torch.int64)
-        self.used, self.ends = 0, []
+        rows = self.used
+        ends = torch.tensor(self.ends, dtype=torch.int64)
+        self.used = 0
+        self.ends = []
         if not self.shifted:
             return RowPiece({key: column[:rows] for key, column in self.columns.items()})
         columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
@@ -333,10 +335,12 @@ def place_beside(target: Path) -> tuple[Path, Path]:
 
 def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """Choose the layout from the first rows of a data set."""
-    rows, pairs = piece.columns, list(piece.tails)
+    rows = piece.columns
+    pairs = list(piece.tails)
     if not pairs:
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
-        piece, pairs = RowPiece(rows), state_pairs(rows)
+        piece = RowPiece(rows)
+        pairs = state_pairs(rows)
     if not any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
         pairs = []
     if pairs and not piece.tails:

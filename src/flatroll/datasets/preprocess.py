@@ -47,7 +47,8 @@ def preprocess(
     progress: bool | None,
 ) -> None:
     """Write the rows of the folder ``source``, changed by ``fn``, to ``dest``; see `BaseDatasetExperienceReplay`."""
-    dest, bounds = dest.absolute(), _bounds(source, num_chunks, num_frames)
+    dest = dest.absolute()
+    bounds = _bounds(source, num_chunks, num_frames)
     if dest.exists() and dest != source.absolute():
         raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
     parts = dest.parent / f".{dest.name}.parts"
@@ -98,7 +99,11 @@ class _Work:
     def __init__(
         self, rows: Any, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
     ) -> None:
-        self.rows, self.fn, self.parts, self.stamp, self.layout = rows, fn, parts, stamp, layout
+        self.rows = rows
+        self.fn = fn
+        self.parts = parts
+        self.stamp = stamp
+        self.layout = layout
         self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep their form
 
     def do(self, piece: list[int]) -> int:
@@ -254,7 +259,10 @@ class RowsDataset(IterableDataset[TensorDictBase]):
     """
 
     def __init__(self, open_rows: OpenRows, path: Path, batch_size: int, shuffle: bool) -> None:
-        self.open_rows, self.path, self.batch_size, self.shuffle = open_rows, path, batch_size, shuffle
+        self.open_rows = open_rows
+        self.path = path
+        self.batch_size = batch_size
+        self.shuffle = shuffle
         self._passes = 0  # number of passes begun in this process: persistent workers keep their seed
 
     def __iter__(self) -> Iterator[TensorDictBase]:

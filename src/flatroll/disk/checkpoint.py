@@ -22,7 +22,8 @@ Others: TypeAlias = Mapping[str, Any]
 #: Applies a version that was read and checked.
 Apply: TypeAlias = Callable[[], None]
 
-_FACTOR, _LEAST = 2000, 2**28  # limits of compressed tables: bytes per row, and total bytes
+_FACTOR = 2000  # limits of compressed tables: bytes per row
+_LEAST = 2**28  # and total bytes
 
 
 class SaveOptions(NamedTuple):
@@ -117,7 +118,8 @@ class Checkpoint:
     ) -> None:
         self.path = file_path("path", path).absolute()  # absolute: the working directory may change
         flags(rng=rng, sync=sync, overwrite=overwrite)
-        self._buffer, self._rng = buffer, rng
+        self._buffer = buffer
+        self._rng = rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}
         self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
@@ -227,9 +229,12 @@ class Checkpoint:
                         "leave it out with load(partial=True)"
                     )
                 left = ["buffer"]
-            others, self._folder = tree["others"], folder
+            others = tree["others"]
+            self._folder = folder
         try:
-            states, generators, extra = others["parts"], others["rng"], others["extra"]
+            states = others["parts"]
+            generators = others["rng"]
+            extra = others["extra"]
         except KeyError:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
         try:

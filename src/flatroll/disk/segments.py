@@ -221,7 +221,9 @@ class Segment:
     """
 
     def __init__(self, folder: Path, name: RowsName, header: Header) -> None:
-        self.folder, self.name, self.header = folder, name, header
+        self.folder = folder
+        self.name = name
+        self.header = header
         self.first, self.end, self.rows = name.first, name.end, name.end - name.first
         self.record = FileRecord(str(name), header.size, header.checksum)
         self.schema: Schema = {}
@@ -389,10 +391,13 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
     }
     pieces: dict[str, list[Ragged]] = {name: [] for name in schema if name not in plain}
     for segment in segments:
-        low, high = max(first, segment.first), min(end, segment.end)
+        low = max(first, segment.first)
+        high = min(end, segment.end)
         if low >= high:
             continue
-        begin, stop, whole = low - segment.first, high - segment.first, segment.rows == high - low
+        begin = low - segment.first
+        stop = high - segment.first
+        whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
         for name, column in segment.read(targets if whole else {}).items():
             if isinstance(column, Ragged):

@@ -558,7 +558,8 @@ def blame_entries(
     ...
     TypeError: batch['reward'] must be a dense tensor of real numbers, got torch.complex64, torch.strided
     """
-    read, device = [], None
+    read = []
+    device = None
     for key in keys:
         column = batch.get(key, None)
         if column is not None:

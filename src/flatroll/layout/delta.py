@@ -187,7 +187,8 @@ class RestoreNextObservation:
                 f"{type(in_keys).__name__}: wrap the env in flatroll.wrappers.NextObservationDelta"
             )
         self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
-        self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
+        self.delta_dtype = floating_dtype("delta_dtype", delta_dtype)
+        self.restore_dtype = dtype
         self.drop_delta = drop_delta
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:

@@ -213,7 +213,8 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
     for label in frame.columns:
-        name, column = str(label), frame[label].to_numpy()
+        name = str(label)
+        column = frame[label].to_numpy()
         found = _PART.fullmatch(name)
         if found is not None:
             wholes.setdefault(found["name"], column)  # keeps the order of the entries
@@ -316,7 +317,8 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
     ```
     """
     pyarrow = optional_package("pyarrow", "arrow", "to_arrow")
-    fields, arrays = [], []
+    fields = []
+    arrays = []
     for name, array in to_numpy(batch, separator=separator).items():
         if array.dtype.kind == "c":
             raise TypeError(

@@ -9,7 +9,8 @@ from flatroll.layout.export import optional_package
 _DEEPEST = 64  # maximum depth of groups
 # Limits of the decompressed size, to refuse decompression bombs: this many times the stored size (DEFLATE
 # reaches at most 1032), or this many bytes if that is more.
-_SMALLEST_SHARE, _LEAST = 1100, 2**20
+_SMALLEST_SHARE = 1100
+_LEAST = 2**20
 
 
 def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = False) -> dict[str, Any]:

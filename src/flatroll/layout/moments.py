@@ -127,7 +127,8 @@ class Moments(nn.Module):
 
 def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of two parts together."""
-    (count, mean, var), (more, mean_of_more, var_of_more) = one, other
+    (count, mean, var) = one
+    (more, mean_of_more, var_of_more) = other
     total = count + more
     # With no rows on either side the share is 0 and nothing changes.
     share = more / torch.where(total > 0, total, 1.0)

@@ -140,7 +140,8 @@ def _transforms(dist: Distribution) -> list[Any]:
 
 def _root(dist: Distribution) -> Distribution | None:
     """The distribution of base samples; None where nothing transforms them."""
-    within, transformed = dist, False
+    within = dist
+    transformed = False
     while (changes := _is_transformed(within)) or _is_independent(within):
         transformed |= changes
         within = within.base_dist
@@ -162,7 +163,8 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
     for part in parts:
-        before, sample = sample, part(sample)
+        before = sample
+        sample = part(sample)
         slope = part.log_abs_det_jacobian(before, sample)
         log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
         dims += part.codomain.event_dim - part.domain.event_dim

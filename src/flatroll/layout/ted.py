@@ -108,7 +108,10 @@ def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 DONE_KEYS: tuple[NestedKey, ...] = ("done", "truncated", "terminated")
 REWARD_KEYS: tuple[NestedKey, ...] = ("reward",)
-LENGTHS, COLUMNS, SHAPE, ROOT = "_lengths", "_columns", "_storage_shape", "_root"
+LENGTHS = "_lengths"
+COLUMNS = "_columns"
+SHAPE = "_storage_shape"
+ROOT = "_root"
 
 Names = tuple[str, ...]
 
@@ -248,13 +251,15 @@ class TED2Flat(Conversion):
             column = data.get(key)
             if not isinstance(column, Tensor) or column.is_nested:
                 raise TypeError(f"data[{key!r}] is not a dense tensor: leave it out with .exclude({key!r})")
-        slots, shift = data.batch_size[0], self.shift
+        slots = data.batch_size[0]
+        shift = self.shift
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")
         if self.is_full is False and shift is not None:
             kept: Any = data[:shift]
             data = kept
-        dims, roll = data.batch_dims, shift if shift and self.is_full else 0
+        dims = data.batch_dims
+        roll = shift if shift and self.is_full else 0
 
         def in_time_order(column: Tensor) -> Tensor:
             rows = column.roll(-roll, 0) if roll else column
@@ -312,8 +317,11 @@ class Flat2TED(Conversion):
             ValueError: the entries do not fit each other, or ``out``.
         """
         shape, shift, is_full = _ring_state(data, self.shift_key, self.is_full_key)
-        slots, lanes, rows = shape[0], shape[1:].numel(), shape.numel()
-        own, names = {SHAPE, COLUMNS, LENGTHS, self.shift_key, self.is_full_key}, set(data.keys())
+        slots = shape[0]
+        lanes = shape[1:].numel()
+        rows = shape.numel()
+        own = {SHAPE, COLUMNS, LENGTHS, self.shift_key, self.is_full_key}
+        names = set(data.keys())
         entries = {as_tuple(key): data.get(key) for key in data.keys(True, True) if key not in own}
         ends = self._ends(data, slots, lanes, shift, is_full)
         shifted, moved = self._kinds(data, entries, rows)
@@ -402,7 +410,8 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
 
     shape = kept(SHAPE)
     sizes = torch.Size([shape] if isinstance(shape, int) else [int(size) for size in shape])
-    shift, is_full = kept(shift_key), bool(kept(is_full_key))
+    shift = kept(shift_key)
+    is_full = bool(kept(is_full_key))
     if not 0 <= int(shift) <= sizes[0]:
         raise ValueError(f"shift must be a slot from 0 to {sizes[0]}, got {shift}")
     return sizes, int(shift), is_full

@@ -102,7 +102,8 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     tensor([0., 0.])
     """
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
-        rows, device = batch.batch_size, batch.device
+        rows = batch.batch_size
+        device = batch.device
         # Values that are tensordicts take the general path below.
         if (
             isinstance(value, Tensor)
@@ -260,7 +261,8 @@ def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
 
 def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
     """Return whether a sampler is tensordict's or TorchRL's and draws one sample from torch's default generators."""
-    kind, own = type(sampler), sampler.__dict__
+    kind = type(sampler)
+    own = sampler.__dict__
     known = kind is ProbabilisticTensorDictModule or (
         kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
     )

@@ -654,7 +654,8 @@ class LocScale(nn.Module):
     def __init__(self, inputs: int, shape: tuple[int, ...], *, dependent: bool = False) -> None:
         super().__init__()
         size = math.prod(shape)
-        self.shape, self.dependent = tuple(shape), dependent
+        self.shape = tuple(shape)
+        self.dependent = dependent
         self.linear = _linear(inputs, 2 * size if dependent else size, gain=0.01)
         if not dependent:
             self.log_scale = nn.Parameter(torch.zeros(self.shape))
@@ -753,7 +754,8 @@ def _trunk_of(
     if action is not None:
         keys.append(ACTION)
         seen.append(action)
-    features, size = prefix + FEATURES, widths.pop() if recurrent is not None else 0
+    features = prefix + FEATURES
+    size = widths.pop() if recurrent is not None else 0
     body = Encoder(seen, widths, activation, cnn)
     if recurrent is None:
         return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size)
@@ -857,7 +859,8 @@ class VectorEntry(nn.Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape, self.size = tuple(shape), math.prod(shape)
+        self.shape = tuple(shape)
+        self.size = math.prod(shape)
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -900,7 +903,8 @@ class ImageEntry(nn.Module):
 
     def __init__(self, shape: Sequence[int], cnn: Cnn, *, scaled: bool) -> None:
         super().__init__()
-        self.shape, self.scaled = tuple(shape), scaled
+        self.shape = tuple(shape)
+        self.scaled = scaled
         # Channel dims: the first and last of [stack, H, W, C], none of [H, W], and of three dims the smaller
         # of first and last.
         self.last = len(shape) == 3 and shape[-1] < shape[0]

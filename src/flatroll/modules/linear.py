@@ -27,7 +27,9 @@ class LinearRecurrence(StatefulModule):
     ) -> None:
         number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
         self.dropout = dropout
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:

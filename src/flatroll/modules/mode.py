@@ -110,7 +110,8 @@ class set_recurrent_mode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the outer mode."""
-        current, outer = _MODE.value, self._outer.pop()
+        current = _MODE.value
+        outer = self._outer.pop()
         # another mode than the one entered: a different block is still open, so reset the mode
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
         if current is not self._mode and kind is None:

@@ -83,7 +83,8 @@ class TensorDictPrimer:
 
 def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     """A tensor of the shape and dtype of a space or spec, filled with a number."""
-    shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
+    shape = getattr(like, "shape", None)
+    dtype = getattr(like, "dtype", None)
     if shape is None:
         raise TypeError(f"primers[{key!r}] must be a tensor, a space or a spec, got {type(like).__name__}")
     if not isinstance(dtype, torch.dtype):  # a NumPy dtype, as spaces have; None means torch's default

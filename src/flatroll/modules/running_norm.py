@@ -160,7 +160,9 @@ class RunningNorm(TensorDictModuleBase):
         if known is not None and follows is not None:
             follows = follows & known
         if follows is not None and follows.is_cpu and not torch.compiler.is_compiling():
-            following, follows = following[follows], None  # only few; on a device their number is unknown
+            # only few; on a device their number is unknown
+            following = following[follows]
+            follows = None
         self.statistics.add(
             (f"batch[{key!r}]", rows, counted),
             (f"the next observations, {next_key(key)!r},", following, follows),

@@ -32,7 +32,8 @@ from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 # The order of rows is checked in the first calls and in every 16th one after them.
-_FIRST_CALLS, _EVERY = 4, 16
+_FIRST_CALLS = 4
+_EVERY = 16
 _WAY_OUT = (
     "Call the module on the batch as it was collected or on slices (SliceSampler), before you shuffle, index or filter "
     "rows, or set is_init where a run begins"
@@ -119,7 +120,8 @@ class StatefulModule(TensorDictModuleBase):
         self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
         self._input_key, *self._state_in, self._init_key = read
         self._output_key, *self._state_out = written
-        self._done_key, self._traj_key = done_key, traj_key
+        self._done_key = done_key
+        self._traj_key = traj_key
         self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
@@ -327,7 +329,8 @@ def run_with_burn_in(
         return over_runs(rows, stored, starts)
     # head: the rows to burn in; entry: the first row after them, which takes over the state
     step = steps_into_run(starts)
-    head, entry = step < burn_in, step == burn_in
+    head = step < burn_in
+    entry = step == burn_in
     if torch.compiler.is_compiling():
         return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
     # indices of the rows of both parts; each part is a flat batch of shorter runs

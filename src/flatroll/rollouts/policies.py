@@ -129,11 +129,12 @@ class ModulePolicy:
         primed: Mapping[NestedKey, Tensor]
         | None = None,  # states declared by the env's wrappers, for a module that declares none
     ) -> None:
-        self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
-        out_keys, leaves = (
-            map(as_tuple, (*policy.out_keys, *base_keys_of(policy))),
-            [*map(as_tuple, action_keys)],
-        )
+        self._policy = policy
+        self._space = space
+        self._num_envs = num_envs
+        self._devices = devices
+        out_keys = map(as_tuple, (*policy.out_keys, *base_keys_of(policy)))
+        leaves = [*map(as_tuple, action_keys)]
         parts = policy.modules() if isinstance(policy, nn.Module) else ()
         recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
         #: The columns that it may write.
@@ -169,7 +170,8 @@ class ModulePolicy:
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """Return the action and the other columns; recurrent states in these are the ones before the step."""
         data = nest(columns, self._num_envs)
-        wait, home = not self._devices.blocking, self._devices.env
+        wait = not self._devices.blocking
+        home = self._devices.env
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)
         try:
@@ -234,7 +236,8 @@ def refuse_hidden_weights(policy: object) -> None:
     """
     held: dict[Any, Any] = {}
     if isinstance(policy, partial):
-        held, policy = dict(enumerate(policy.args)) | policy.keywords, policy.func
+        held = dict(enumerate(policy.args)) | policy.keywords
+        policy = policy.func
     owner = getattr(policy, "__self__", policy)
     held |= {"self": owner} | getattr(owner, "__dict__", {})
     function = getattr(policy, "__func__", policy)

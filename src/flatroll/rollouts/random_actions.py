@@ -40,7 +40,8 @@ class RandomPolicy:
             raise TypeError(
                 f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: pass env.action_space"
             )
-        self.action_spec, self.action_key = action_spec, action_key
+        self.action_spec = action_spec
+        self.action_key = action_key
         self._draws: RandomActions | None = None
 
     def space_in(self, env: VectorEnv[Any, Any, Any]) -> spaces.Space[Any]:
@@ -59,7 +60,8 @@ class RandomPolicy:
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
         keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
-        drawn, mask = self._draws(), tensordict.get(ACTION_MASK, None)
+        drawn = self._draws()
+        mask = tensordict.get(ACTION_MASK, None)
         if mask is not None:
             if isinstance(mask, TensorDictBase):
                 mask = mask.reshape(rows).to_dict()

@@ -104,7 +104,8 @@ class Runner:
             env = TrajId(env, writer=writer)
         stream = find_stream(env)
         assert stream is not None
-        self.env, self.envs = env, [env]
+        self.env = env
+        self.envs = [env]
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
@@ -112,7 +113,8 @@ class Runner:
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         space = env.single_action_space
         keys = self.keys
-        self._one_obs, self._one_action = keys.obs_paths == ((),), keys.action_paths == ((),)
+        self._one_obs = keys.obs_paths == ((),)
+        self._one_action = keys.action_paths == ((),)
         self._seen_keys = (*keys.obs, *keys.roots)
         self._next_keys = [keys.next_of[key] for key in keys.obs]
         self._result_keys = (REWARD, TERMINATED, TRUNCATED, *keys.actions, *keys.nexts)
@@ -188,7 +190,8 @@ class Runner:
         space = self.env.single_action_space
         drawn_from = space
         if isinstance(policy, RandomPolicy):
-            drawn_from, policy = policy.space_in(self.env), None
+            drawn_from = policy.space_in(self.env)
+            policy = None
         self._drawn = policy is None and drawn_from is space and self._check_actions is None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         self.random.as_numpy = self._on_host
@@ -336,18 +339,22 @@ class Runner:
     def settle(self) -> None:
         """Wait for the pending step, if there is one."""
         if self._sent is not None:
-            sent, self._sent = self._sent, None
+            sent = self._sent
+            self._sent = None
             self.finish(sent)
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
         self.window.clear()  # with its columns: an interrupt may have left them partly grown
         self._infos.clear()
-        self.started, self._sent = False, None
+        self.started = False
+        self._sent = None
 
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
-        window, stream, keys = self.window, self.stream, self.keys
+        window = self.window
+        stream = self.stream
+        keys = self.keys
         if stream.moves.count != self._at:
             self._restart_moved()
         info = self._info
@@ -381,7 +388,9 @@ class Runner:
 
     def finish(self, action: Tree) -> None:
         """Step the env, or wait for the step begun with these actions; record the results."""
-        window, stream, keys = self.window, self.stream, self.keys
+        window = self.window
+        stream = self.stream
+        keys = self.keys
         stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
@@ -411,7 +420,8 @@ class Runner:
             window.put(self._result_keys, results)
         if keys.infos:
             self._infos.record(info, window)
-        self._obs, self._info = obs, info
+        self._obs = obs
+        self._info = info
         self._ended, self._at = stream.ended, stream.at
         window.advance()
 
@@ -436,7 +446,8 @@ class Runner:
 
         ``seen`` are the observations and markers of this step, ``chosen`` the chosen entries of its info.
         """
-        policy, obs = self._policy, self._obs
+        policy = self._policy
+        obs = self._obs
         if isinstance(policy, ModulePolicy):
             columns: Columns = {}
             for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
@@ -501,7 +512,8 @@ class Runner:
 
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that continue or have transitions not yet in a batch."""
-        window, keys = self.window, self.keys
+        window = self.window
+        keys = self.keys
         live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
         if not window.steps:
             return live
@@ -574,7 +586,8 @@ class InfoColumns:
     def __init__(
         self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
     ) -> None:
-        self._stream, self._names = stream, names
+        self._stream = stream
+        self._names = names
         self._device = stream.capabilities.device
         self._on_host = stream.capabilities.framework == "numpy"
         # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.

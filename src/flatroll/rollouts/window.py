@@ -77,7 +77,8 @@ class Window:
         self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
-        self._device, self._on_cpu = device, device.type == "cpu"
+        self._device = device
+        self._on_cpu = device.type == "cpu"
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
@@ -243,7 +244,8 @@ class Window:
 
         The number says how many envs of the last step are selected; all remaining transitions come after it.
         """
-        mask, last = self.valid(), self.steps - 1
+        mask = self.valid()
+        last = self.steps - 1
         if self.same_step:
             reached = self.num_envs - (mask.size - self.taken - count)
         else:
@@ -360,8 +362,10 @@ class Window:
         first = last * self.num_envs  # number of the last step's first cell
         self.before += self.steps
         self.steps = self.taken = 0
-        finals, self._finals = self._finals, {}
-        given, self._given = self._given, set()
+        finals = self._finals
+        self._finals = {}
+        given = self._given
+        self._given = set()
         kept_step = surplus_from < self.num_envs or keep
         for key in given:
             old = self.columns[key]
@@ -380,7 +384,8 @@ class Window:
             for numbers, values in kept:
                 if len(numbers) and numbers[0] >= first:
                     self._finals.setdefault(key, []).append((numbers - first, values))
-        self.steps, self.taken = 1, surplus_from
+        self.steps = 1
+        self.taken = surplus_from
 
     def _allocate(self, key: NestedKey, value: Array) -> Array:
         """Allocate a column of zeros for values like this one."""
@@ -471,7 +476,8 @@ class _Rows:
 
     def _gather(self, column: Array, after: int) -> Tensor:
         """Gather the rows of a column ``[room, E, ...]``."""
-        window, trailing = self._window, column.shape[2:]
+        window = self._window
+        trailing = column.shape[2:]
         further = after * window.num_envs
         if not isinstance(column, Tensor):
             # [room, E, ...] -> [room * E, ...]; -1 is not possible where a row has no numbers.

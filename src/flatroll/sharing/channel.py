@@ -83,7 +83,8 @@ class Channel:
         written = _Message(_HEADER.size)
         pickler = MessagePickler(written)
         pickler.dump((kind, content))
-        message, descriptors = memoryview(written), [passed.fileno() for passed in pickler.passed]
+        message = memoryview(written)
+        descriptors = [passed.fileno() for passed in pickler.passed]
         if len(descriptors) > _MOST_DESCRIPTORS:
             raise ValueError(
                 f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
@@ -110,7 +111,8 @@ class Channel:
             except (BrokenPipeError, ConnectionResetError):
                 raise Closed("the other end of the channel is closed") from None
             else:
-                data, descriptors = data[sent:], []
+                data = data[sent:]
+                descriptors = []
 
     def receive(self, *kinds: str, timeout: float | None = None) -> Any:
         """Wait for the next message of one of these kinds (default: any); others stay for later.
@@ -157,7 +159,9 @@ class Channel:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                data, descriptors, flags = b"", [], 0
+                data = b""
+                descriptors = []
+                flags = 0
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             self._descriptors.extend(descriptors)

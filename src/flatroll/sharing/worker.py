@@ -23,9 +23,17 @@ import numpy as np
 
 from flatroll.sharing.channel import Channel, Closed
 
-RUN, FAILED = "run", "failed"  # kinds of messages between owner and worker
-START, KILL = "start", "kill"  # kinds of messages to the helper
-READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds of messages from the helper
+# kinds of messages between owner and worker
+RUN = "run"
+FAILED = "failed"
+# kinds of messages to the helper
+START = "start"
+KILL = "kill"
+# kinds of messages from the helper
+READY = "ready"
+STARTED = "started"
+ENDED = "ended"
+BROKEN = "broken"
 
 
 class WorkerTraceback(Exception):
@@ -63,7 +71,8 @@ class Failure:
         >>> Failure.of(SystemExit(3)).error()
         WorkerDied('ended by SystemExit: 3')
         """
-        name, ends = type(error).__name__, not isinstance(error, Exception)
+        name = type(error).__name__
+        ends = not isinstance(error, Exception)
         try:
             text = str(error)
         except Exception as other:  # its __str__ may raise anything
@@ -248,7 +257,9 @@ class Helper:
     """
 
     def __init__(self, control: Channel, parent: int, fork: bool) -> None:
-        self._control, self._parent_pid, self._fork = control, parent, fork
+        self._control = control
+        self._parent_pid = parent
+        self._fork = fork
         self._pids: dict[int, int] = {}  # pid of each worker number
         self._reports: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
@@ -300,7 +311,8 @@ class Helper:
         with suppress(ProcessLookupError, PermissionError):  # parent and child both do it
             os.setpgid(pid, pid)
         channel.forget()
-        self._pids[number], self._reports[number] = pid, report
+        self._pids[number] = pid
+        self._reports[number] = report
         with suppress(Closed):  # Ctrl-C interrupted the waiting parent
             report.send(STARTED, pid)
 

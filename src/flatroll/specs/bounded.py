@@ -114,7 +114,8 @@ class Bounded(NumberSpec, Ranged):
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
             self._parameters[name] = shorten(full).clone()  # a copy: the caller may write to the original
-        least, most = self.low, self.high
+        least = self.low
+        most = self.high
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
@@ -208,7 +209,8 @@ class Bounded(NumberSpec, Ranged):
         parts = []
         for name, bound in zip(("low", "high"), self._limits(), strict=True):
             numbers = bound.reshape(-1).tolist()
-            least, most = min(numbers, default="[]"), max(numbers, default="[]")
+            least = min(numbers, default="[]")
+            most = max(numbers, default="[]")
             parts.append(f"{name}={least}" if least == most else f"{name}={least}..{most}")
         return parts
 
@@ -283,7 +285,8 @@ class Unbounded(NumberSpec):
             return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
         least, most = map(float, whole_range(self.dtype))
         if most > 2**16:
-            least, most = 0.0 if least == 0 else -torch.inf, torch.inf
+            least = 0.0 if least == 0 else -torch.inf
+            most = torch.inf
         ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
         return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
 

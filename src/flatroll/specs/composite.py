@@ -59,7 +59,8 @@ class Composite(TensorSpec):
             raise TypeError("shape and batch_size are two names of one argument: pass one of them")
         given = batch_size if shape is None else shape
         super().__init__(() if given is None else given, None, device, None, "")
-        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        self.data_cls = data_cls
+        self.step_mdp_static = step_mdp_static
         self.names = names
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
@@ -399,7 +400,8 @@ class Composite(TensorSpec):
             KeyError: an entry is missing, or none of the spec's.
             OutsideSpecError, ValueError: see `TensorSpec.encode`; the message names the key.
         """
-        present, given = self.present(), set(value.keys())
+        present = self.present()
+        given = set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
         if wrong:
             raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: {wrong} differ")

@@ -48,7 +48,8 @@ class Numbered(Ranged):
         if mask is None:
             self._parameters.pop("mask", None)
             return
-        given, counts = as_numbers("mask", mask, self.device), self._counts()
+        given = as_numbers("mask", mask, self.device)
+        counts = self._counts()
         if given.dtype is not torch.bool:
             raise ValueError(f"the mask must be bool, got {given.dtype}")
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
@@ -142,7 +143,8 @@ class Categorical(Numbered):
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        allowed, mask = super().allowed(value), self.mask
+        allowed = super().allowed(value)
+        mask = self.mask
         if mask is None:
             return allowed
         counted = (value.long() - self.start).clamp(0, self.n - 1).unsqueeze(-1)
@@ -164,7 +166,8 @@ class Categorical(Numbered):
     @override
     def closest(self, value: Tensor) -> Tensor:
         """Return the closest allowed category, the smaller one of a tie."""
-        closest, mask = super().closest(value), self.mask
+        closest = super().closest(value)
+        mask = self.mask
         if mask is None:
             return closest
         away = (torch.arange(self.n, device=self.device) - (closest.long() - self.start).unsqueeze(-1)).abs()
@@ -521,7 +524,8 @@ class MultiCategorical(Numbered):
 
     def parts(self) -> list[Categorical]:
         """The spec of each part, of shape ``shape[:-1]``."""
-        counts, starts = self._counts(), self._one_row("start").tolist()
+        counts = self._counts()
+        starts = self._one_row("start").tolist()
         masks = [None] * len(counts) if self.mask is None else self.mask.split_with_sizes(counts, -1)
         return [
             Categorical(n, self.shape[:-1], self.device, self.dtype, mask, start=first)
@@ -531,7 +535,8 @@ class MultiCategorical(Numbered):
     @override
     def _limits(self) -> tuple[Tensor, Tensor]:
         assert self.dtype is not None
-        low, counts = self._parameters["start"], self._parameters["nvec"]
+        low = self._parameters["start"]
+        counts = self._parameters["nvec"]
         return low.to(self.dtype), (low + counts - 1).to(self.dtype)
 
     @override
@@ -596,8 +601,10 @@ class MultiCategorical(Numbered):
 
     @override
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
-        low, counts = self._parameters["start"], self._parameters["nvec"]
-        least, most = int(low.min()), int((low + counts - 1).max())
+        low = self._parameters["start"]
+        counts = self._parameters["nvec"]
+        least = int(low.min())
+        most = int((low + counts - 1).max())
         check_holds(dtype, least, most)
 
     @override

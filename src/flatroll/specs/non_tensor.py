@@ -54,7 +54,8 @@ class NonTensor(TensorSpec):
             flags(batched=batched)
         if feature_dims is not None:
             whole_number("feature_dims", feature_dims, 0)
-        self.batched, self._feature_dims = bool(batched), feature_dims
+        self.batched = bool(batched)
+        self._feature_dims = feature_dims
 
     @property
     def feature_dims(self) -> int:

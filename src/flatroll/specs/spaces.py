@@ -61,8 +61,10 @@ def _spec_of(space: Any, device: Device) -> TensorSpec:
         spec.of_tuple = True
         return spec
     if isinstance(space, spaces.Box):
-        dtype, shape = as_dtype(space.dtype), space.shape
-        below, above = space.bounded_below, space.bounded_above
+        dtype = as_dtype(space.dtype)
+        shape = space.shape
+        below = space.bounded_below
+        above = space.bounded_above
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
         low, high = (_as_bound(bound, dtype, device) for bound in (space.low, space.high))

@@ -74,7 +74,8 @@ class Parallel(TensorSpec):
     def map_dims(self, operation: Operation, dims: int) -> Any:
         # The operation is opaque, so its effect on the stacked dim is read off a probe: a tensor that holds
         # the number of the spec at each position.
-        specs, dim = self.specs, self.dim
+        specs = self.specs
+        dim = self.dim
         if dim >= dims:  # not reached by the operation, which may change the dims before it
             done: Any = [spec.map_dims(operation, dims) for spec in specs]
             return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
@@ -237,7 +238,8 @@ class Stacked(Parallel):
         shape, dim = _stacked_shape(specs, dim)
         self.value_dims = specs[0].value_dims
         TensorSpec.__init__(self, shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
-        self.specs, self.dim = specs, dim
+        self.specs = specs
+        self.dim = dim
 
     @property
     @override
@@ -287,7 +289,8 @@ class StackedComposite(Parallel, Composite):
     def __init__(self, *specs: Composite, dim: int) -> None:
         shape, dim = _stacked_shape(specs, dim)
         Composite.__init__(self, shape=shape, device=specs[0].device, data_cls=specs[0].data_cls)
-        self.specs, self.dim = specs, dim
+        self.specs = specs
+        self.dim = dim
 
     @override
     def __iter__(self) -> Iterator[str]:

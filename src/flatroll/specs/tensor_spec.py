@@ -195,7 +195,8 @@ class TensorSpec(ABC):
 
     def expand(self, *shape: Shape) -> Self:
         """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
-        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        outer = self._split(as_shape(*shape), "expand")
+        dims = self._frame.ndim
         new = len(outer) - dims  # -1 means any length in a new dim, and the current size in an existing one
         outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
         try:
@@ -208,7 +209,8 @@ class TensorSpec(ABC):
 
     def reshape(self, *shape: Shape) -> Self:
         """Reshape the batch dims, keeping the number of elements."""
-        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        outer = self._split(as_shape(*shape), "reshape")
+        dims = self._frame.ndim
         try:
             sizes = self._frame.reshape(outer).shape
             return self.map_dims(lambda tensor: tensor.reshape((*sizes, *tensor.shape[dims:])), dims)
@@ -228,7 +230,8 @@ class TensorSpec(ABC):
 
     def unflatten(self, dim: int, sizes: Shape) -> Self:
         """Split one dim into several."""
-        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        (dim,) = self._outer("unflatten", dim)
+        parts = as_shape(sizes)
         return self.map_dims(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
 
     def squeeze(self, dim: int | None = None) -> Self:
@@ -549,7 +552,8 @@ class TensorSpec(ABC):
             return True
         if type(self) is not type(other) or not isinstance(other, TensorSpec):
             return False
-        mine, its = self._parameters, other._parameters
+        mine = self._parameters
+        its = other._parameters
         return (
             self.shape == other.shape
             and self.dtype == other.dtype

@@ -75,11 +75,15 @@ class TokenizedDatasetLoader:
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
-        self.split, self.max_length = split, max_length
+        self.split = split
+        self.max_length = max_length
         self.dataset_name = str(Path(dataset_name).absolute()) if from_disk else dataset_name
-        self.tokenizer_fn, self.pre_tokenization_hook = tokenizer_fn, pre_tokenization_hook
+        self.tokenizer_fn = tokenizer_fn
+        self.pre_tokenization_hook = pre_tokenization_hook
         self.root_dir = Path(root_dir or Path.home() / ".cache/flatroll/text").absolute()
-        self.from_disk, self.valid_size, self.num_workers = from_disk, valid_size, num_workers
+        self.from_disk = from_disk
+        self.valid_size = valid_size
+        self.num_workers = num_workers
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")

@@ -98,7 +98,8 @@ class Sequences:
         places = self._places(_whole_numbers("numbers", numbers))
         if length is not None:
             whole_number("length", length, 0)
-        start, stop = self._bounds[places].unsqueeze(1), self._bounds[places + 1].unsqueeze(1)
+        start = self._bounds[places].unsqueeze(1)
+        stop = self._bounds[places + 1].unsqueeze(1)
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
         index = start + torch.arange(length, device=start.device)  # [K, length], indices into the flat tokens
@@ -173,11 +174,14 @@ class TextModule(TensorDictModuleBase):
         expect("model", model, nn.Module, "a model of transformers")
         expect("sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences")
         need_keys(out_key=out_key, in_key=in_key)
-        self.model, self.sequences = model, sequences
-        read, written = [in_key], [out_key]
+        self.model = model
+        self.sequences = sequences
+        read = [in_key]
+        written = [out_key]
         self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
         self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
-        self._in_key, self._out_key = in_key, out_key
+        self._in_key = in_key
+        self._out_key = out_key
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the model's output for each row of ``batch`` ``[*B]``."""

@@ -61,10 +61,13 @@ class TensorDictTokenizer:
             raise ValueError(
                 "tokenizer has no pad token: set tokenizer.pad_token = tokenizer.eos_token, or pass padding=False"
             )
-        self.tokenizer, self.max_length, self.key = tokenizer, max_length, key
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.key = key
         self.padding = padding if isinstance(padding, str) else bool(padding)
         self.truncation = truncation if isinstance(truncation, str) else bool(truncation)
-        self.return_tensordict, self.device = return_tensordict, device
+        self.return_tensordict = return_tensordict
+        self.device = device
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
         """Tokenize ``sample[key]``."""
@@ -145,14 +148,16 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
         """Tokenize ``sample[key] + sample["label"]``."""
-        prompts, labels = _texts(sample, self.key), _texts(sample, "label")
+        prompts = _texts(sample, self.key)
+        labels = _texts(sample, "label")
         if len(prompts) != len(labels):
             raise ValueError(
                 f"{len(prompts)} texts in {self.key!r} do not match {len(labels)} in 'label': pass one for each text"
             )
         columns = self.columns([prompt + label for prompt, label in zip(prompts, labels, strict=True)])
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]
-        columns["prompt_rindex"], columns["valid_sample"] = [], []
+        columns["prompt_rindex"] = []
+        columns["valid_sample"] = []
         for ids, mask, alone in zip(columns["input_ids"], columns["attention_mask"], own, strict=True):
             count = sum(mask)
             pairs = zip(ids[:count], alone, strict=False)

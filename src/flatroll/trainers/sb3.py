@@ -116,7 +116,9 @@ class FlatVecEnv(VecEnv):
     def step_wait(self) -> Any:
         """Step all envs: observations, rewards float32 ``[E]``, dones bool ``[E]``, one info dict for each."""
         observations, reward, terminated, truncated, info = self.env.step(self._actions)
-        rewards, terminations, truncations = _numpy(reward), _numpy(terminated), _numpy(truncated)
+        rewards = _numpy(reward)
+        terminations = _numpy(terminated)
+        truncations = _numpy(truncated)
         dones = terminations | truncations
         self._returns += rewards
         self._lengths += 1

@@ -264,10 +264,13 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
             raise KeyError(
                 f"the buffer's rows need {key!r}: wrap the env in StepCounter, and let a Collector write them"
             )
-    ids, steps = rows.get(TRAJ_IDS), flat_column(rows.get(STEP_COUNT), rows, STEP_COUNT)
+    ids = rows.get(TRAJ_IDS)
+    steps = flat_column(rows.get(STEP_COUNT), rows, STEP_COUNT)
     order = steps.argsort(stable=True)
     order = order[ids[order].argsort(stable=True)]
-    rows, ids, steps = rows[order], ids[order], steps[order]
+    rows = rows[order]
+    ids = ids[order]
+    steps = steps[order]
     # Dropped rows leave gaps; a run must end there.
     gap = torch.ones(len(rows), dtype=torch.bool)
     gap[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)

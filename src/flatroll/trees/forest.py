@@ -135,7 +135,8 @@ class MCTSForest:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
         self.max_size = limits.pop() if limits else None
         self._state_columns = None if node_map is None else node_map.query_module.columns
-        self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
+        self._states = RowNumbers(["observation"])
+        self._pairs = RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
         self._rows = GrowingColumns()
         # For each transition: source, target, pair, count, and the sum of its rewards; with spare capacity.
@@ -212,7 +213,8 @@ class MCTSForest:
             if not done:
                 for numbers, count in counts:
                     numbers.truncate(count)
-        self.observation_keys, self._graph = keys, None
+        self.observation_keys = keys
+        self._graph = None
         if return_node and len(columns[self.action_keys[0]]):
             first = nest({key: columns[key][:1] for key in keys}, 1)
             return self.get_tree(first)
@@ -264,10 +266,12 @@ class MCTSForest:
         """Add next observations to the columns of a compact batch; return which rows have one, bool ``[N]``."""
         # The next observation of the last row of a run is not in the following row.
         known = ~run_ends(rollout).reshape(-1).cpu()
-        at, last = None, {}
+        at = None
+        last = {}
         if final is not None:
             read = read_final(final.cpu(), keys)
-            at, last = check_final(read, columns, len(known)), read.next
+            at = check_final(read, columns, len(known))
+            last = read.next
             if set(last) == set(keys):
                 known[at] = True
         for key in keys:
@@ -278,7 +282,8 @@ class MCTSForest:
         """Number the transitions of columns ``[N, *F]``, count them, and store the new ones."""
         from flatroll.kernels.rows.hash_table import count_edges, number_edges  # numba
 
-        rows, before = len(columns[keys[0]]), len(self)
+        rows = len(columns[keys[0]])
+        before = len(self)
         both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
         if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
             self._states.names = keys
@@ -287,7 +292,9 @@ class MCTSForest:
         else:
             both = [torch.cat(pair) for pair in both_columns]
             states, words, floats = self._states.prepare(self._states_of_columns(both, keys))
-            now, later, floats_later = words[:rows], words[rows:], floats
+            now = words[:rows]
+            later = words[rows:]
+            floats_later = floats
         # The kernel writes the numbers of states over these zeros.
         zeros = torch.zeros(rows, dtype=torch.int64)
         pairs, pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
@@ -324,9 +331,11 @@ class MCTSForest:
         reward = self._rewards(columns, rows)
         if before + new > len(self._rewards_of):
             room = room_for(before + new)
-            numbers, rewards = np.empty((4, room), np.int64), np.empty(room)
+            numbers = np.empty((4, room), np.int64)
+            rewards = np.empty(room)
             numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
-            self._numbers, self._rewards_of = numbers, rewards
+            self._numbers = numbers
+            self._rewards_of = rewards
         self._rows.append(stored, new)
         count_edges(self._numbers, self._rewards_of, before, new, made, reward.numpy())
 

@@ -184,7 +184,9 @@ class BinaryToDecimal(nn.Module):
     ) -> None:
         super().__init__()
         self.num_bits = whole_number("num_bits", num_bits)
-        self.device, self.dtype, self.convert_to_binary = torch.device(device), dtype, convert_to_binary
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.convert_to_binary = convert_to_binary
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
             raise ValueError(f"dtype must be an integer dtype, got {dtype}")
         self._check_bits("num_bits", num_bits)

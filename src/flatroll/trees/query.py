@@ -64,12 +64,15 @@ class QueryModule(TensorDictModuleBase):
         keys: list[NestedKey] = [
             cast(Any, unravel_key(key)) for key in key_names("in_keys", in_keys, one=True)
         ]
-        index_key, hash_key = cast(Any, unravel_key(index_key)), cast(Any, unravel_key(hash_key))
+        index_key = cast(Any, unravel_key(index_key))
+        hash_key = cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
         self._read = keys
         self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
-        self.index_key, self.hash_key, self.clone = index_key, hash_key, clone
+        self.index_key = index_key
+        self.hash_key = hash_key
+        self.clone = clone
         if hash_module is not None and not isinstance(hash_module, list):
             hash_module = [hash_module, *(deepcopy(hash_module) for _ in keys[1:])]
         if hash_module is not None and len(hash_module) != len(keys):
@@ -87,7 +90,8 @@ class QueryModule(TensorDictModuleBase):
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):
                 self.add_module(f"hash_module_{i}", module)
-        self.hash_to_int, self.aggregator = hash_to_int, aggregator if len(keys) > 1 else None
+        self.hash_to_int = hash_to_int
+        self.aggregator = aggregator if len(keys) > 1 else None
         self._rows = RowNumbers(
             keys if hash_module is None and self.aggregator is None else ["hash"] * len(keys)
         )

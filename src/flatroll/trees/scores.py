@@ -44,7 +44,8 @@ def puct(
     tensor([0.6732, 1.0392])
     """
     _need_edges(value=value, count=count, prior=prior, parent=parent)
-    c, unvisited = float(number("c", c)), float(number("unvisited", unvisited))
+    c = float(number("c", c))
+    unvisited = float(number("unvisited", unvisited))
     visits = _visits(count, parent).to(prior.dtype)
     mean = torch.where(count > 0, value, unvisited)
     return mean + c * prior * visits.sqrt() / (1 + count)

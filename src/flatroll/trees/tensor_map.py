@@ -92,10 +92,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
-        self.query_module, self.index_key = query_module, query_module.index_key
+        self.query_module = query_module
+        self.index_key = query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
-        self.collate_fn, self.write_fn = _stack_list if collate_fn is None else collate_fn, write_fn
-        self._count, self._stored_keys = 0, list[NestedKey]()
+        self.collate_fn = _stack_list if collate_fn is None else collate_fn
+        self.write_fn = write_fn
+        self._count = 0
+        self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
         limits = [
             max_size and whole_number("max_size", max_size),
@@ -164,7 +167,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
     def clear(self) -> None:
         """Remove all keys and values. A given storage keeps its rows until they are overwritten."""
         self.query_module.clear()
-        self._count, self._stored_keys = 0, []
+        self._count = 0
+        self._stored_keys = []
         if isinstance(self.storage, GrowingColumns):
             self.storage.clear()
 
@@ -219,7 +223,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         return values.reshape(item.batch_size)
 
     def __setitem__(self, item: TensorDictBase, value: TensorDictBase) -> None:
-        query, count = self.query_module, self._count
+        query = self.query_module
+        count = self._count
         columns = query.columns(item)
         if value.batch_size != item.batch_size:
             raise ValueError(

@@ -213,7 +213,8 @@ class Tree:
     @property
     def node_data(self) -> TensorDict:
         """The observation at the vertex's end, where it branches: a tensordict ``[]``."""
-        graph, keys = self._vertices.graph, self._vertices.graph.observation_keys
+        graph = self._vertices.graph
+        keys = self._vertices.graph.observation_keys
         if self._chain:
             edge = self._chain[-1]
             read: list[NestedKey] = [next_key(key) for key in keys]
@@ -233,7 +234,8 @@ class Tree:
     @property
     def node_observation(self) -> Tensor | TensorDictBase:
         """The observation where the vertex branches: a tensor, or a tensordict if a state has several entries."""
-        data, keys = self.node_data, self._vertices.graph.observation_keys
+        data = self.node_data
+        keys = self._vertices.graph.observation_keys
         return cast(Tensor, data[keys[0]]) if len(keys) == 1 else data
 
     @property
@@ -387,7 +389,8 @@ class Tree:
     def rollout_from_path(self, path: Path) -> TensorDict | None:
         """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none."""
         self.get_vertex(path)
-        vertex, edges = self.node_id, list(self._chain)
+        vertex = self.node_id
+        edges = list(self._chain)
         for i in path:
             vertex = cast(list[int], self._vertices.children[vertex])[i]
             edges += self._vertices.chains[vertex]

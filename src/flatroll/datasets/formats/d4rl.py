@@ -177,7 +177,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
         self._from_env = from_env
-        self._truncated_is_done, self._drop_unknown = use_truncated_as_done, bool(terminate_on_end)
+        self._truncated_is_done = use_truncated_as_done
+        self._drop_unknown = bool(terminate_on_end)
         super().__init__(dataset_id, batch_size, **options)
 
     @override

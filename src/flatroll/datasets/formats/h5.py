@@ -80,7 +80,8 @@ def read_h5(
         lengths = {name: column.shape[0] for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
-        rows, size = next(iter(lengths.values())), sum(column.nbytes for column in columns.values())
+        rows = next(iter(lengths.values()))
+        size = sum(column.nbytes for column in columns.values())
         if max_bytes is not None and size > max_bytes:
             raise ValueError(f"the columns of {path} take {size} bytes, more than max_bytes={max_bytes}")
         if chunk_rows is None:

@@ -39,10 +39,13 @@ from flatroll.layout.export import (
 )
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
 
-_FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
+_FILE_BYTES = 100 << 20
+_FILES_IN_CHUNK = 1000
+_FINALS_AT_ONCE = 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
-RECORD, LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
+RECORD = "meta/flatroll.json"
+LAST = "meta/flatroll_last.parquet"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 COUNTED = ("timestamp", "frame_index", "episode_index", "index")
 OWN = (*COUNTED, "task_index")
@@ -80,7 +83,8 @@ class RunningStats:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
         # Infinite values, or squares that overflow, come from the data: do not warn.
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, total = values.mean(0), self._values + len(values)
+            mean = values.mean(0)
+            total = self._values + len(values)
             apart = mean - self._mean
             self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
             self._mean = self._mean + apart * (len(values) / total)
@@ -163,7 +167,8 @@ def write_lerobot(
             frames += len(rows)
             if target.stat().st_size > _FILE_BYTES:
                 data.close()
-                data, file_number = None, file_number + 1
+                data = None
+                file_number = file_number + 1
         if finals:
             last = _write_finals(pyarrow, parquet, finals, path, last)
     finally:
@@ -301,7 +306,8 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
         return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
     for axis in range(array.ndim - 1, 0, -1):
         # Make lists along this axis: each begins where the one before it ends.
-        count, size = int(np.prod(array.shape[:axis])), array.shape[axis]
+        count = int(np.prod(array.shape[:axis]))
+        size = array.shape[axis]
         values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
     return values
 
@@ -350,7 +356,8 @@ def _info(
     for field in fields:
         if field["next"]:
             continue
-        shape, names = field["shape"] or [1], None
+        shape = field["shape"] or [1]
+        names = None
         if field["image"] is not None:
             shape = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             names = ["height", "width", "channels"]
@@ -546,7 +553,8 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
                 else:
                     if waiting is not None:
                         yield take(waiting)
-                    waiting, began = part, file
+                    waiting = part
+                    began = file
                 if len(waiting) * row_bytes > max_bytes:
                     raise ValueError(
                         f"{file}: episode {numbers[first]} takes more than max_bytes={max_bytes}"
@@ -729,7 +737,8 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
 
 def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
     """An episode of a folder by LeRobot."""
-    length, columns = len(table), dict[str, Array]()
+    length = len(table)
+    columns = dict[str, Array]()
     for name, about in features.items():
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
@@ -742,7 +751,9 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
-    is_init, never, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
+    is_init = np.zeros((length, 1), bool)
+    never = np.zeros((length, 1), bool)
+    known = np.ones(length, bool)
     # Frames before the first one may be missing.
     is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
     known[-1] = False
@@ -755,7 +766,8 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
     cut[-1] |= ~over[-1]
     columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
     columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
-    columns["is_init"], columns["collector.next_known"] = is_init, known
+    columns["is_init"] = is_init
+    columns["collector.next_known"] = known
     columns["collector.traj_ids"] = np.full(length, number)
     return from_numpy(columns)
 

@@ -175,7 +175,8 @@ def _known_space(
     if not prefix and {key[0] for key in keys} == {root}:
         return _known_space(keys, (root,), columns, source, argument)
     if keys == [prefix]:
-        column, space = columns[prefix], source.space_of(plain_key(prefix))
+        column = columns[prefix]
+        space = source.space_of(plain_key(prefix))
         if space is not None and (space.dtype, space.shape) == (column.dtype, column.shape[1:]):
             return cast(gym.Space[Any], space)
         raise ValueError(
@@ -201,7 +202,8 @@ def _check_leaves(
 ) -> None:
     """Raise ValueError unless the columns are what the space says."""
     for key, path in leaves:
-        part, column = part_of(space, path), columns.get(as_tuple(key))
+        part = part_of(space, path)
+        column = columns.get(as_tuple(key))
         if not isinstance(part, _HELD):
             raise ValueError(f"{argument}: {key!r} is {part}, which Minari's files cannot hold as a column")
         if column is None:
@@ -406,7 +408,8 @@ def _some_are_cut(data: "MinariDataset") -> bool:
 
 def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDataset") -> dict[_Key, Array]:
     """The columns of an episode by key, as they were written."""
-    length, columns = len(episode), dict[_Key, Array]()
+    length = len(episode)
+    columns = dict[_Key, Array]()
     leaves = dict(_observation_leaves(episode)) | dict(named_leaves(episode.actions, (ACTION,), _FOLDERS))
     for name, dtype, shape in record:
         # Older folders have dotted names.

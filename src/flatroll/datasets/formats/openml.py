@@ -47,10 +47,12 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     expect("label", label, pandas.Series, "a Series of pandas")
     flags(one_hot=one_hot)
     complete = ~(features.isna().any(axis=1) | label.isna())
-    features, label = features[complete], label[complete]
+    features = features[complete]
+    label = label[complete]
     if not len(features):
         raise ValueError("the table has no rows without missing values")
-    numbers, categories = [], []
+    numbers = []
+    categories = []
     for name in features:
         column = features[name]
         if pandas.api.types.is_numeric_dtype(column.dtype):

@@ -363,9 +363,11 @@ class EpisodeStream:
             raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
         self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices)
         self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len)
-        self.shuffle, self.strict_length = shuffle, strict_length
+        self.shuffle = shuffle
+        self.strict_length = strict_length
         self.pad = None if pad is None or pad is False else float(pad is not True and pad)
-        self._open_episodes, self._generator = open_episodes, generator
+        self._open_episodes = open_episodes
+        self._generator = generator
         self._endless: tuple[int | None, Iterator[TensorDictBase]] | None = None
 
     def batches(self, batch_size: int | None = None) -> Iterator[TensorDictBase]:
@@ -497,7 +499,9 @@ def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[T
         first = 0
         while len(episode) - first >= missing:
             yield _join([*parts, episode[first : first + missing]])
-            parts, first, missing = [], first + missing, batch_size
+            parts = []
+            first = first + missing
+            missing = batch_size
         if first < len(episode):
             parts.append(episode[first:])
             missing -= len(episode) - first

@@ -76,7 +76,9 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
                 f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
-        rows, lanes, slots = len(source), torch.Size([]), None
+        rows = len(source)
+        lanes = torch.Size([])
+        slots = None
     elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
         # slot = step * lanes + lane, in lane-major order.
@@ -139,18 +141,17 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
 
 def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
     """Numbers of the runs of each trajectory."""
-    ids, done, is_init = (
-        markers.get(TRAJ_IDS, None),
-        optional_marker(markers, DONE),
-        optional_marker(markers, IS_INIT),
-    )
+    ids = markers.get(TRAJ_IDS, None)
+    done = optional_marker(markers, DONE)
+    is_init = optional_marker(markers, IS_INIT)
     if ids is None:
         return [[run] for run in range(len(first))]
     trajectories: list[list[int]] = []
     newest: dict[int, list[int]] = {}  # the last trajectory seen of each id
     for run, number in enumerate(ids.reshape(source.rows)[torch.tensor(first)].tolist()):
         before = newest.get(number)
-        start, end = first[run], stops[before[-1]] - 1 if before else 0
+        start = first[run]
+        end = stops[before[-1]] - 1 if before else 0
         goes_on = (
             before is not None
             and not (done is not None and bool(done[end]))

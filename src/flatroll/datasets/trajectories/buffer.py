@@ -186,7 +186,8 @@ class TrajectoryReplayBuffer:
             raise ValueError("auto_save_path must name a folder if auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
-        self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
+        self.trajectory_format = trajectory_format
+        self.seed = whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(self.seed)
         # Without a maximum size, slots equal row numbers and never wrap around.
         size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
@@ -200,7 +201,8 @@ class TrajectoryReplayBuffer:
         self._discard = (
             None if auto_save else weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
         )
-        self._turn, self._closed = threading.RLock(), False
+        self._turn = threading.RLock()
+        self._closed = False
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0

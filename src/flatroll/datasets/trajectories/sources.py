@@ -101,7 +101,9 @@ class OwnFolder:
     version: Version | None = None
 
     def __init__(self, path: Path, version: Version | None) -> None:
-        self.folder, self.state, self.counter = Folder(path), None, 0
+        self.folder = Folder(path)
+        self.state = None
+        self.counter = 0
         state: State | None = None
         if version is not None or self.folder.versions():
             loaded = self.folder.load(None if version is None else version.number)
@@ -115,12 +117,14 @@ class OwnFolder:
                 self.counter = state.counter
         if version is None:
             self.folder.recover()  # also rows written since that version
-        self.first, rows = self.folder.head, self.folder.end - self.folder.head
+        self.first = self.folder.head
+        rows = self.folder.end - self.folder.head
         if state is not None and (sum(record.rows for record in state.records), state.end) == (
             rows,
             self.folder.end,
         ):
-            self.state, self.records = state, state.records
+            self.state = state
+            self.records = state.records
         else:
             skipped, self.records = self._find_records()
             self.first += skipped
@@ -177,7 +181,8 @@ class RlinfSource(OwnFolder):
             TrajectoryRecord(number, rows, 1)
             for number, rows in zip(self._files.numbers, self._files.rows, strict=True)
         ]
-        self.state, self.counter = None, self._files.counter
+        self.state = None
+        self.counter = self._files.counter
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
         for position, fields in enumerate(self._files.read(first, stop), first):
@@ -215,7 +220,8 @@ class SavedTrajectories:
 
     def __init__(self, path: Path, pickled: bool) -> None:
         self.sources: list[OwnFolder] = []
-        self.path, self.is_whole = path, True
+        self.path = path
+        self.is_whole = True
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
@@ -253,7 +259,8 @@ class SavedTrajectories:
 
     def take_last(self, most: int) -> None:
         """Keep the last chosen trajectories, with at most ``most`` rows; ValueError if the last one has more."""
-        rows, first = self.rows, self.chosen.stop
+        rows = self.rows
+        first = self.chosen.stop
         while first > self.chosen.start and rows[first - 1] <= most:
             first -= 1
             most -= rows[first]
@@ -294,10 +301,8 @@ class SavedTrajectories:
         """
         before = free = 0
         for source in self.sources:
-            first, stop = (
-                max(self.chosen.start - before, 0),
-                min(self.chosen.stop - before, len(source.records)),
-            )
+            first = max(self.chosen.start - before, 0)
+            stop = min(self.chosen.stop - before, len(source.records))
             first_record = first
             shift = max(0, free - min((record.number for record in source.records), default=0))
             for rows in source.read(first, stop) if first < stop else ():

@@ -53,24 +53,33 @@ def gather(
     """
     # adjacent rows form a stretch, which is copied at once; all row numbers are checked here
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
-    count, before, before_near = 0, np.int64(-2), False
+    count = 0
+    before = np.int64(-2)
+    before_near = False
     for i in range(len(slots)):
-        row, is_near = slots[i], False
+        row = slots[i]
+        is_near = False
         if len(follow):
             row = max(follow[i], 0)
             if i + 1 < len(slots) and row == slots[i + 1]:
-                row, is_near = np.int64(i + 1), True
+                row = np.int64(i + 1)
+                is_near = True
         if row < 0 or (row >= rows and not is_near):
             return i
         if row != before + 1 or is_near != before_near:
-            stretches[count, 0], stretches[count, 1] = row, i
-            stretches[count, 2], stretches[count, 3] = 0, is_near
+            stretches[count, 0] = row
+            stretches[count, 1] = i
+            stretches[count, 2] = 0
+            stretches[count, 3] = is_near
             count += 1
         stretches[count - 1, 2] += 1
-        before, before_near = row, is_near
+        before = row
+        before_near = is_near
     # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
     # then each copied stretch prefetches one more, in the same order, across the ends of columns.
-    asked, following = 0, 0  # column and stretch to prefetch next
+    # column and stretch to prefetch next
+    asked = 0
+    following = 0
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
@@ -82,7 +91,8 @@ def gather(
                         ask(first + 64 * line)
                 following += 1
                 if following == count:
-                    asked, following = asked + 1, 0
+                    asked = asked + 1
+                    following = 0
             if k >= 0:
                 copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
@@ -207,7 +217,8 @@ class HostBlock:
         >>> block.take(torch.tensor([3, 4, 8]), torch.tensor([4, 5, -1]), torch.tensor([[2], [0]]), pool)
         [tensor([3, 4, 8]), tensor([23, 24, 28]), tensor([24, 25,  7])]
         """
-        rows, asked = len(slots), slots.numpy()
+        rows = len(slots)
+        asked = slots.numpy()
         if follow is None and rows * self.row_bytes > HUGE_FROM:
             return self._take_many(asked)
         # 1 µs per column; torch.empty takes 1.7
@@ -230,7 +241,8 @@ class HostBlock:
 
     def _take_many(self, asked: Array) -> list[Tensor]:
         """Do the work of :meth:`take` in blocks of rows, into huge pages."""
-        rows, most = len(asked), torch.get_num_threads()
+        rows = len(asked)
+        most = torch.get_num_threads()
         threads = max(1, min(most, rows * self.row_bytes // _THREAD_BYTES))
         copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
         blocks = threads * _BLOCKS if threads > 1 else 1
@@ -359,7 +371,8 @@ class HostColumns(Generic[K]):
             forms = [(key, column.dtype, column.shape[1:]) for key, column in self.columns.items()]
             self._forms = [(key, dtype, torch.Size((rows, *shape))) for key, dtype, shape in forms]
             self._form_rows = rows
-        addresses, (low, high, starts, stops) = [], self._spans
+        addresses = []
+        (low, high, starts, stops) = self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
             # the layout is checked first: the other checks raise on sparse tensors
@@ -402,7 +415,8 @@ class HostColumns(Generic[K]):
         It has the address of the column ``later``, its bytes per row, and the indices of the columns ``key`` and
         ``later``.
         """
-        names, column = list(self.columns), self.columns[later]
+        names = list(self.columns)
+        column = self.columns[later]
         size = column.element_size() * column.shape[1:].numel()
         return column.data_ptr(), size, names.index(key), names.index(later)
 
@@ -450,13 +464,16 @@ def gather_pieces(
     pieces = len(firsts) - 1
     # Adjacent rows of a piece form a stretch; all row numbers are checked here.
     stretches = np.empty((len(rows), 4), np.int64)  # piece, first row in it, first position, row count
-    count, piece, before = 0, 0, np.int64(-2)
+    count = 0
+    piece = 0
+    before = np.int64(-2)
     for i in range(len(rows)):
         row = rows[i]
         if row < firsts[0] or row >= firsts[pieces]:
             return i
         if row < firsts[piece] or row >= firsts[piece + 1]:
-            piece, above = 0, pieces
+            piece = 0
+            above = pieces
             while above - piece > 1:
                 middle = (piece + above) // 2
                 if firsts[middle] <= row:
@@ -466,12 +483,15 @@ def gather_pieces(
             before = np.int64(-2)
         if row != before + 1:
             stretches[count, 0], stretches[count, 1] = piece, row - firsts[piece]
-            stretches[count, 2], stretches[count, 3] = i, 0
+            stretches[count, 2] = i
+            stretches[count, 3] = 0
             count += 1
         stretches[count - 1, 3] += 1
         before = row
     # Copy column by column, and prefetch _AHEAD stretches earlier, in the same order.
-    asked, following = 0, 0  # column and stretch to prefetch next
+    # column and stretch to prefetch next
+    asked = 0
+    following = 0
     for k in range(-1, len(size)):
         for j in range(count if k >= 0 else min(_AHEAD, len(size) * count)):
             if asked < len(size):
@@ -482,7 +502,8 @@ def gather_pieces(
                         ask(first + 64 * line)
                 following += 1
                 if following == count:
-                    asked, following = asked + 1, 0
+                    asked = asked + 1
+                    following = 0
             if k < 0:
                 continue
             p, first, position, length = stretches[j]

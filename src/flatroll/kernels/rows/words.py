@@ -8,7 +8,9 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _VIEWED = (torch.float32, torch.float64)
-_FIRST, _SECOND, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
 
 
 def pack_rows(columns: Sequence[Tensor]) -> Tensor:

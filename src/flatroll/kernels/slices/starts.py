@@ -50,7 +50,9 @@ def _marked_start(
     strict: bool,
 ) -> Int:
     """Return the slot of a marked row of ``chain``, -1 if it has none; see :func:`draw_marked`."""
-    low, high, last = chain.dropped, chain.total, chain.last
+    low = chain.dropped
+    high = chain.total
+    last = chain.last
     full = max(high - length, low)  # the last row with ``length`` rows from it on, as an offset
     if high <= low or (strict and high - low < length):
         return -1

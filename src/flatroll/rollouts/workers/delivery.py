@@ -26,7 +26,10 @@ class Delivery:
     """
 
     def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
-        self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
+        self._buffer = buffer
+        self._storing = storing
+        self._wait = wait
+        self._stack = stack
         #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer has taken them.
         self.final: TensorDict | None = None
         self._columns: dict[Any, Any] = {}  # columns of the first batch, see _join_tables
@@ -48,7 +51,8 @@ class Delivery:
             *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
         )
         final: TensorDict | None = None
-        finals, first = [], 0
+        finals = []
+        first = 0
         for (_, window, _), note in zip(filled, notes, strict=True):
             if len(window.tables) > 1:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
@@ -178,7 +182,8 @@ class Tally:
         self.held, self.waited = note.held, note.waited
         if note.versions is not None:
             oldest, mean, newest = note.versions
-            least, most = version - newest, version - oldest
+            least = version - newest
+            most = version - oldest
             self.lag_least = least if self.lag_least is None else min(self.lag_least, least)
             self.lag_most = most if self.lag_most is None else max(self.lag_most, most)
             self.lag_sum += version - mean

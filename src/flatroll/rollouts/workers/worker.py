@@ -77,14 +77,16 @@ class WindowMaker:
 
     def ask(self, rows: int, limit: int) -> None:
         """Set the window size to ``rows`` and the total limit to ``limit`` rows (-1: no limit)."""
-        self.collector.frames_per_batch, self.collector.total_frames = rows, limit
+        self.collector.frames_per_batch = rows
+        self.collector.total_frames = limit
 
     def make(self, waited: float) -> tuple[Note, list[Mapping[Any, Tensor]]]:
         """Collect a window; return its note, and the columns of its rows and of its *final* if there is one.
 
         There are no columns once the limit is reached. ``waited`` is passed on in the note.
         """
-        collector, watch = self.collector, self._watch
+        collector = self.collector
+        watch = self._watch
         watch.begin_window()
         batch = next(collector, None)
         watch.end_window()
@@ -143,14 +145,21 @@ class Watch:
         looks: bool,
         timed: bool,
     ) -> None:
-        self._numbers, self._beat = signals.numbers, signals.beat
-        self._weights, self._first, self._looks, self._timed = weights, first_version, looks, timed
+        self._numbers = signals.numbers
+        self._beat = signals.beat
+        self._weights = weights
+        self._first = first_version
+        self._looks = looks
+        self._timed = timed
         # The policy's own tensors, valid until its parameters are replaced.
         self._state = policy.state_dict() if isinstance(policy, nn.Module) else {}
         self._collector: Collector | None = None
         self._window = 0
         self._seen = -1  # version of the policy
-        self._oldest, self._sum, self._steps = 0, 0, 0  # of the window's steps
+        # of the window's steps
+        self._oldest = 0
+        self._sum = 0
+        self._steps = 0
 
     def attach(self, collector: Collector) -> None:
         """Attach to a collector, which is notified of new versions; load the newest weights."""
@@ -162,7 +171,8 @@ class Watch:
         self._window += 1
         if self._weights.version != self._seen:
             self._fetch()
-        self._sum, self._steps = 0, 0
+        self._sum = 0
+        self._steps = 0
 
     def end_window(self) -> None:
         """Record that no step is running."""
