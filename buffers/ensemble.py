@@ -211,7 +211,9 @@ class SamplerEnsemble(_Parts[Sampler]):
         """Return unnormalised probabilities float64 ``[members]``, given the ``rows`` each stores."""
         if isinstance(self.p, str):
             return torch.tensor(rows, dtype=torch.float64)
-        return torch.ones(len(self), dtype=torch.float64) if self.p is None else self.p
+        if self.p is None:
+            return torch.ones(len(self), dtype=torch.float64)
+        return self.p
 
     def draw(self, rows: list[int], generator: torch.Generator | None = None) -> list[int]:
         """Draw the members of a sample, given the number of ``rows`` in each."""
@@ -252,11 +254,15 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
     _check_alike(forms or [_form(part) for part in parts], members, stack)
     if not columns:
-        return join(parts) if tensordicts else pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
+        if tensordicts:
+            return join(parts)
+        return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
     made = nest(joined, *rows, *first.batch_size[1:])
-    return made if first.device is None else made.to(first.device)
+    if first.device is None:
+        return made
+    return made.to(first.device)
 
 
 def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
@@ -305,7 +311,9 @@ def _shown(key: Any) -> str:
     """Return the key of an entry or the path of a tree leaf, for errors."""
     if isinstance(key, str) or (key and isinstance(key[0], str)):
         return f"the entry {key!r}"
-    return f"the entry {pytree.keystr(key)}" if key else "its data"
+    if key:
+        return f"the entry {pytree.keystr(key)}"
+    return "its data"
 
 
 class ReplayBufferEnsemble(Facts):
@@ -460,7 +468,9 @@ class ReplayBufferEnsemble(Facts):
             ValueError: the batch size is missing or does not fit; the samples cannot be joined.
         """
         sample, info, _ = self._next_sample(batch_size)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over samples forever or, if all members sample without replacement, until each has ended a pass."""
@@ -740,7 +750,10 @@ class ReplayBufferEnsemble(Facts):
                 saved.append(
                     list(member.save_version(inner, {}, options._replace(keep=keep, overwrite=True)))
                 )
-            generator = None if self.generator is None else self.generator.get_state()
+            if self.generator is None:
+                generator = None
+            else:
+                generator = self.generator.get_state()
             packer.add("buffer", {"generator": generator, "members": saved})
             facts = {"kind": "ensemble", "members": [number for number, _ in saved]}
             return folder.publish(packer.tree, packer.tensors, extra=facts)
@@ -785,7 +798,9 @@ class ReplayBufferEnsemble(Facts):
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
 
 pickle_by_value(ReplayBufferEnsemble)

@@ -237,7 +237,9 @@ class RayReplayBuffer(Facts):
             while len(self._under_way) <= self.prefetch:
                 self._under_way.append(self.begin("sample", None, True))
             sample, info = self.result(self._under_way.popleft())
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over samples forever."""

@@ -128,7 +128,10 @@ class RayReplayBufferEnsemble(Facts):
 
         Without ``("collector", "traj_ids")`` each batch goes to one shard, in turn.
         """
-        ids = data.get(TRAJ_IDS, None) if isinstance(data, TensorDictBase) else None
+        if isinstance(data, TensorDictBase):
+            ids = data.get(TRAJ_IDS, None)
+        else:
+            ids = None
         if ids is None:
             self._turn += 1
             homes = torch.full((len(data),), self._turn - 1)
@@ -211,7 +214,9 @@ class RayReplayBufferEnsemble(Facts):
         while missing := self._finish(asked, parts):
             asked = self._begin(missing)
         sample, info = self._join(parts)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def _begin(self, size: int) -> "_Asked":
         """Ask each shard for its part of a sample, and those without a part for their weights."""
@@ -332,8 +337,13 @@ _Asked = list[tuple[int, int, Any]]
 def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, ...]:
     """Return the rows of a batch in ``mask``, and those of its *final* that belong to them."""
     if bool(mask.all()):
-        return (data,) if final is None else (data, final)
-    rows = data[mask.to(data.device)] if isinstance(data, TensorDictBase) and data.device else data[mask]
+        if final is None:
+            return (data,)
+        return (data, final)
+    if isinstance(data, TensorDictBase) and data.device:
+        rows = data[mask.to(data.device)]
+    else:
+        rows = data[mask]
     if final is None:
         return (rows,)
     of_rows = mask[final["row"].cpu()]

@@ -125,7 +125,10 @@ class Post:
             if window is None:
                 return None
             columns = {key: column for table in window.tables for key, column in table.items()}
-            rest = columns.pop("rest").numpy().tobytes() if window.note is None else window.note
+            if window.note is None:
+                rest = columns.pop("rest").numpy().tobytes()
+            else:
+                rest = window.note
             tensors = [columns[str(place)] for place in range(len(columns))]
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
@@ -195,7 +198,10 @@ class BufferHandle:
         self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
-        options = {} if update_priority is None else {"update_priority": update_priority}
+        if update_priority is None:
+            options = {}
+        else:
+            options = {"update_priority": update_priority}
         # An ensemble's method has neither option and raises its own error.
         stored: Tensor = self._call("extend", data, *(() if final is None else (final,)), **options)
         return stored
@@ -289,7 +295,9 @@ class BufferHandle:
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
-        return torch.arange(value.start, value.stop) if isinstance(value, range) else value
+        if isinstance(value, range):
+            return torch.arange(value.start, value.stop)
+        return value
 
     def hang_up(self) -> None:
         """Close this process's channel; the next call opens a new one."""
@@ -303,7 +311,9 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
     if name not in CALLS:
         raise ValueError(f"a handle can call {sorted(CALLS)}, not {name!r}")
     found = getattr(buffer, name)
-    return found(*arguments, **options) if callable(found) else found
+    if callable(found):
+        return found(*arguments, **options)
+    return found
 
 
 def shortened(value: Any) -> Any:

@@ -168,7 +168,10 @@ class ReplayBuffer(Facts):
         self.prefetch = prefetch
         self.batch_size = batch_size
         last = self.storage.ndim - 1
-        self.dim_extend = last if dim_extend is None else whole_number("dim_extend", dim_extend, 0, last)
+        if dim_extend is None:
+            self.dim_extend = last
+        else:
+            self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
         self.generator = cpu_generator(generator)
         if batch_size is not None:
             whole_number("batch_size", batch_size)
@@ -291,7 +294,9 @@ class ReplayBuffer(Facts):
                         self.ring = ring
                         self.started = True
                 slots = self._store(ring, rows, filled, prioritize)
-        return positions(slots, self.storage.lanes) if self.storage.lanes else slots
+        if self.storage.lanes:
+            return positions(slots, self.storage.lanes)
+        return slots
 
     def _first_ring(self, data: Any) -> Ring:
         """Create the ring; the first batch decides whether trajectories are tracked."""
@@ -327,7 +332,10 @@ class ReplayBuffer(Facts):
         # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
         with self.lock:  # from here on, rows about to be overwritten are not drawn
-            chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
+            if self.writer.stateful:
+                chosen = self.writer.choose(ring, rows)
+            else:
+                chosen = None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
                 sampler.claimed(ring, first, count)
@@ -357,7 +365,9 @@ class ReplayBuffer(Facts):
                     sampler.entered(ring, first, count)
         # Slots wrap around to 0. Most writes do not reach the end and skip the modulo.
         slots = torch.arange(slot, slot + count)
-        return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
+        if slot + count <= ring.capacity:
+            return slots
+        return slots.remainder_(ring.capacity)
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Overwrite stored rows with ``data`` (after the transforms' ``inv``); length and cursor do not change.
@@ -446,7 +456,9 @@ class ReplayBuffer(Facts):
         if return_info is not False and return_info is not True:
             flags(return_info=return_info)
         sample, info, _ = self.next_sample(batch_size)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Return an infinite iterator of samples; with a sampler without replacement it ends after one pass."""
@@ -597,7 +609,9 @@ class ReplayBuffer(Facts):
     @property
     def index(self) -> TrajectoryIndex | None:
         """The trajectory index; None before the first extend, or if no part of the buffer needs one."""
-        return self.ring if isinstance(self.ring, TrajectoryIndex) else None
+        if isinstance(self.ring, TrajectoryIndex):
+            return self.ring
+        return None
 
     @property
     def spec(self) -> Composite:
@@ -633,8 +647,13 @@ class ReplayBuffer(Facts):
 
     def noted_space(self, key: NestedKey) -> Any:
         """Return the Gymnasium space of one row of an entry from `note_spec`; None if unknown."""
-        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
-        return None if spec is None else as_space(spec[0])
+        if self.noted_spec is None:
+            spec = None
+        else:
+            spec = self.noted_spec.get(key, None)
+        if spec is None:
+            return None
+        return as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in writing order (``buffer[:]`` returns slot order), for `extend` of another buffer.
@@ -964,7 +983,9 @@ class ReplayBuffer(Facts):
 
     def made_ahead(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
-        return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+        if self._prefetcher is None:
+            return []
+        return copy.deepcopy(self._prefetcher.results())
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
@@ -1037,7 +1058,9 @@ class ReplayBuffer(Facts):
         if type(ring) is not Ring:
             names.append(type(ring).__name__)
         name = next(iter(names), self.storage.own_column)
-        return None if name is None else f"a {name}"
+        if name is None:
+            return None
+        return f"a {name}"
 
     # -- other threads, processes and copies ---------------------------------------------------------------------
 

@@ -166,7 +166,9 @@ class StepScheduler(ParameterScheduler):
     def value(self, current: float) -> float:
         if self.steps % self.n_steps:
             return current
-        return current + self.gamma if self.mode == "additive" else current * self.gamma
+        if self.mode == "additive":
+            return current + self.gamma
+        return current * self.gamma
 
 
 class SchedulerList:

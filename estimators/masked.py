@@ -32,7 +32,9 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
 def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Combine two masks by logical and; None means all True."""
     if mask is None or other is None:
-        return other if mask is None else mask
+        if mask is None:
+            return other
+        return mask
     return mask & other
 
 
@@ -47,7 +49,9 @@ def expand_mask(mask: Tensor | None, column: Tensor) -> Tensor | None:
 def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     """``column`` with 0 where ``mask`` (the same shape) is False; None means all True."""
     # where(), not a product: 0 * NaN is NaN, also in the gradient
-    return column if mask is None else torch.where(mask, column, 0.0)
+    if mask is None:
+        return column
+    return torch.where(mask, column, 0.0)
 
 
 def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
@@ -122,7 +126,10 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     ids = torch.unique(groups, return_inverse=True)[1]
     ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
     flat = column.reshape(-1)
-    real = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    if mask is None:
+        real = torch.ones_like(flat, dtype=torch.bool)
+    else:
+        real = mask.reshape(-1)
 
     def total(x: Tensor) -> Tensor:
         """Return the sum over each row's group, one value per row."""

@@ -90,7 +90,10 @@ class RewardScale(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.gamma = unit_interval("gamma", gamma)
-        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        if clip is None:
+            self.clip = None
+        else:
+            self.clip = float(number("clip", clip, above=0))
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         need_keys(in_key=in_key)
         need_keys(optional=True, out_key=out_key)

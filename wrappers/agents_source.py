@@ -154,11 +154,10 @@ class PettingZooSource(VectorSource):
                 own = spaces.Dict(observation=own)
                 prefix = ("observation",)
             if STATE in own.spaces or not hasattr(first, "state_space"):
-                problem = (
-                    "the observations have that entry already"
-                    if STATE in own.spaces
-                    else "the env lacks state_space, the space of env.state()"
-                )
+                if STATE in own.spaces:
+                    problem = "the observations have that entry already"
+                else:
+                    problem = "the env lacks state_space, the space of env.state()"
                 raise ValueError(
                     f"state=True adds the entry 'state' to the observations, but {problem}, "
                     f"in {type(first).__name__}: leave state out, or rename the entry in the env"

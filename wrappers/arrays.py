@@ -32,7 +32,9 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 def copy_of(array: Array) -> Array:
     """Return a copy."""
-    return array.clone() if isinstance(array, Tensor) else array.copy()
+    if isinstance(array, Tensor):
+        return array.clone()
+    return array.copy()
 
 
 def select(mask: Array, chosen: Array, other: Array) -> Array:
@@ -87,8 +89,13 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
     elif isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array)
     else:  # a JAX array, a list or a number
-        tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.from_numpy(np.asarray(array))
-    return tensor if device is None else tensor.to(device)
+        if hasattr(array, "__dlpack__"):
+            tensor = from_dlpack(array)
+        else:
+            tensor = torch.from_numpy(np.asarray(array))
+    if device is None:
+        return tensor
+    return tensor.to(device)
 
 
 class ActionCheck:
@@ -123,8 +130,14 @@ class ActionCheck:
         self._shape = (num_envs, *space.shape)
         self._dtype = np.dtype(space.dtype)
         self._torch_dtype = torch.from_numpy(np.zeros(0, self._dtype)).dtype
-        self._limit = int(space.n) if check_range and isinstance(space, spaces.Discrete) else 0
-        self._start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        if check_range and isinstance(space, spaces.Discrete):
+            self._limit = int(space.n)
+        else:
+            self._limit = 0
+        if isinstance(space, spaces.Discrete):
+            self._start = int(space.start)
+        else:
+            self._start = 0
         self._unsigned = f"u{self._dtype.itemsize}"
 
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
@@ -213,7 +226,8 @@ class ActionLimits:
         #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
         same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
-        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # one bound for all entries
+        # one bound for all entries
+        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None
 
     @property
     def is_limited(self) -> bool:
@@ -257,4 +271,6 @@ def action_limits(
             for path, limits in action_limits(child, f"{name}[{key!r}]")
         ]
     limits = ActionLimits(space, name)
-    return [((), limits)] if limits.is_limited else []
+    if limits.is_limited:
+        return [((), limits)]
+    return []

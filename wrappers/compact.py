@@ -69,7 +69,10 @@ class ObservationDelta(MarkerWrapper):
         super().__init__(env, "delta")
         entries = [key for key, _ in observation_leaves(self.single_observation_space)]
         #: The observation entries that get a delta.
-        self.keys = entries if in_keys is None else [key for key in entries if key in in_keys]
+        if in_keys is None:
+            self.keys = entries
+        else:
+            self.keys = [key for key in entries if key in in_keys]
         unknown = [key for key in in_keys or () if key not in entries]
         if unknown:
             raise ValueError(f"in_keys has {unknown}, but the observation's entries are {entries}")
@@ -116,7 +119,10 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, torch.Tensor):
             return delta  # on a device check_delta would sync: a collector calls it once per batch
         check_delta(delta, before, after, key)
-        return delta if delta.dtype is torch.bfloat16 else delta.numpy()  # NumPy has no bfloat16
+        # NumPy has no bfloat16
+        if delta.dtype is torch.bfloat16:
+            return delta
+        return delta.numpy()
 
 
 class NextObservationDelta(ObservationDelta):
@@ -148,4 +154,6 @@ class NextObservationDelta(ObservationDelta):
 
     def __new__(cls, env: EnvLike | None = None, *args: Any, **kwargs: Any) -> Any:
         """Create the wrapper around ``env``, or without an env the buffer transform of the same name."""
-        return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)
+        if env is None:
+            return RestoreNextObservation(**kwargs)
+        return super().__new__(cls)

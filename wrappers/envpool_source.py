@@ -236,7 +236,9 @@ def _trace(env: object) -> object:
 def pool_source(env: EnvLike) -> EnvPoolSource:
     """Return the adapter for an envpool's mode."""
     source = EnvPoolSource(env)
-    return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
+    if source.capabilities.batch_size is None:
+        return source
+    return AsyncPoolSource(env)
 
 
 # The pools that a seed was given to.
@@ -270,7 +272,9 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
         return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
-    return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs
+    if isinstance(space, spaces.Discrete):
+        return obs.astype(space.dtype, copy=False)
+    return obs
 
 
 def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:

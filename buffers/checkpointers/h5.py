@@ -72,7 +72,9 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def versions(self, path: Path) -> list[int]:
-        return [1] if (path / self.checkpoint_file).is_file() else []
+        if (path / self.checkpoint_file).is_file():
+            return [1]
+        return []
 
     @override
     def load_with(
@@ -281,14 +283,18 @@ def _read_dataset(name: str, data: Any) -> Tensor:
         )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} has an unknown dtype")
-    return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
+    if values.dtype is dtype:
+        return values.reshape(data.shape)
+    return values.reshape(data.shape).view(dtype)
 
 
 def _attribute(owner: Any, name: str) -> Any:
     """Return numbers or bytes of fixed length; None for strings: a damaged HDF5 string heap makes h5py loop."""
     attributes = owner.attrs
     plain = name in attributes and attributes.get_id(name).dtype.kind in "iuS"
-    return attributes[name] if plain else None
+    if plain:
+        return attributes[name]
+    return None
 
 
 def _name_of(values: Tensor) -> Any:

@@ -113,7 +113,9 @@ class OwnFilesCheckpointer:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
 
 class OwnFilesSave:

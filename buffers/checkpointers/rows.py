@@ -214,7 +214,9 @@ class StorageCheckpointerBase:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -567,7 +569,9 @@ class DiskStorageCheckpointer:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -737,9 +741,10 @@ def _from_bytes(memory: bytes) -> Any:
 
 
 def _end_to_end(pieces: list[bytes]) -> Ragged:
-    values = (
-        torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
-    )
+    if pieces:
+        values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    else:
+        values = torch.zeros(0).byte()
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 

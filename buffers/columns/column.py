@@ -243,7 +243,9 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     # Compared as integers of the same width, because as floats 0.0 equals -0.0 and NaN differs from itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
-    return different if different.ndim == 1 else different.flatten(1).any(1)
+    if different.ndim == 1:
+        return different
+    return different.flatten(1).any(1)
 
 
 def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
@@ -260,7 +262,9 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
     else:
         rows = source.index_select(0, slots)
     rows = rows.unsqueeze_(-1) if flat else rows
-    return rows if plain is column else rows.view(column.dtype)
+    if plain is column:
+        return rows
+    return rows.view(column.dtype)
 
 
 def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:

@@ -343,7 +343,10 @@ class _Codec:
 
     def _run_in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
         """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
-        threads = torch.get_num_threads() if self.threads is None else self.threads
+        if self.threads is None:
+            threads = torch.get_num_threads()
+        else:
+            threads = self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
         # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
         run_blocks(work, [rows * i // parts for i in range(parts + 1)], parts)

@@ -117,12 +117,18 @@ class Fragments(NamedTuple):
         for key in keys.more_done:
             further = _read_marker(batch, key, True)
             if further is not None:
-                done = further if done is None else done.view(-1) | further.view(-1)
+                if done is None:
+                    done = further
+                else:
+                    done = done.view(-1) | further.view(-1)
         ids = _read_marker(batch, keys.traj, False)
         step = _read_marker(batch, keys.step_count, False)
-        marker = ids if ids is not None else done if done is not None else init
+        marker = ids if ids is not None else (done if done is not None else init)
         if marker is None:
-            present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
+            if isinstance(batch, TensorDictBase):
+                present = batch.keys(True, True)
+            else:
+                present = batch.keys()
             error = missing_marker(keys.is_init, present)
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
@@ -167,4 +173,6 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
         raise ValueError(
             f"batch[{key!r}] must have one number per row, got {column.numel()} for {len(column)} rows"
         )
-    return column if column.is_cpu and column.is_contiguous() else column.cpu().contiguous()
+    if column.is_cpu and column.is_contiguous():
+        return column
+    return column.cpu().contiguous()

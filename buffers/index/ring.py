@@ -68,7 +68,9 @@ class Draw:
             return torch.ones(len(self.slots), dtype=torch.bool)
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
         ends[self.lasts] = True
-        return ends if self.mask is None else ends | ~self.mask
+        if self.mask is None:
+            return ends
+        return ends | ~self.mask
 
 
 class Ring:
@@ -140,7 +142,9 @@ class Ring:
     @property
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of a save's first row and of the row after its last; slot numbers if not `in_order`."""
-        return (self.head, self.written) if self.in_order else (0, self.used)
+        if self.in_order:
+            return (self.head, self.written)
+        return (0, self.used)
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
@@ -260,7 +264,10 @@ class Ring:
         if head == drawn_head or not len(draw.slots):
             return True
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        read = draw.slots if draw.chosen is None else torch.cat([draw.slots, draw.chosen[1]])
+        if draw.chosen is None:
+            read = draw.slots
+        else:
+            read = torch.cat([draw.slots, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:

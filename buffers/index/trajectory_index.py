@@ -295,7 +295,10 @@ class TrajectoryIndex(Ring):
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
         """Return the slices of up to ``length`` rows (one number, or one per slice) that start at the slots
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
-        lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
+        if isinstance(length, int):
+            lengths = np.full(len(starts), length)
+        else:
+            lengths = length.numpy()
         arguments = (starts.numpy(), lengths)
         most = int(lengths.clip(0).sum())
         return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
@@ -332,7 +335,10 @@ class TrajectoryIndex(Ring):
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
         begin[rows < (length if strict else 1)] = -1  # too short for a slice
         # By start, a trajectory yields its full slices and one shorter slice at each end.
-        most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
+        if by == "trajectory":
+            most = len(chains)
+        else:
+            most = int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
@@ -376,7 +382,10 @@ class TrajectoryIndex(Ring):
         ring dropped the rows starting at number ``head``; trajectories that were shorter before may be included."""
         claimed, count = self._claimed
         # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
-        touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
+        if head == claimed:
+            touched = self._touched[:count]
+        else:
+            touched = np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]

@@ -280,7 +280,10 @@ class PrioritizedSampler(RandomSampler):
         """
         index = _host_integers("index", slots)
         values = _reduce(priority, len(index), self.reduction)
-        generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
+        if generation is None:
+            generations = _NO_GENERATIONS
+        else:
+            generations = _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(f"generation must have {len(index)} entries, like index, got {len(generations)}")
         self._catch_up(ring)
@@ -480,7 +483,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             raise index.too_short(least)
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
-        return draw if len(draw.slots) == batch_size or not self.fill else fill(draw, batch_size, more)
+        if len(draw.slots) == batch_size or not self.fill:
+            return draw
+        return fill(draw, batch_size, more)
 
     def _slices(
         self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int
@@ -565,14 +570,18 @@ class Priorities:
     def top(self, stored: int) -> float:
         """Return the priority of new rows, given the number of ``stored`` rows: the highest one, or 1."""
         if self.within_buffer:
-            return float(self._highest.max()) if stored else 1.0
+            if stored:
+                return float(self._highest.max())
+            return 1.0
         return self.ever
 
     def most(self, alpha: float) -> float:
         """Return the largest priority for which, with exponent ``alpha``, the sum of weights stays finite."""
         # Weights stay below 10 ** LARGEST, so priorities below 10 ** (LARGEST / alpha); floats end at 10 ** 308.
         digits = self.kernels.LARGEST / alpha if alpha else math.inf
-        return float(10**digits) if digits < 308 else float(np.finfo(np.float64).max)
+        if digits < 308:
+            return float(10**digits)
+        return float(np.finfo(np.float64).max)
 
     def fill(self, slots: slice, priority: float, drawable: bool) -> None:
         """Set the same priority for all ``slots``; slots that are not ``drawable`` get weight 0."""
@@ -668,4 +677,6 @@ def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
     slot = first % capacity
     if slot + count > capacity:  # beyond the end of the ring
         return [slice(slot, capacity), slice(0, slot + count - capacity)]
-    return [slice(slot, slot + count)] if count else []
+    if count:
+        return [slice(slot, slot + count)]
+    return []

@@ -63,7 +63,10 @@ class Freshness:
 
     def versions(self, slots: Tensor) -> Tensor:
         """Return the policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` on the host."""
-        column = None if self.storage is None else self.storage.columns.get(POLICY_VERSION)
+        if self.storage is None:
+            column = None
+        else:
+            column = self.storage.columns.get(POLICY_VERSION)
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
@@ -79,7 +82,10 @@ class Freshness:
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
-            new = stored[len(stored) - (written - first) :] if written - first < len(stored) else stored
+            if written - first < len(stored):
+                new = stored[len(stored) - (written - first) :]
+            else:
+                new = stored
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
@@ -168,7 +174,9 @@ class Freshness:
 
 def freshness(max_policy_lag: int | None) -> Freshness | None:
     """Return the `Freshness` for a sampler's option, None for None."""
-    return None if max_policy_lag is None else Freshness(max_policy_lag)
+    if max_policy_lag is None:
+        return None
+    return Freshness(max_policy_lag)
 
 
 def check_versions(batch: TensorDictBase) -> None:
@@ -321,7 +329,9 @@ class Sampler(Facts, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state for :meth:`load_state_dict`: the newest policy version, or nothing."""
-        return {} if self.freshness is None else {"policy_version": self.freshness.newest}
+        if self.freshness is None:
+            return {}
+        return {"policy_version": self.freshness.newest}
 
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` with ``ring``; nothing is changed."""

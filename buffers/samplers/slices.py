@@ -162,7 +162,10 @@ class SliceSampler(Sampler):
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
             self._flags = [done, terminated, truncated_key]
         spans(span, slice_len)
-        self.span = (span[0], span[1]) if isinstance(span, Sequence) else (span, span)
+        if isinstance(span, Sequence):
+            self.span = (span[0], span[1])
+        else:
+            self.span = (span, span)
         self.start_key = start_key
         self._storage: StoredColumns | None = None
 
@@ -203,7 +206,9 @@ class SliceSampler(Sampler):
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
         if self.end_keys and not ends and batch.get(keys.traj, None) is None:
             require(batch, self.end_keys[0])
-        return replace(keys, more_done=tuple(ends[1:])) if ends else keys
+        if ends:
+            return replace(keys, more_done=tuple(ends[1:]))
+        return keys
 
     def check(self, batch_size: int | None) -> int:
         """Return ``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -228,7 +233,10 @@ class SliceSampler(Sampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if slices are short and not padded."""
-        index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
+        if isinstance(ring, TrajectoryIndex):
+            index = ring
+        else:
+            index = indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
         marks = None
         if self._storage is not None and self.start_key is not None:

@@ -130,8 +130,14 @@ class SamplerWithoutReplacement(PassSampler):
         ring.check_not_empty()
 
         def begin() -> Tensor:
-            slots = ring.stored() if self.freshness is None else self.freshness.stored(ring)  # oldest first
-            return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
+            # oldest first
+            if self.freshness is None:
+                slots = ring.stored()
+            else:
+                slots = self.freshness.stored(ring)
+            if self.shuffle:
+                return slots[torch.randperm(len(slots), generator=generator)]
+            return slots
 
         key: tuple[int, ...] = (ring.head, ring.written)
         if self.freshness is not None:
@@ -265,7 +271,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
         if not self._fills:
-            return pad_slices(draw, length, ring) if self.pad_output else draw
+            if self.pad_output:
+                return pad_slices(draw, length, ring)
+            return draw
         if len(draw.slots) > batch_size:
             if self._left is not None:  # continue with the rest of a slice that was cut
                 self._left[0, 0] = draw.slots[batch_size]
@@ -280,7 +288,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     @override
     def _amount(self, left: Tensor, count: int) -> int:
         # A slice has at least one row, so it suffices to count the first ``count`` slices.
-        return int(left[1, :count].sum()) if self._fills else left.shape[-1]
+        if self._fills:
+            return int(left[1, :count].sum())
+        return left.shape[-1]
 
     @override
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:

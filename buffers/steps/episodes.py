@@ -92,9 +92,10 @@ class Episodes:
         ]
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
-        ended = (
-            np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends]) if row else self.fresh
-        )
+        if row:
+            ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends])
+        else:
+            ended = self.fresh
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
@@ -125,7 +126,11 @@ class Episodes:
     def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
         """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
-        begin = 0 if first or self._before else 1  # the very first row continues no other
+        # the very first row continues no other
+        if first or self._before:
+            begin = 0
+        else:
+            begin = 1
         every_fresh = fresh
         fresh = fresh[:, begin:]
         same = None

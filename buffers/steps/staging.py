@@ -65,7 +65,10 @@ class StagedColumn:
             ValueError: the number of envs differs.
         """
         try:
-            first = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            if isinstance(value, Tensor):
+                first = value
+            else:
+                first = torch.from_numpy(np.array(value))
         except TypeError:
             raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
         if not first.ndim or len(first) != num_envs:
@@ -122,7 +125,9 @@ class StagedColumn:
     def window(self, steps: int) -> Tensor:
         """Return the first ``steps`` waiting steps, env after env, ``[E * steps, *shape]``; all of them without a
         copy."""
-        return self.flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
+        if steps == self.data.shape[1]:
+            return self.flat
+        return self.data[:, :steps].flatten(0, 1)
 
 
 def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:

@@ -67,7 +67,9 @@ class StepPositions:
     def oldest(self) -> int | None:
         """Return the first complete step; None if there is none."""
         first = self._first()
-        return int(self._table[0, first]) if first < self._count else None
+        if first < self._count:
+            return int(self._table[0, first])
+        return None
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
         """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
@@ -92,7 +94,9 @@ class StepPositions:
         waiting = np.empty((2, len(places)), np.int64)
         asked = np.ascontiguousarray(places.numpy())
         count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
-        return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
+        if count < 0:
+            return None
+        return (torch.from_numpy(slots), waiting[:, :count])
 
     def choose(
         self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
@@ -159,7 +163,10 @@ class StepCopies:
         next_keys = {} if storage.pool is None else storage.pool.next_keys
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
         # The next value of an entry is usually that of a nearby row, so copy that entry, too.
-        asked = {*storage.columns, *next_keys.values()} if names is None else {*names}
+        if names is None:
+            asked = {*storage.columns, *next_keys.values()}
+        else:
+            asked = {*names}
         stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
         self._extra = [key for key in stored if key not in asked]
@@ -206,7 +213,10 @@ class StepCopies:
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
         pooled = self._of[1]  # read here, because the pool's columns may grow and move
-        entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
+        if pooled is None:
+            entries = {}
+        else:
+            entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target

@@ -262,8 +262,13 @@ class StepWriter:
             return self._oldest()
 
     def _oldest(self) -> int:
-        first = self._positions.oldest() if self._positions.ring is self.buffer.ring else None
-        return self.steps - self._filled if first is None else first
+        if self._positions.ring is self.buffer.ring:
+            first = self._positions.oldest()
+        else:
+            first = None
+        if first is None:
+            return self.steps - self._filled
+        return first
 
     def read(self, steps: Any, envs: Any) -> TensorDict:
         """Return rows by position, stored or waiting, as ``buffer[...]`` would: transformed, not marked.
@@ -305,7 +310,10 @@ class StepWriter:
         with self._lock:
             places = self._places(steps, envs)
             changed = self.buffer.transforms
-            columns = leaves(self._rows(places)) if changed else self._take(places, names)
+            if changed:
+                columns = leaves(self._rows(places))
+            else:
+                columns = self._take(places, names)
         if names is None:
             return columns
         if missing := [name for name in names if name not in columns]:
@@ -383,7 +391,10 @@ class StepWriter:
             init[:, 0] = False  # a row that begins a trajectory may come first
             ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
         chosen = self._choose(places)
-        read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
+        if chosen is None:
+            read = None
+        else:
+            read = partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
         values = read_others(transforms, values, ahead, chosen, self._take, read)
         data: Any = nest(values, *places.shape)
         for transform in transforms:
@@ -453,7 +464,10 @@ class StepWriter:
                 slots, (at, rows) = found
                 if len(at) == len(places):
                     return self._read_waiting(rows, names)
-                follow = ring.follow(slots) if storage.needs_follow(asked) else None
+                if storage.needs_follow(asked):
+                    follow = ring.follow(slots)
+                else:
+                    follow = None
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):

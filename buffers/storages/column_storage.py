@@ -180,7 +180,11 @@ class ColumnStorage(Storage):
     @override
     def nbytes(self) -> int:
         columns = sum(column.nbytes for column in self.columns.values())
-        pool = {} if self.pool is None else self.pool.entries  # with its free entries
+        # with its free entries
+        if self.pool is None:
+            pool = {}
+        else:
+            pool = self.pool.entries
         return columns + sum(column.nbytes for column in pool.values())
 
     @property
@@ -202,7 +206,10 @@ class ColumnStorage(Storage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        structure = Structure.of(batch) if self.structure is None else self.structure
+        if self.structure is None:
+            structure = Structure.of(batch)
+        else:
+            structure = self.structure
         columns = structure.columns(batch)
         if not columns:
             raise ValueError("the batch has no entries to store")
@@ -241,7 +248,10 @@ class ColumnStorage(Storage):
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
             if usual and self.pool is not None and source is not None and later is not None:
-                marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+                if self.lanes:
+                    marked = self._marker_columns(columns, keys, count)
+                else:
+                    marked = columns
                 pairs = source[known.now], later, self.pool.row_bytes
                 cut = Fragments.read(marked, keys, None, pairs)
                 tails = self.pool.tails(columns, None, cut.lasts)
@@ -251,7 +261,10 @@ class ColumnStorage(Storage):
             return self._prepare_compact(structure, columns, count, late, keys, skip)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
+        if keys is None or not self.lanes:
+            marked = columns
+        else:
+            marked = self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if keys is not None and fragments is not None and keys.in_order:
             compared = known.compared
@@ -270,9 +283,10 @@ class ColumnStorage(Storage):
         """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
         row = check_final(final, columns, len(batch))
         late = row >= skip
-        final = (
-            Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()}) if skip else final
-        )
+        if skip:
+            final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
+        else:
+            final = final
         kept = batch[skip:] if skip else batch
         ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
@@ -300,7 +314,10 @@ class ColumnStorage(Storage):
         ``skip`` is the number of rows that were left out before them.
         """
         from_final: Columns = {} if final is None else final.next
-        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+        if self.lanes:
+            marked = self._marker_columns(columns, keys, count)
+        else:
+            marked = columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now = columns.get(key)
@@ -371,7 +388,10 @@ class ColumnStorage(Storage):
         host = (self.known or self._find_known()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
-            written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
+            if host.write_found(slot, rows.source, rows.count):
+                written = host.columns
+            else:
+                written = ()
         elif host is not None:
             written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
@@ -391,7 +411,10 @@ class ColumnStorage(Storage):
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         for key, values in rows.columns.items():
-            chosen = values if at is None else values.index_select(0, at.to(values.device))
+            if at is None:
+                chosen = values
+            else:
+                chosen = values.index_select(0, at.to(values.device))
             self.columns[key].put(slots, chosen)
 
     @override
@@ -441,9 +464,10 @@ class ColumnStorage(Storage):
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns, (self.known or self._find_known()).memory)
-        fixed = (
-            set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
-        )
+        if keys is None:
+            fixed = set()
+        else:
+            fixed = {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # Check all entries before writing any: an error changes nothing.
@@ -675,4 +699,6 @@ class ColumnStorage(Storage):
 
 def _kind_of(column: Column) -> str:
     """Return the kind of a column, for saved tables and errors; memory and file columns are the same kind."""
-    return "" if isinstance(column, TensorColumn) else f" in a {column.saved_as}"
+    if isinstance(column, TensorColumn):
+        return ""
+    return f" in a {column.saved_as}"

@@ -234,7 +234,9 @@ def _row_with(values: Mapping[NestedKey, Tensor], batch: Columns) -> int | None:
         for key, value in values.items()
     ]
     rows = torch.stack(equal).all(0).nonzero()
-    return int(rows[0]) if len(rows) else None
+    if len(rows):
+        return int(rows[0])
+    return None
 
 
 class Compared(NamedTuple):
@@ -267,7 +269,10 @@ class Compared(NamedTuple):
             order = keys
             if not all(key in there and next_key(key) in there for key in keys):
                 return cls(len(storage.not_compared), keys, None, order)
-            rows = [plain.pair(key, next_key(key)) for key in keys] if plain else []
+            if plain:
+                rows = [plain.pair(key, next_key(key)) for key in keys]
+            else:
+                rows = []
         else:
             order = (*keys, *(key for key in pool.pairs if key not in keys))
             if not pool.plain or not all(key in there for key in order):
@@ -336,7 +341,10 @@ class LinkCheck:
             ValueError: a fragment does not continue the trajectory that its id names.
         """
         for key in keys:
-            wrong = unlike[self._find_false(key, unlike)] if len(unlike) else unlike
+            if len(unlike):
+                wrong = unlike[self._find_false(key, unlike)]
+            else:
+                wrong = unlike
             if not len(wrong):
                 continue
             trusted = self._is_trusted(key)
@@ -438,4 +446,6 @@ def _values_differ(said: Tensor, came: Tensor) -> Tensor:
     if not said.is_floating_point():
         return differ(said, came)
     wrong = said.double().ne(came.double()).logical_and_(~said.isnan())
-    return wrong if wrong.ndim == 1 else wrong.flatten(1).any(1)
+    if wrong.ndim == 1:
+        return wrong
+    return wrong.flatten(1).any(1)

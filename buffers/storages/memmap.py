@@ -116,9 +116,15 @@ class LazyMemmapStorage(ColumnStorage):
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
-        self.scratch_dir = None if scratch_dir is None else file_path("scratch_dir", scratch_dir).absolute()
+        if scratch_dir is None:
+            self.scratch_dir = None
+        else:
+            self.scratch_dir = file_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
-        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        if auto_cleanup is None:
+            self.auto_cleanup = scratch_dir is None
+        else:
+            self.auto_cleanup = auto_cleanup
         self.folder: Path | None = None  # folder of the files, once they exist
         # uint8: the ring's counters in a file; None before the first extend.
         self._counters: Array | None = None
@@ -135,9 +141,15 @@ class LazyMemmapStorage(ColumnStorage):
         if not self.frame_stack:
             instead.append("frame_stack for images")
         names = file_names(like)
-        folder = Path(tempfile.gettempdir()) if self.scratch_dir is None else self.scratch_dir
+        if self.scratch_dir is None:
+            folder = Path(tempfile.gettempdir())
+        else:
+            folder = self.scratch_dir
         made = self.scratch_dir is None or not folder.exists()
-        old = [] if self.scratch_dir is None else self._refuse_old(_files(folder, names.values()))
+        if self.scratch_dir is None:
+            old = []
+        else:
+            old = self._refuse_old(_files(folder, names.values()))
         # Old files are removed first and free their space: st_blocks counts 512-byte blocks in use.
         check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
         if self.scratch_dir is None:

@@ -42,7 +42,10 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
     assert final.row is not None
     for root, value in final.next.items():
         column = columns[root]
-        rows = torch.arange(len(column), device=column.device) if at is None else at
+        if at is None:
+            rows = torch.arange(len(column), device=column.device)
+        else:
+            rows = at
         following = column.index_select(0, (rows + 1).clamp_(max=len(column) - 1))
         hidden = rows == len(column) - 1
         if known is not None:
@@ -52,7 +55,10 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
         # The indices of final's rows within `rows`, which contains them all in ascending order.
-        places = final.row if at is None else torch.searchsorted(rows, final.row)
+        if at is None:
+            places = final.row
+        else:
+            places = torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
     return result

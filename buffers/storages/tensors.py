@@ -101,7 +101,10 @@ class Encodings:
         if key in self.sparse:
             return SparseColumn(rows, shape, dtype, device)
         if key in self.frame_stack:
-            make = partial(ZstdColumn, device=device) if key in self.codec else None
+            if key in self.codec:
+                make = partial(ZstdColumn, device=device)
+            else:
+                make = None
             return FrameColumn(rows, self.frame_stack[key], shape, dtype, device, make)
         if key in self.codec:
             return ZstdColumn(rows, shape, dtype, device)
@@ -262,7 +265,9 @@ class TensorStorage(ColumnStorage):
 
     @override
     def __len__(self) -> int:
-        return super().__len__() if self._given is None else self.capacity
+        if self._given is None:
+            return super().__len__()
+        return self.capacity
 
     @override
     def get(self, index: Any) -> Any:
@@ -316,4 +321,6 @@ def _copy_shared_rows(leaf: Any) -> Any:
     if leaf.layout is not torch.strided:
         return leaf
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.clone(memory_format=torch.contiguous_format) if leaf.numel() > extent else leaf
+    if leaf.numel() > extent:
+        return leaf.clone(memory_format=torch.contiguous_format)
+    return leaf

@@ -154,11 +154,15 @@ class ExcludeTransform(Transform):
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``td`` without the named entries; with ``inverse``, ``td`` itself."""
-        return td if self.inverse else batch_of(self, td).exclude(*self.excluded_keys)
+        if self.inverse:
+            return td
+        return batch_of(self, td).exclude(*self.excluded_keys)
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``td`` itself; with ``inverse``, without the named entries."""
-        return batch_of(self, td).exclude(*self.excluded_keys) if self.inverse else td
+        if self.inverse:
+            return batch_of(self, td).exclude(*self.excluded_keys)
+        return td
 
 
 def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:

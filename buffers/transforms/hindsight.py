@@ -296,7 +296,10 @@ class HindsightTransform(Transform):
         terminated = columns[TERMINATED]
         done = columns[DONE]
         # Without a truncated flag, a row that is done but not terminated was truncated.
-        truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
+        if TRUNCATED in columns:
+            truncated = columns[TRUNCATED]
+        else:
+            truncated = done & ~terminated
         flags = self._check_result(
             "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
         )

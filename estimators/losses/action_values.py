@@ -213,7 +213,9 @@ class OffPolicyLoss(LossModule):
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
         flag = self.entry(inputs, "terminated")  # the error says what writes the entry
         key = self.key("terminated")
-        return flat_column(flag, inputs.batch, key) if flag.dtype is torch.bool else marker(inputs.batch, key)
+        if flag.dtype is torch.bool:
+            return flat_column(flag, inputs.batch, key)
+        return marker(inputs.batch, key)
 
     def ends(self, inputs: LossInputs) -> Tensor:
         """Return which rows are the last of their run; bool ``[*B]``."""
@@ -241,9 +243,11 @@ class OffPolicyLoss(LossModule):
         columns = {}
         for key in keys:
             column = get_entry(batch, next_key(key))
-            column = (
-                require(batch, next_key(key)) if column is None else column
-            )  # require() says what writes the entry
+            # require() says what writes the entry
+            if column is None:
+                column = require(batch, next_key(key))
+            else:
+                column = column
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -306,7 +310,10 @@ class OffPolicyLoss(LossModule):
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
-        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
+        if self.reward_scale is None:
+            reward = reward
+        else:
+            reward = self.reward_scale.scaled(reward)
         terminated = self.terminated(inputs)
         steps = get_entry(batch, STEPS)
         if self.lmbda == 0.0:
@@ -383,10 +390,15 @@ class OffPolicyLoss(LossModule):
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None if unused or missing."""
         key = self.key("priority_weight")
-        column = get_entry(inputs.batch, key) if self.use_prioritized_weights else None
+        if self.use_prioritized_weights:
+            column = get_entry(inputs.batch, key)
+        else:
+            column = None
         if column is None and self.use_prioritized_weights is True:
             column = require(inputs.batch, key)  # the error says what writes the entry
-        return None if column is None else flat_column(column, inputs.batch, key)
+        if column is None:
+            return None
+        return flat_column(column, inputs.batch, key)
 
     @override
     def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -387,11 +387,17 @@ class PolicyGradientLoss(LossModule):
         """
         super().set_keys(**cast(Any, keys))
         with_critic = self.critic_network is not None and self.critic_coeff is not None
-        critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2] if with_critic else ()
+        if with_critic:
+            critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2]
+        else:
+            critic_reads = ()
         actor = cast(Any, self.actor_network)
         critic = self.critic_network
         written = set(getattr(actor, "out_keys", ()))
-        of_critic = [] if critic is None else [key for key in critic.in_keys if key not in written]
+        if critic is None:
+            of_critic = []
+        else:
+            of_critic = [key for key in critic.in_keys if key not in written]
         of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
         read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
         if self.value_estimator is not None:
@@ -488,7 +494,10 @@ class PolicyGradientLoss(LossModule):
             actions = self.keys_of("action")
             log_probs = []
             for key, part in parts.items():
-                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
+                if key is None:
+                    key = actions[0]
+                else:
+                    key = part_key(key, actions, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
                     raise self.missing(inputs, key, ACTION)
@@ -529,7 +538,10 @@ class PolicyGradientLoss(LossModule):
         """Return the reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
-        after_actor = after_actor.detach() if self.separate_losses else after_actor
+        if self.separate_losses:
+            after_actor = after_actor.detach()
+        else:
+            after_actor = after_actor
         apart = (
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
@@ -607,7 +619,10 @@ class PPOLoss(PolicyGradientLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        numbers = ratio_statistics(log_ratio.detach(), inputs.mask) if self.with_diagnostics else {}
+        if self.with_diagnostics:
+            numbers = ratio_statistics(log_ratio.detach(), inputs.mask)
+        else:
+            numbers = {}
         return log_ratio.exp() * -advantage, numbers
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
@@ -622,7 +637,9 @@ class PPOLoss(PolicyGradientLoss):
                 raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
         log_ratio = log_prob - sampled
-        return log_ratio if inputs.mask is None else zero_masked(log_ratio, inputs.mask)
+        if inputs.mask is None:
+            return log_ratio
+        return zero_masked(log_ratio, inputs.mask)
 
 
 class ClipPPOLoss(PPOLoss):
@@ -939,7 +956,10 @@ class ReinforceLoss(PolicyGradientLoss):
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
         self.delay_value = delay_value
-        self.target_critic_network = target_copy(critic) if delay_value and critic else None
+        if delay_value and critic:
+            self.target_critic_network = target_copy(critic)
+        else:
+            self.target_critic_network = None
 
     @override
     def objective(

@@ -131,7 +131,10 @@ class SoftActorCritic(OffPolicyLoss):
             )
         self.actor_network = actor_network
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
-        self.target_actor_network = target_copy(actor_network) if delay_actor else None
+        if delay_actor:
+            self.target_actor_network = target_copy(actor_network)
+        else:
+            self.target_actor_network = None
         self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
         # the logarithm is trained, so alpha stays positive
         log_alpha = torch.tensor(math.log(alpha_init))
@@ -220,7 +223,10 @@ class SoftActorCritic(OffPolicyLoss):
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
-        aim = self._auto_target_entropy(inputs, values[0]) if isinstance(aim, str) else aim
+        if isinstance(aim, str):
+            aim = self._auto_target_entropy(inputs, values[0])
+        else:
+            aim = aim
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -234,7 +240,9 @@ class SoftActorCritic(OffPolicyLoss):
     def _detach_shared(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: detach parameters shared with the actor from the value losses."""
         shared = self.separate_losses
-        return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
+        if shared:
+            return frozen(shared_parameters(network, self.actor_network))
+        return nullcontext()
 
     def _value_losses(
         self, inputs: LossInputs, work: TensorDictBase, dist: Distribution, alpha: float
@@ -369,7 +377,10 @@ class SACLoss(SoftActorCritic):
             critics = self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
             with_action = work if delayed is None else shallow_copy(work)
-            dist = dist if delayed is None else distribution(delayed, with_action)
+            if delayed is None:
+                dist = dist
+            else:
+                dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(self.value_network):
@@ -404,7 +415,10 @@ class SACLoss(SoftActorCritic):
                     "rsample: for discrete actions use DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
-            place = actions[0] if key is None else part_key(key, actions, self.actor_network)
+            if key is None:
+                place = actions[0]
+            else:
+                place = part_key(key, actions, self.actor_network)
             set_entry(copy, place, action)
             log_probs.append(joint(log_prob, work))
         # parts of an action are independent: their log-probabilities add up
@@ -433,7 +447,10 @@ class SACLoss(SoftActorCritic):
         dims = 0
         for key in self.keys_of("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
-            leaves = [action] if isinstance(action, Tensor) else action.values(True, True)
+            if isinstance(action, Tensor):
+                leaves = [action]
+            else:
+                leaves = action.values(True, True)
             dims += sum(leaf.numel() for leaf in leaves) // rows
         return -float(dims)
 

@@ -307,7 +307,10 @@ class ValueEstimator(TensorDictModuleBase):
         network = self.value_network
         value = self.tensor_keys["value"]
         #: The network for which the keys below are cached, and its inputs.
-        self._inputs = None if network is None else NetworkInputs.of(network, self.tensor_keys["is_init"])
+        if network is None:
+            self._inputs = None
+        else:
+            self._inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
         observed: list[Any] = [] if network is None else list(network.in_keys)
         values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
@@ -334,7 +337,9 @@ class ValueEstimator(TensorDictModuleBase):
     @property
     def _tuple_keys(self) -> list[Any]:
         """What a call by keyword returns: advantage and value target, or what select_out_keys() chose."""
-        return self.out_keys[:2] if self.out_keys == self._written else self.out_keys
+        if self.out_keys == self._written:
+            return self.out_keys[:2]
+        return self.out_keys
 
     @dispatch(dest="_tuple_keys")  # type: ignore[untyped-decorator]  # untyped; it makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -417,7 +422,10 @@ class ValueEstimator(TensorDictModuleBase):
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
         time_dim = self.time_dim if time_dim is None else time_dim
         if time_dim is None:
-            time_dim = batch.names.index("time") if "time" in batch.names else last
+            if "time" in batch.names:
+                time_dim = batch.names.index("time")
+            else:
+                time_dim = last
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
@@ -426,13 +434,19 @@ class ValueEstimator(TensorDictModuleBase):
         factors = {name: getattr(self, name) for name in self.factor_names}
         if dim != last:
             shape = require(batch, self.places["reward"], REWARD).shape
-            shape = torch.Size([*shape, 1]) if shape == batch.batch_size else shape
+            if shape == batch.batch_size:
+                shape = torch.Size([*shape, 1])
+            else:
+                shape = shape
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
             chunks = chunks.transposed(last + 1, dim, last)
             series = batch.transpose(dim, last)
-            next_value = None if next_value is None else next_value.transpose(dim, last)
+            if next_value is None:
+                next_value = None
+            else:
+                next_value = next_value.transpose(dim, last)
         grad = self.differentiable and torch.is_grad_enabled()
         mask_key = self.places["mask"]
         if get_entry(series, mask_key) is not None:
@@ -451,7 +465,10 @@ class ValueEstimator(TensorDictModuleBase):
                     raise
         if dim != last:
             reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
-            valid = None if values.valid is None else values.valid.transpose(dim, last)
+            if values.valid is None:
+                valid = None
+            else:
+                valid = values.valid.transpose(dim, last)
             values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
         if self.check_finite:
             observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
@@ -475,8 +492,14 @@ class ValueEstimator(TensorDictModuleBase):
         if not reward.is_floating_point():
             key = keys["reward"]
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-        reward = reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
-        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
+        if reward.shape == batch.batch_size:
+            reward = reward.unsqueeze(-1)
+        else:
+            reward = reward
+        if self.reward_scale is None:
+            reward = reward
+        else:
+            reward = self.reward_scale.scaled(reward)
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
@@ -511,8 +534,14 @@ class ValueEstimator(TensorDictModuleBase):
             )
             values = state_values(values_of, next_value)
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
-            column = values.next_value if values.value.shape == reward.shape else values.value
-            words = "the batch must hold" if network is None else "value_network must write"
+            if values.value.shape == reward.shape:
+                column = values.next_value
+            else:
+                column = values.value
+            if network is None:
+                words = "the batch must hold"
+            else:
+                words = "value_network must write"
             raise ValueError(
                 f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
@@ -531,10 +560,16 @@ class ValueEstimator(TensorDictModuleBase):
         if steps is not None:  # the discount over all steps of an n-step row
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
-            gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+            if gamma.ndim:
+                gamma = factor_over("gamma", gamma, reward.shape, dims)
+            else:
+                gamma = gamma
             # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
-        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
+        if self.average_rewards:
+            discounted = self._standardize(batch, reward, counted)
+        else:
+            discounted = reward
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -631,9 +666,10 @@ def check_finite(
             raise ValueError(f"the reward of row {named} is {shown}")
         entries = {key: batch.get(key, None) for key in read}
         bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
-        of_input = (
-            f"{bad[0]!r} is not finite there" if bad else "the inputs of value_network are finite there"
-        )
+        if bad:
+            of_input = f"{bad[0]!r} is not finite there"
+        else:
+            of_input = "the inputs of value_network are finite there"
         raise ValueError(
             f"the value of the {words} of row {named} is {shown}, and {of_input}: "
             + ("fix the data" if bad else "value_network has diverged, or divides by zero")

@@ -390,10 +390,16 @@ class VTrace(ValueEstimator):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
             of_parts = []  # parts of an action are independent: their log-probabilities add up
             for key, dist in components(distribution(self.actor_network, part)).items():
-                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
+                if key is None:
+                    key = actions[0]
+                else:
+                    key = part_key(key, actions, self.actor_network)
                 action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
                 base = get_entry(batch, base_sample_key(key))
-                base = None if base is None else flat_rows(base, dims)[start:stop]
+                if base is None:
+                    base = None
+                else:
+                    base = flat_rows(base, dims)[start:stop]
                 of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
             log_probs.append(reduce(torch.add, of_parts))
         return torch.cat(log_probs).view(batch.batch_size)

@@ -48,7 +48,9 @@ def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
 
 def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
     """Flatten all batch dims of a column into one."""
-    return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
+    if batch_dims == 1:
+        return column
+    return column.flatten(0, batch_dims - 1)
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,16 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     value = None
     if network is None:
         value = require(batch, inputs.value_key)
-        next_value = require(batch, next_key(inputs.value_key)) if next_value is None else next_value
+        if next_value is None:
+            next_value = require(batch, next_key(inputs.value_key))
+        else:
+            next_value = next_value
     elif inputs.skip_existing:
         value = batch.get(inputs.value_key, None)
-        next_value = batch.get(next_key(inputs.value_key), None) if next_value is None else next_value
+        if next_value is None:
+            next_value = batch.get(next_key(inputs.value_key), None)
+        else:
+            next_value = next_value
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
@@ -302,7 +310,10 @@ def _row_by_row(
     at = inputs.at
     chunks = inputs.chunks
     now = inputs.parameters.now
-    then = now if inputs.parameters.following is None else inputs.parameters.following
+    if inputs.parameters.following is None:
+        then = now
+    else:
+        then = inputs.parameters.following
     one_call = value is None and now is then and chunks.whole
     dim = 0
     spans = iter([(0, len(at.ends))])
@@ -425,7 +436,10 @@ def _values_at_places(
     chunks = inputs.chunks
     ends = inputs.at.ends.reshape(-1)
     # A recurrent network must see each run in one chunk.
-    stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
+    if inputs.network.recurrent and not chunks.whole:
+        stops = stream.stops(ends)
+    else:
+        stops = None
     # Rows per index of the dim that is split: all batch dims are flattened here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
     # one item per chunk
@@ -435,7 +449,9 @@ def _values_at_places(
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
-    return values[0] if len(values) == 1 else torch.cat(values)
+    if len(values) == 1:
+        return values[0]
+    return torch.cat(values)
 
 
 def _columns_at_places(
@@ -482,7 +498,10 @@ def next_observations(
     """
     columns: Columns = {}
     # Rows that fall back to their own observation: the env hid the next one, it is not chosen, or final lacks it.
-    hidden = None if observations.unknown is None else observations.unknown[rows]
+    if observations.unknown is None:
+        hidden = None
+    else:
+        hidden = observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
     # Sources of next observations: columns by key, the index of each row in them, and the rows for which they
@@ -516,7 +535,10 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
             )
     if observations.nowhere and len(rows):
         key = observations.nowhere[0]
-        lost = "no final= came with it" if inputs.final is None else "final= holds none"
+        if inputs.final is None:
+            lost = "no final= came with it"
+        else:
+            lost = "final= holds none"
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run that is not "
             f"terminated the value of the row's own {key!r} is used as the next value. For exact values pass "
@@ -555,7 +577,9 @@ def fill_missing(
     if hidden is not None:
         rows = broadcast_like(hidden, column)
         bad = rows if bad is None else bad | rows
-    return column if bad is None else torch.where(bad, root, column)
+    if bad is None:
+        return column
+    return torch.where(bad, root, column)
 
 
 def _warn_of_nan(
@@ -563,7 +587,12 @@ def _warn_of_nan(
 ) -> None:
     """Warn about NaN in next observations, except in rows that are hidden or ``over``, which do not count."""
     # Rows with any NaN are reported.
-    silent = over if hidden is None else hidden if over is None else hidden | over
+    if hidden is None:
+        silent = over
+    elif over is None:
+        silent = hidden
+    else:
+        silent = hidden | over
     rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
     rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):

@@ -143,7 +143,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)
-    return 1 if any(finding.severity == "error" for finding in findings) else 0
+    if any(finding.severity == "error" for finding in findings):
+        return 1
+    return 0
 
 
 def run_inspect_folder(arguments: argparse.Namespace) -> int:
@@ -165,7 +167,10 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
     print(report.text)
     for line in report.damage:
         print(f"damaged: {line}")
-    checked = "all rows were checked" if arguments.verify else "--verify also checks the rows"
+    if arguments.verify:
+        checked = "all rows were checked"
+    else:
+        checked = "--verify also checks the rows"
     print(f"{len(report.damage)} damaged; {checked}")
     if arguments.picture is not None:
         try:
@@ -173,7 +178,9 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(f"--picture {arguments.picture}: {error}") from None
         print(f"histograms saved to {arguments.picture}")
-    return 1 if report.damage else 0
+    if report.damage:
+        return 1
+    return 0
 
 
 def exported_by(path: Path) -> str | None:
@@ -219,7 +226,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 def run_compile(arguments: argparse.Namespace) -> int:

@@ -117,8 +117,14 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         if autoreset_mode is not None and not isinstance(autoreset_mode, AutoresetMode):
             one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
-        self._mode = AutoresetMode.SAME_STEP if autoreset_mode is None else AutoresetMode(autoreset_mode)
-        self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
+        if autoreset_mode is None:
+            self._mode = AutoresetMode.SAME_STEP
+        else:
+            self._mode = AutoresetMode(autoreset_mode)
+        if autoreset_mode is None:
+            self.metadata = {}
+        else:
+            self.metadata = {"autoreset_mode": self._mode}
         self.actions: list[Any] = []
         self._final_obs = final_obs
         self._reuse = reuse_buffer
@@ -142,7 +148,11 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Make one vector step in the declared mode."""
-        leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
+        # one row for each env
+        if self.script.action == "dict":
+            leaf = actions["press"]
+        else:
+            leaf = actions
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
         if self._record:
@@ -382,7 +392,9 @@ class ScriptedRslEnv:
 
     def get_observations(self) -> Any:
         """Return the current observations."""
-        return self._obs if self._style == "tensordict" else (self._obs, self.extras)
+        if self._style == "tensordict":
+            return self._obs
+        return (self._obs, self.extras)
 
     def reset(self) -> Any:
         """Start the next episode in all envs; return (obs, extras)."""
@@ -396,7 +408,10 @@ class ScriptedRslEnv:
         return self._show(obs), reward, self.dones_buf, self.extras
 
     def _show(self, obs: Tensor) -> Any:
-        self._obs = TensorDict({"policy": obs}, [self.num_envs]) if self._style == "tensordict" else obs
+        if self._style == "tensordict":
+            self._obs = TensorDict({"policy": obs}, [self.num_envs])
+        else:
+            self._obs = obs
         return self._obs
 
     def close(self) -> None:

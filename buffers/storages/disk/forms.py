@@ -160,9 +160,10 @@ class ZstdForm(Form):
                 (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
             )
             # Slices need most blocks as a whole: decode those directly into the target.
-            room = (
-                into[places[0] : places[0] + count] if whole else np.empty((count, self.row_bytes), np.uint8)
-            )
+            if whole:
+                room = into[places[0] : places[0] + count]
+            else:
+                room = np.empty((count, self.row_bytes), np.uint8)
             self._decompress(decompressor, data, room)
             if not whole:
                 into[places] = room[local]

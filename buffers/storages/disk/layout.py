@@ -73,8 +73,6 @@ def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
     """Describe how column names differ from those of ``layout``; None if they match."""
     expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
     found = set(columns)
-    return (
-        None
-        if not found or found == expected
-        else f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"
-    )
+    if not found or found == expected:
+        return None
+    return f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"

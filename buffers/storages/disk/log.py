@@ -154,9 +154,10 @@ class RowLog:
         done = 0
         while done < count:
             blocks = self._blocks  # read once, because the thread removes full blocks
-            block = (
-                blocks[-1] if blocks and blocks[-1].limit > first + done else self._new_block(first + done)
-            )
+            if blocks and blocks[-1].limit > first + done:
+                block = blocks[-1]
+            else:
+                block = self._new_block(first + done)
             fit = min(block.limit - first - done, count - done)
             at = first + done - block.first
             for key, values in columns.items():
@@ -464,7 +465,10 @@ class RowLog:
         lengths[-1] = 1
         for key in self.layout.pairs:
             parts = [tails[key] for _, tails in block.tails]
-            values = torch.cat(parts).index_select(0, torch.from_numpy(inside)) if parts else None
+            if parts:
+                values = torch.cat(parts).index_select(0, torch.from_numpy(inside))
+            else:
+                values = None
             ends = [] if values is None else [values]
             if follows:
                 ends.append(self._row(stop, key))

@@ -256,7 +256,9 @@ class DiskStorage(ColumnStorage):
     @override
     def bytes_per_row(self) -> int:
         stats = self._log.folder.stats()
-        return stats["bytes"] // stats["rows"] if stats["rows"] else super().bytes_per_row
+        if stats["rows"]:
+            return stats["bytes"] // stats["rows"]
+        return super().bytes_per_row
 
     def _read_layout(self, folder: Folder) -> Layout | None:
         """What the folder notes of its rows; None if it is new."""
@@ -321,7 +323,7 @@ class DiskStorage(ColumnStorage):
 
     def _form(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Form:
         """The form that the options give an entry."""
-        kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
+        kind = FrameForm if key in self.frame_stack else (ZstdForm if key in self.codec else Form)
         return kind(dtype, shape)
 
     def _column(self, key: NestedKey, form: Form) -> DiskColumn:
@@ -431,7 +433,9 @@ class DiskStorage(ColumnStorage):
     @property
     def _forms(self) -> dict[NestedKey, Form]:
         layout = self._log.layout
-        return {} if layout is None else layout.forms
+        if layout is None:
+            return {}
+        return layout.forms
 
     @override
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
@@ -466,7 +470,10 @@ class DiskStorage(ColumnStorage):
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
         # The ring's next row. If Ctrl-C interrupted a write, the ring has not counted the last rows of the log.
         first = self._log.end - (self._log.end - self._offset - slot) % self.capacity
-        lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
+        if rows.fragments is None or not rows.tails:
+            lasts = np.zeros(0, np.int64)
+        else:
+            lasts = rows.fragments.lasts
         self._log.append(rows.columns, lasts, rows.tails, first)
 
     @override
@@ -491,7 +498,10 @@ class DiskStorage(ColumnStorage):
             return self._take(slots, keys)
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
-        asked = None if keys is None else (keys - set(names.values())) | set(pairs)
+        if keys is None:
+            asked = None
+        else:
+            asked = (keys - set(names.values())) | set(pairs)
         # Read the rows and their next rows together, so that rows in both are decoded only once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))

@@ -125,7 +125,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         home = Path.home() / ".cache/flatroll" / self.kind
-        self.root = home if root is None else file_path("root", root).expanduser().absolute()
+        if root is None:
+            self.root = home
+        else:
+            self.root = file_path("root", root).expanduser().absolute()
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
         progress = options.get("progress")
         flags(**named, progress=False if progress is None else progress)
@@ -152,7 +155,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             self._check_facts()
         else:
             if not self.kind or not download:
-                instead = "pass download=True" if self.kind else "convert() makes one"
+                if self.kind:
+                    instead = "pass download=True"
+                else:
+                    instead = "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
             self._make(fetch, overwrite=download == "force", **encoded)
         self._options = options
@@ -173,7 +179,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
-            size = None if size is None else whole_number("batch_size", size) * longest
+            if size is None:
+                size = None
+            else:
+                size = whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
         if not len(self):
@@ -241,7 +250,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetched-", dir=self.root) as name:
             folder = Path(name)
-            found = self._fetch(folder) if fetch is None else fetch(self.dataset_id, folder)
+            if fetch is None:
+                found = self._fetch(folder)
+            else:
+                found = fetch(self.dataset_id, folder)
             source = folder if found is None else found
             try:
                 convert(

@@ -142,7 +142,9 @@ class Checkpoint:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
         if self._buffer is not None:
             return self._buffer.saved_versions(self.path)
-        return Folder(self.path).versions() if self.path.is_dir() else []
+        if self.path.is_dir():
+            return Folder(self.path).versions()
+        return []
 
     def save(self, **extra: Any) -> int:
         """Publish a version; return its number.
@@ -246,7 +248,10 @@ class Checkpoint:
             lacks = self._parts.keys() - states.keys()
             if lacks or (left and not partial):
                 named = str(sorted(map(str, states)))[:400]
-                part = "" if lacks else ", or leave the others out with load(partial=True)"
+                if lacks:
+                    part = ""
+                else:
+                    part = ", or leave the others out with load(partial=True)"
                 raise ValueError(
                     f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
                     f"with the same parts{part}"

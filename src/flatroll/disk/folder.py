@@ -304,7 +304,10 @@ class Folder:
             if number is not None:
                 there = self.versions()
                 if whole_number("version", number) not in there:
-                    listed = f"versions {', '.join(map(str, there))}" if there else "none"
+                    if there:
+                        listed = f"versions {', '.join(map(str, there))}"
+                    else:
+                        listed = "none"
                     raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
             damage: dict[int, str] = {}
             # List again each time: a writer may publish and remove versions.
@@ -586,7 +589,10 @@ class Folder:
         """Before the first change, raise an error if the folder is open only for reading, or holds something that this
         run has not loaded; with ``change`` also remove the rows after the version that this run continues from."""
         if self._lock is None:
-            state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
+            if self._write:
+                state = "closed"
+            else:
+                state = "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
         if not self._admitted:
             listing = Listing.of(self.path)
@@ -601,7 +607,10 @@ class Folder:
                 self._loaded or left_over or not (listing.rows or listing.versions)
             )
             if unknown and not self._overwrite:
-                there = f"version {listing.versions[0]}" if listing.versions else "rows"
+                if listing.versions:
+                    there = f"version {listing.versions[0]}"
+                else:
+                    there = "rows"
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
                     "to another folder, or start again with overwrite=True"
@@ -748,7 +757,10 @@ class Folder:
     def _read_version(self, manifest: Manifest) -> LoadedVersion:
         """Read and check all files that a manifest names."""
         segments = tuple(self._open_rows(manifest))
-        tensors = tensor_file.read_all(self.path, *manifest.state) if manifest.state else {}
+        if manifest.state:
+            tensors = tensor_file.read_all(self.path, *manifest.state)
+        else:
+            tensors = {}
         return LoadedVersion(
             manifest.version,
             manifest.tree,

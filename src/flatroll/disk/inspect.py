@@ -178,7 +178,10 @@ def save_picture(report: Report, file: Path) -> None:
     if report.trajectories is None:
         raise ValueError("there are no trajectories to draw")
     lengths, returns, _ = report.trajectories
-    shown = {"length": lengths} if returns is None else {"length": lengths, "return": returns}
+    if returns is None:
+        shown = {"length": lengths}
+    else:
+        shown = {"length": lengths, "return": returns}
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     figure.suptitle(report.title)
     top, *below = figure.subplot_mosaic([["log"] * len(shown), list(shown)], height_ratios=(1, 2)).values()
@@ -194,7 +197,10 @@ def _draw_log(axes: Any, report: Report) -> None:
     for place, version in enumerate(bars, 1):
         axes.barh(place, version.end - version.first, left=version.first, height=0.6, color=_GREEN)
     for number, part in enumerate(report.files):
-        colour = _RED if any(part.name in line for line in report.damage) else _BLUE
+        if any(part.name in line for line in report.damage):
+            colour = _RED
+        else:
+            colour = _BLUE
         axes.barh(
             0, part.end - part.first, left=part.first, height=0.6, color=colour, alpha=1 - number % 2 * 0.4
         )
@@ -265,7 +271,10 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
 
 
 def _version_line(manifest: Manifest) -> str:
-    state = f", state of {manifest.state.size:,} bytes" if manifest.state else ""
+    if manifest.state:
+        state = f", state of {manifest.state.size:,} bytes"
+    else:
+        state = ""
     facts = manifest.extra.items() if isinstance(manifest.extra, dict) else [("note", manifest.extra)]
     extra = "".join(f", {name}: {value}" for name, value in facts if value is not None)
     return (
@@ -285,7 +294,9 @@ def _short(value: Any) -> str:
 
 def _rows(head: int, end: int) -> str:
     count = end - head
-    return f"rows {head} to {end - 1} ({count:,} row{'s' * (count != 1)})" if count else "no rows"
+    if count:
+        return f"rows {head} to {end - 1} ({count:,} row{'s' * (count != 1)})"
+    return "no rows"
 
 
 def _table(columns: Schema) -> list[str]:
@@ -375,7 +386,10 @@ def _histogram(name: str, values: Tensor) -> list[str]:
         return lines
     whole = bool((finite == finite.round()).all()) and high - low < 2**53
     # Whole numbers get bins of a whole width: the smallest for which ten bins are enough.
-    width = float(int(high - low) // _BINS + 1) if whole else (high - low) / _BINS
+    if whole:
+        width = float(int(high - low) // _BINS + 1)
+    else:
+        width = (high - low) / _BINS
     places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
     counts = torch.bincount(places).tolist()
     digits = len(str(max(counts)))

@@ -81,7 +81,10 @@ def column_name(key: NestedKey) -> str:
         part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") or "%" for part in as_tuple(key)
     ]
     name = "/".join(parts)
-    return "%5F_metadata__" if name == "__metadata__" else name  # safetensors has another use for that name
+    # safetensors has another use for that name
+    if name == "__metadata__":
+        return "%5F_metadata__"
+    return name
 
 
 def column_key(name: str) -> NestedKey:

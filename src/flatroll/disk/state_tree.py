@@ -230,7 +230,10 @@ class Packer:
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
             for name in value.keys()  # noqa: SIM118
         ]
-        device = [] if self._host or value.device is None else [str(value.device)]
+        if self._host or value.device is None:
+            device = []
+        else:
+            device = [str(value.device)]
         return ["tensordict", list(value.batch_size), pairs, *device]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
@@ -320,11 +323,9 @@ class _Unpacker:
                 if (stored := self._tensors.get(name)) is not None and stored.device.type != "cpu":
                     return stored.clone().view(kind).view(size)
                 memory = self._memory(name, math.prod(size) * kind.itemsize)
-                return (
-                    torch.from_numpy(memory).view(kind).view(size)
-                    if len(memory)
-                    else torch.empty(size, dtype=kind)
-                )
+                if len(memory):
+                    return torch.from_numpy(memory).view(kind).view(size)
+                return torch.empty(size, dtype=kind)
             case ["array", name, descr, shape]:
                 array_dtype = _numpy_dtype(descr)
                 size = _shape(shape)
@@ -434,7 +435,10 @@ def _shape(sizes: Any) -> torch.Size:
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the dtype that the tree names; raise a flatroll error if there is none."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name) else None
+    if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name):
+        dtype = getattr(torch, name, None)
+    else:
+        dtype = None
     if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
         raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
     return dtype

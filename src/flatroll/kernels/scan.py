@@ -134,7 +134,10 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
         open_ = goes_on[:-k] & (b[k:].isfinite() | (reads[:-k] if row_wise else reads))
         carried = torch.where(goes_on[:-k], head * torch.where(open_, b[k:], 0.0), 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
-        reads = torch.cat([reads[:-k] & reads[k:], reads[-k:]]) if row_wise else reads
+        if row_wise:
+            reads = torch.cat([reads[:-k] & reads[k:], reads[-k:]])
+        else:
+            reads = reads
         a = torch.cat([head * a[k:], a[-k:]]) if row_wise else a * a  # type: ignore[index]
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], goes_on[-k:]])
         k *= 2
@@ -337,7 +340,9 @@ def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) ->
     if isinstance(factor, Tensor) or factor == 0.0:
         unread = ~x.isfinite() & (factor == 0.0)
         hidden = unread if hidden is None else hidden | unread
-    return x if hidden is None else x.masked_fill(hidden, 0.0)
+    if hidden is None:
+        return x
+    return x.masked_fill(hidden, 0.0)
 
 
 def _check_columns(factors: dict[str, Tensor | float], flags: dict[str, Tensor], **columns: Tensor) -> None:

@@ -77,7 +77,10 @@ def _check_dataset(place: str, dataset: Any, single: bool) -> int:
         raise TypeError(f"{place} must hold numbers or bools, got {dataset.dtype}")
     stored = int(dataset.id.get_storage_size())
     # Other libraries' filters compress small chunks more; unwritten chunks take no space.
-    most = max(stored * _SMALLEST_SHARE, _LEAST) if dataset.chunks and stored else stored
+    if dataset.chunks and stored:
+        most = max(stored * _SMALLEST_SHARE, _LEAST)
+    else:
+        most = stored
     if dataset.nbytes > most:
         raise ValueError(
             f"{place} claims {dataset.nbytes} bytes, the file holds {stored} for it: not all rows were written, or "

@@ -89,7 +89,10 @@ class Moments(nn.Module):
         with torch.no_grad():
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
-                    chosen = None if counted is None else counted[start : start + _PART]
+                    if counted is None:
+                        chosen = None
+                    else:
+                        chosen = counted[start : start + _PART]
                     fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
             raise _not_finite(columns)

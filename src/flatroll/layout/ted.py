@@ -264,7 +264,9 @@ class TED2Flat(Conversion):
         def in_time_order(column: Tensor) -> Tensor:
             rows = column.roll(-roll, 0) if roll else column
             # [T, *B, *F] -> [T, L, *F] -> [L, T, *F] -> [L * T, *F]; one lane is only a view
-            return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1) if dims > 1 else rows
+            if dims > 1:
+                return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1)
+            return rows
 
         return data, in_time_order
 
@@ -273,7 +275,9 @@ class TED2Flat(Conversion):
         named = self.done_keys | self.reward_keys
         if key[0] == NEXT and plain_key(key[1:]) in named:
             return key[1:]
-        return (ROOT, *key) if plain_key(key) in named else key
+        if plain_key(key) in named:
+            return (ROOT, *key)
+        return key
 
 
 def _column(flat: TensorDict, key: Names, like: Tensor, rows: int) -> Tensor:
@@ -365,7 +369,9 @@ class Flat2TED(Conversion):
                     put(key, torch.zeros_like(column))  # torchrl's form does not keep the root's flags
             else:
                 put(key[1:] if key[0] == ROOT else key, column)
-        return target if out is None else out
+        if out is None:
+            return target
+        return out
 
     def _ends(self, data: TensorDictBase, slots: int, lanes: int, shift: int, is_full: bool) -> Tensor:
         """The last rows of runs, bool ``[N]``, lane after lane in time order."""
@@ -421,7 +427,9 @@ def _memory(out: TensorDictBase, shape: torch.Size) -> TensorDictBase:
     """The first rows of ``out``, to be written."""
     if out.batch_size[0] < shape[0] or out.batch_size[1:] != shape[1:]:
         raise ValueError(f"out must have batch size {list(shape)} or more rows, got {list(out.batch_size)}")
-    return out if out.batch_size == shape else out[: shape[0]]
+    if out.batch_size == shape:
+        return out
+    return out[: shape[0]]
 
 
 _RUN = "traj_"

@@ -255,10 +255,15 @@ def _unnest(parts: TensorDictBase) -> TensorDictBase:
 
     # total number of rows, from any column
     first = next(iter(parts.values(True, True)))
-    rows = len(first.values()) if first.layout is torch.jagged else sum(map(len, first.unbind()))
+    if first.layout is torch.jagged:
+        rows = len(first.values())
+    else:
+        rows = sum(map(len, first.unbind()))
     return cast(TensorDictBase, parts.apply(nested_values, batch_size=[rows]))
 
 
 def nested_values(column: Tensor) -> Tensor:
     """Return the values ``[N, *F]`` of a nested tensor, end to end; for the jagged layout, its own memory."""
-    return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())
+    if column.layout is torch.jagged:
+        return column.values()
+    return torch.cat(column.unbind())

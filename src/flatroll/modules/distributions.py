@@ -327,9 +327,15 @@ def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
         return cast(Tensor, dist.sample(shape))
     except RuntimeError as error:
         for name, column in parameters.items():
-            bad = ~column.isfinite() if name != "scale" else ~(column.isfinite() & (column >= 0))
+            if name != "scale":
+                bad = ~column.isfinite()
+            else:
+                bad = ~(column.isfinite() & (column >= 0))
             if not column.is_meta and bool(bad.any()):
-                wanted = "finite" if name != "scale" else "finite and at least 0"
+                if name != "scale":
+                    wanted = "finite"
+                else:
+                    wanted = "finite and at least 0"
                 raise ValueError(
                     f"{name} must be {wanted}, but {int(bad.sum())} of {bad.numel()} numbers are not"
                 ) from error

@@ -96,7 +96,10 @@ class set_recurrent_mode:
     def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
         # Losses and estimators enter this at every call with True and no burn-in, so skip the checks for both.
         self._mode = mode if isinstance(mode, bool) else named_mode("mode", mode)
-        self._burn_in = 0 if type(burn_in) is int and burn_in == 0 else whole_number("burn_in", burn_in, 0)
+        if type(burn_in) is int and burn_in == 0:
+            self._burn_in = 0
+        else:
+            self._burn_in = whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
             raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
         self._outer: list[tuple[bool | None, int]] = []

@@ -47,11 +47,10 @@ class TensorDictPrimer:
     ) -> None:
         expect("primers", primers, Mapping, "a dict of initial states by key")
         shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
-        numbers = (
-            dict(default_value)
-            if isinstance(default_value, Mapping)
-            else dict.fromkeys(shaped, default_value)
-        )
+        if isinstance(default_value, Mapping):
+            numbers = dict(default_value)
+        else:
+            numbers = dict.fromkeys(shaped, default_value)
         for key, start in numbers.items():
             number("default_value", start, hint=f"it fills primers[{key!r}]")
         if set(numbers) != set(shaped):

@@ -156,7 +156,9 @@ class StatefulModule(TensorDictModuleBase):
     def recurrent_mode(self) -> bool:
         """The mode of the next call: that of ``set_recurrent_mode``, else the module's default."""
         mode = recurrent_mode()
-        return self.default_recurrent_mode if mode is None else mode
+        if mode is None:
+            return self.default_recurrent_mode
+        return mode
 
     @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,7 +173,10 @@ class StatefulModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
                 at a row that has not kept its state, or there is no row.
         """
-        compute = self._forward_runs if self.recurrent_mode else self._forward_steps
+        if self.recurrent_mode:
+            compute = self._forward_runs
+        else:
+            compute = self._forward_steps
         out, after = compute(tensordict)
         tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
         for key, state in zip(self._state_out, after, strict=True):
@@ -295,12 +300,18 @@ class StatefulModule(TensorDictModuleBase):
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
-            meaning = "input_size={}" if len(tail) == 1 else "num_layers x hidden_size = {} x {}"
+            if len(tail) == 1:
+                meaning = "input_size={}"
+            else:
+                meaning = "num_layers x hidden_size = {} x {}"
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
         dtype = self.weight.dtype
         if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
-            or_module = f", or the module (module.to({value.dtype}))" if value.is_floating_point() else ""
+            if value.is_floating_point():
+                or_module = f", or the module (module.to({value.dtype}))"
+            else:
+                or_module = ""
             raise TypeError(
                 f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it{or_module}"
             )

@@ -463,7 +463,9 @@ class Collector(Facts):
         final = self.final
         try:
             collected = self._next_batch(total)
-            return None if collected is None else (self._deliver(*collected),)
+            if collected is None:
+                return None
+            return (self._deliver(*collected),)
         except BaseException:
             # A batch was lost: later rows must not appear to continue earlier ones.
             self.final = final
@@ -486,7 +488,9 @@ class Collector(Facts):
                     last=ends or (self._interruptor is not None and self._interruptor.is_set())
                 )
                 if joined is not None:
-                    return compact_batch(joined, keys) if self._compact else (joined, None)
+                    if self._compact:
+                        return compact_batch(joined, keys)
+                    return (joined, None)
                 if note is not None:
                     note(joiner.waiting)
             if ends:
@@ -548,7 +552,10 @@ class Collector(Facts):
         wait = not self._devices.blocking
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)
-            final = None if final is None else final.to(storing, non_blocking=wait)
+            if final is None:
+                final = None
+            else:
+                final = final.to(storing, non_blocking=wait)
         self.final = final
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
@@ -590,7 +597,10 @@ class TrajectoryJoiner:
 
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
-        rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
+        if self._open is None:
+            rows = batch
+        else:
+            rows = cast(TensorDict, TensorDict.cat([self._open, batch]))
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)

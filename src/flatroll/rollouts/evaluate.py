@@ -512,7 +512,10 @@ def interquartile_mean(
     scores = as_numbers("scores", scores, dtype=torch.float64)
     if scores.ndim not in (1, 2):
         raise ValueError(f"scores must have shape [seeds] or [seeds, tasks], got {tuple(scores.shape)}")
-    table = scores.double() if scores.ndim == 2 else scores.double().unsqueeze(-1)
+    if scores.ndim == 2:
+        table = scores.double()
+    else:
+        table = scores.double().unsqueeze(-1)
 
     def middle(x: Tensor) -> Tensor:
         ordered = x.flatten(-2).sort(-1).values

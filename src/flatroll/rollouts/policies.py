@@ -86,7 +86,10 @@ def as_function_of_obs(
     takes_is_init = has_parameter(policy, IS_INIT)
 
     def act(obs: Tree, first: Array) -> Any:
-        given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
+        if takes_is_init:
+            given = {IS_INIT: to_torch(first).unsqueeze(-1)}
+        else:
+            given = {}
         if devices.policy is not None:
             obs, given = map_tree(
                 lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), (obs, given)
@@ -194,7 +197,10 @@ class ModulePolicy:
             used = out.get(key, None)
             written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):
-            parts = action.exclude(*(key[1:] for key in self._beside)) if self._beside else action
+            if self._beside:
+                parts = action.exclude(*(key[1:] for key in self._beside))
+            else:
+                parts = action
             action = _tuples(self._space, parts.to_dict())
         return action, written
 

@@ -131,7 +131,9 @@ class PoolRunner:
 
 def lead_pool(runner: Runner) -> "Runner | PoolRunner":
     """Return the runner itself, or a `PoolRunner` around it if its env is an envpool in async mode."""
-    return runner if runner.stream.capabilities.batch_size is None else PoolRunner(runner)
+    if runner.stream.capabilities.batch_size is None:
+        return runner
+    return PoolRunner(runner)
 
 
 class PoolWindow(Window):
@@ -221,7 +223,10 @@ class PoolWindow(Window):
 
         ``surplus_from`` is int64, numbers of envs; any number instead keeps the open cells only.
         """
-        left = surplus_from if isinstance(surplus_from, np.ndarray) else self._all[:0]
+        if isinstance(surplus_from, np.ndarray):
+            left = surplus_from
+        else:
+            left = self._all[:0]
         ends = self._open
         self._open, self._late, self._count = np.zeros_like(ends), left, len(left)
         starts = ends.copy()

@@ -296,7 +296,10 @@ class Runner:
         if window.steps and not self._dense_finals and self._ended is not None:
             # The next step will not contain the next observations of rows in the window, so store them. (Under
             # SAME_STEP those of ended rows are stored already.)
-            waiting = ~self._ended if self.stream.same_step else self._ended | True
+            if self.stream.same_step:
+                waiting = ~self._ended
+            else:
+                waiting = self._ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
             for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
                 values = to_torch(leaf).numpy(force=True)[envs]
@@ -358,7 +361,10 @@ class Runner:
         if stream.moves.count != self._at:
             self._restart_moved()
         info = self._info
-        seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
+        if self._one_obs:
+            seen = [self._obs]
+        else:
+            seen = leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
         chosen: dict[NestedKey, Array | None] = {}
@@ -372,7 +378,10 @@ class Runner:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self._draw_legal() if self._policy is None else self._choose_action(seen, chosen, random)
+        if self._policy is None:
+            action = self._draw_legal()
+        else:
+            action = self._choose_action(seen, chosen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -396,7 +405,11 @@ class Runner:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
             stream.lends = stream.lends_markers = stream.drawn = False
-        given = stream.actions if self._check_actions is None else action  # the actions that the env received
+        # the actions that the env received
+        if self._check_actions is None:
+            given = stream.actions
+        else:
+            given = action
         results = [reward, terminated, truncated, given]
         if not self._one_action:
             results[3:] = leaves_at(given, keys.action_paths)
@@ -409,7 +422,10 @@ class Runner:
         if self._dense_finals:
             leaves = leaves_at(obs, keys.obs_paths)
             final = stream.final_of(info)
-            finals = leaves if final is None else leaves_at(final, keys.obs_paths)
+            if final is None:
+                finals = leaves
+            else:
+                finals = leaves_at(final, keys.obs_paths)
             if self._whole_finals:
                 window.put((*self._result_keys, *self._next_keys), (*results, *finals))
             else:
@@ -451,7 +467,10 @@ class Runner:
         if isinstance(policy, ModulePolicy):
             columns: Columns = {}
             for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
-                column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
+                if isinstance(value, np.ndarray):
+                    column = torch.from_numpy(value)
+                else:
+                    column = to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
             for name, entry in chosen.items():
@@ -470,14 +489,22 @@ class Runner:
         else:
             assert policy is not None
             if not isinstance(obs, Tensor):
-                obs = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+                if isinstance(obs, np.ndarray):
+                    obs = torch.from_numpy(obs)
+                else:
+                    obs = map_tree(to_torch, obs)
             action = act_in_turn(policy, self._exploration, obs, self.stream.first)
-        return self._draw_legal() if random else action
+        if random:
+            return self._draw_legal()
+        return action
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
         drawn = self.draw()
-        mask = self._obs.get(ACTION_MASK) if isinstance(self._obs, dict) else None
+        if isinstance(self._obs, dict):
+            mask = self._obs.get(ACTION_MASK)
+        else:
+            mask = None
         if mask is None:
             mask = _allow_silent(self._info, ACTION_MASK)
         if mask is None:
@@ -496,10 +523,14 @@ class Runner:
         """Return a mask of info in which envs that reported none allow all actions."""
         if mask is None:
             options = torch.ones(self.num_envs, sum(self._masks[key]), dtype=torch.bool, device=self.device)
-            return options.numpy() if self._on_host else options
+            if self._on_host:
+                return options.numpy()
+            return options
         *outer, last = as_tuple(key)
         told = self._infos.entry(self._info, (*outer, f"_{last}"))
-        return mask if told is None else _open_rows(mask, ~told)
+        if told is None:
+            return mask
+        return _open_rows(mask, ~told)
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
@@ -532,7 +563,10 @@ class Runner:
             # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False other code that steps the env may write into these arrays.
-        self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
+        if self._one_obs:
+            self._obs = copy_of(self._obs)
+        else:
+            self._obs = map_tree(copy_of, self._obs)
         if self._looks_for_rewards and DEAD in self.window.columns:
             self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
@@ -571,12 +605,17 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
     if isinstance(mask, np.ndarray) and mask.dtype == object:
         mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
-    return mask if mask is None or told is None else _open_rows(mask, ~told)
+    if mask is None or told is None:
+        return mask
+    return _open_rows(mask, ~told)
 
 
 def _open_rows(mask: Array, rows: Array) -> Array:
     """Return a mask ``[E, ...]`` that allows all actions where bool ``[E]`` ``rows`` is True."""
-    ones = torch.ones_like(mask) if isinstance(mask, Tensor) else np.ones_like(mask)
+    if isinstance(mask, Tensor):
+        ones = torch.ones_like(mask)
+    else:
+        ones = np.ones_like(mask)
     return select(rows, ones, mask)
 
 
@@ -623,7 +662,10 @@ class InfoColumns:
             last = self.entry(final, name) if isinstance(final, dict) else None
             from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
-                value = last if value is None else select(stream.ended, last, value)
+                if value is None:
+                    value = last
+                else:
+                    value = select(stream.ended, last, value)
             elif final is None or value is None or from_step:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
@@ -636,7 +678,10 @@ class InfoColumns:
                 self._seen.add(name)
                 # The entry has no root value yet, which batches need.
                 if name not in window.columns:
-                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
+                    if isinstance(value, Tensor):
+                        zeros = torch.zeros_like(value)
+                    else:
+                        zeros = np.zeros_like(value)
                     window.put_loose(name, zeros)
 
     def _lost_rows(self, info: dict[str, Any]) -> Array | None:
@@ -653,7 +698,9 @@ class InfoColumns:
             lost = stream.ended & ~np.asarray(told, bool)
         else:
             lost = stream.ended & ~to_torch(told, self._device).bool()
-        return lost if not self._on_host or lost.any() else None
+        if not self._on_host or lost.any():
+            return lost
+        return None
 
     def _hide(self, name: NestedKey, value: Array, lost: Array) -> Array:
         """Return the entry with NaN in the lost rows, see `record`."""
@@ -662,7 +709,10 @@ class InfoColumns:
         if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
             # Masks of last observations may be empty, and a marker is not about them.
             return fill_rows(copy_of(value), lost, False)
-        floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind in "fc"
+        if isinstance(value, Tensor):
+            floating = value.is_floating_point()
+        else:
+            floating = value.dtype.kind in "fc"
         if floating:
             return fill_rows(copy_of(value), lost, float("nan"))
         if self._on_host:
@@ -712,7 +762,9 @@ class InfoColumns:
             if value is None:
                 return None
         if self._on_host:
-            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+            if isinstance(value, Tensor):
+                return value.numpy(force=True)
+            return np.asarray(value)
         return to_torch(value, self._device)
 
     def check_seen(self, info: dict[str, Any]) -> None:

@@ -251,7 +251,10 @@ class Window:
         else:
             wanted = count - int(np.count_nonzero(mask[:last]))
             in_last = np.flatnonzero(mask[last])
-            reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
+            if wanted == len(in_last):
+                reached = self.num_envs
+            else:
+                reached = int(in_last[wanted])
         mask[last, reached:] = False
         return mask, reached
 
@@ -370,7 +373,10 @@ class Window:
         for key in given:
             old = self.columns[key]
             # Old values need not be cleared: each step writes all columns except the loose ones.
-            new = self._zeros(old[0]) if key in self._loose else _empty_like(old)
+            if key in self._loose:
+                new = self._zeros(old[0])
+            else:
+                new = _empty_like(old)
             if kept_step:
                 new[last] = old[last]
             self._set(key, new)
@@ -398,7 +404,10 @@ class Window:
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
         if key in self._keys.float32:  # values written later are cast
-            value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
+            if isinstance(value, Tensor):
+                value = value.float()
+            else:
+                value = value.astype(np.float32)
         return self._set(key, self._zeros(value))
 
     def _set(self, key: NestedKey, column: Array) -> Array:
@@ -432,7 +441,9 @@ class _Rows:
         """The cell numbers, env after env, in time order: int64 ``[N]``, NumPy."""
         mask = self._mask
         numbers = np.arange(mask.size).reshape(mask.shape).T
-        return numbers.ravel() if self.whole else numbers[mask.T]
+        if self.whole:
+            return numbers.ravel()
+        return numbers[mask.T]
 
     @cached_property
     def cells(self) -> Tensor:
@@ -443,10 +454,15 @@ class _Rows:
         """Return a column's values, ``after`` steps later, as a tensor ``[N, ...]`` that the batch may own."""
         window = self._window
         column = window.columns[key]
-        rows = self._transpose(key, column[after : after + window.steps]) if self.whole else None
+        if self.whole:
+            rows = self._transpose(key, column[after : after + window.steps])
+        else:
+            rows = None
         if rows is None:
             rows = self._gather(column, after)
-        return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
+        if rows.ndim == 1 and key in window._keys.trailing:
+            return rows.unsqueeze(-1)
+        return rows
 
     def _transpose(self, key: NestedKey, column: Array) -> Tensor | None:
         """Transpose a whole column ``[steps, E, *S]``; None if gathering is faster."""
@@ -472,7 +488,9 @@ class _Rows:
         rows = like.T.flatten()
         if rows.data_ptr() == like.data_ptr():
             rows = rows.clone()
-        return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
+        if shape:
+            return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape)
+        return rows
 
     def _gather(self, column: Array, after: int) -> Tensor:
         """Gather the rows of a column ``[room, E, ...]``."""

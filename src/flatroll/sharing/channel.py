@@ -133,7 +133,9 @@ class Channel:
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
             self.feed()
-        return message[1] if len(kinds) == 1 else message
+        if len(kinds) == 1:
+            return message[1]
+        return message
 
     def pop(self, *kinds: str) -> tuple[str, Any] | None:
         """Return the next message of one of these kinds (default: any) already read; None if there is none."""

@@ -287,4 +287,6 @@ class _Unpacker(pickle.Unpickler):
             return tensor
         if kind == "number":
             return tensor[0]
-        return tensor.numpy() if kind == "array" else tensor.numpy().reshape(())
+        if kind == "array":
+            return tensor.numpy()
+        return tensor.numpy().reshape(())

@@ -296,7 +296,9 @@ class Worker:
     def sources(self) -> list[Channel]:
         """Return what becomes readable when it sends a message or ends; call it after `has_news` has returned False."""
         # Once its end of the channel is closed, only the helper can report how it ended.
-        return [self.report] if self.channel.ended else [self.channel, self.report]
+        if self.channel.ended:
+            return [self.report]
+        return [self.channel, self.report]
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send it a message. If it has ended, do nothing: the next `receive` raises."""
@@ -322,7 +324,9 @@ class Worker:
                 self.channel.feed()
                 message = self.channel.pop(*(kinds and (*kinds, FAILED)))
             if message is not None and message[0] != FAILED:
-                return message[1] if len(kinds) == 1 else message
+                if len(kinds) == 1:
+                    return message[1]
+                return message
             if message is not None:
                 message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:

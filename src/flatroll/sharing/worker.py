@@ -84,7 +84,9 @@ class Failure:
         except Exception:  # and so may its __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
-        return failure if failure._unpickle() is not None else Failure(name, text, trace, None, ends)
+        if failure._unpickle() is not None:
+            return failure
+        return Failure(name, text, trace, None, ends)
 
     def _unpickle(self) -> Exception | None:
         """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
@@ -95,7 +97,9 @@ class Failure:
             same = type(error).__name__ == self.name and str(error) == self.text
         except Exception:  # an import fails, __init__ takes other arguments, __str__ raises
             return None
-        return error if same and isinstance(error, Exception) else None
+        if same and isinstance(error, Exception):
+            return error
+        return None
 
     def error(self) -> Exception:
         """Return the error itself if this process can unpickle it, else a RuntimeError with its type and text.
@@ -246,7 +250,9 @@ def prepare_forks(preload: list[str]) -> None:
 def thread_count() -> int:
     """Number of threads of this process; if the system does not report it, of Python threads only."""
     tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+    if tasks.is_dir():
+        return len(list(tasks.iterdir()))
+    return threading.active_count()
 
 
 class Helper:

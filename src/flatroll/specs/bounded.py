@@ -43,7 +43,9 @@ class NumberSpec(TensorSpec):
             self.__class__ = self._by_domain[domain]
 
     def _dtype_or_default(self, dtype: DType) -> torch.dtype:
-        return self._default_dtype or torch.get_default_dtype() if dtype is None else as_dtype(dtype)
+        if dtype is None:
+            return self._default_dtype or torch.get_default_dtype()
+        return as_dtype(dtype)
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -254,7 +256,10 @@ class Unbounded(NumberSpec):
     def space(self) -> Interval:
         assert self.dtype is not None
         info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
-        ends = (0, 1) if self.dtype is torch.bool else (info(self.dtype).min, info(self.dtype).max)
+        if self.dtype is torch.bool:
+            ends = (0, 1)
+        else:
+            ends = (info(self.dtype).min, info(self.dtype).max)
         low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
         return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
 
@@ -338,7 +343,7 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
     # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
     large = isinstance(value, int) and value >= 2**63
-    wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
+    wide = torch.uint64 if large else (torch.float64 if isinstance(value, float) else None)
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")

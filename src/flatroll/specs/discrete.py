@@ -37,7 +37,9 @@ class Numbered(Ranged):
     @property
     def mask(self) -> Tensor | None:
         """Mask of allowed categories, bool: batch dims, then the categories of all parts. None for all."""
-        return self._full("mask") if "mask" in self._parameters else None
+        if "mask" in self._parameters:
+            return self._full("mask")
+        return None
 
     def update_mask(self, mask: Numbers | None) -> None:
         """Set the mask of allowed categories, bool, broadcastable to the batch dims and all categories; None for all.
@@ -65,7 +67,9 @@ class Numbered(Ranged):
 
     @override
     def all_allowed(self, value: Tensor) -> bool:
-        return super().all_allowed(value) if self.mask is None else bool(self.allowed(value).all())
+        if self.mask is None:
+            return super().all_allowed(value)
+        return bool(self.allowed(value).all())
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -214,7 +218,9 @@ class Categorical(Numbered):
     @override
     def _repr_parts(self) -> list[str]:
         parts = [f"n={self.n}", *([f"start={self.start}"] if self.start else [])]
-        return parts if self.mask is None else [*parts, "masked"]
+        if self.mask is None:
+            return parts
+        return [*parts, "masked"]
 
 
 class Encoded(TensorSpec):
@@ -289,7 +295,10 @@ class Encoded(TensorSpec):
             return text
         assert isinstance(value, Tensor)
         row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
-        where = f"at index {row[0] if len(row) == 1 else row} " if row else ""
+        if row:
+            where = f"at index {row[0] if len(row) == 1 else row} "
+        else:
+            where = ""
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
     @override
@@ -386,7 +395,9 @@ class OneHot(Encoded):
         if value.dtype is not torch.bool:
             right &= ((value == 0) | flags).all(-1, keepdim=True)
         mask = self.mask
-        return right if mask is None else right & (flags & mask).any(-1, keepdim=True)
+        if mask is None:
+            return right
+        return right & (flags & mask).any(-1, keepdim=True)
 
     @override
     def _settings(self) -> tuple[Any, ...]:
@@ -394,7 +405,9 @@ class OneHot(Encoded):
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
-        return "one set flag" if self.mask is None else "one set flag that the mask allows"
+        if self.mask is None:
+            return "one set flag"
+        return "one set flag that the mask allows"
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
@@ -612,7 +625,9 @@ class MultiCategorical(Numbered):
         rows = self._rows("nvec")
         same = bool((rows == rows[0]).all())
         parts = [f"nvec={rows[0].tolist() if same else rows.tolist()}"]
-        return parts if self.mask is None else [*parts, "masked"]
+        if self.mask is None:
+            return parts
+        return [*parts, "masked"]
 
 
 class MultiOneHot(Encoded):

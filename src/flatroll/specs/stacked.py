@@ -111,9 +111,10 @@ class Parallel(TensorSpec):
         if not along:
             number = int(probe.reshape(-1)[0])
             alone = place(number, None)
-            return (
-                specs[number] if alone == specs[number] else alone
-            )  # itself, so that later changes to it are visible
+            # itself, so that later changes to it are visible
+            if alone == specs[number]:
+                return specs[number]
+            return alone
         order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
@@ -124,7 +125,9 @@ class Parallel(TensorSpec):
 
     @override
     def to(self, dest: torch.dtype | Device) -> Self:
-        return self if dest is None else self._map_specs(lambda spec: spec.to(dest))
+        if dest is None:
+            return self
+        return self._map_specs(lambda spec: spec.to(dest))
 
     @override
     def clone(self) -> Self:
@@ -170,15 +173,24 @@ class Parallel(TensorSpec):
     def project(self, value: Any) -> Any:
         if self.is_in(value):
             return value
-        added = 0 if isinstance(value, Tensor) and value.is_nested else value.ndim - self.ndim
+        if isinstance(value, Tensor) and value.is_nested:
+            added = 0
+        else:
+            added = value.ndim - self.ndim
         parts = zip(self.specs, self._split_value(value), strict=True)
         return self._join([spec.project(part) for spec, part in parts], self.dim + added)
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         """Encode one value for each spec: a sequence of them, or an array with the stacked dim."""
-        value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
-        parts = value.unbind(self.dim) if hasattr(value, "unbind") else list(value)
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(value)
+        else:
+            value = value
+        if hasattr(value, "unbind"):
+            parts = value.unbind(self.dim)
+        else:
+            parts = list(value)
         if len(parts) != len(self.specs):
             raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
         encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
@@ -194,7 +206,9 @@ class Parallel(TensorSpec):
             self.assert_is_in(value)
         parts = [spec.to_numpy(part) for spec, part in zip(self.specs, self._split_value(value), strict=True)]
         shapes = {getattr(part, "shape", None) for part in parts}
-        return np.stack(parts, self.dim) if len(shapes) == 1 and None not in shapes else parts
+        if len(shapes) == 1 and None not in shapes:
+            return np.stack(parts, self.dim)
+        return parts
 
     @override
     def cardinality(self) -> int | float:
@@ -305,7 +319,9 @@ class StackedComposite(Parallel, Composite):
         if not is_key(index):
             return TensorSpec.__getitem__(self, index)
         entries = [spec[index] for spec in self.specs]
-        return None if None in entries else stack(entries, self.dim)
+        if None in entries:
+            return None
+        return stack(entries, self.dim)
 
     @override
     def __setitem__(self, key: NestedKey, spec: SpecLike) -> None:
@@ -380,7 +396,9 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
 
 def _kind(spec: TensorSpec) -> type[TensorSpec]:
     """The class of a spec; of a stack, that of its specs."""
-    return _kind(spec.specs[0]) if isinstance(spec, Stacked) else type(spec)
+    if isinstance(spec, Stacked):
+        return _kind(spec.specs[0])
+    return type(spec)
 
 
 def contains_lazy_spec(spec: TensorSpec) -> bool:

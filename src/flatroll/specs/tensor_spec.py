@@ -100,7 +100,10 @@ class TensorSpec(ABC):
     ) -> None:
         self.shape = as_shape(shape)
         self._space = space
-        self.device = self._default_device if device is None else torch_device("device", device)
+        if device is None:
+            self.device = self._default_device
+        else:
+            self.device = torch_device("device", device)
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
@@ -176,7 +179,10 @@ class TensorSpec(ABC):
         outer = self.ndim - self.value_dims
         counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
         if any(not 0 <= dim < outer for dim in counted):
-            own = f", and its last {self.value_dims} belong to one value" if self.value_dims else ""
+            if self.value_dims:
+                own = f", and its last {self.value_dims} belong to one value"
+            else:
+                own = ""
             raise IndexError(
                 f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
             )
@@ -310,9 +316,13 @@ class TensorSpec(ABC):
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):
-            return self if dest == self.dtype else self._with_dtype(dest)
+            if dest == self.dtype:
+                return self
+            return self._with_dtype(dest)
         device = torch.device(dest)
-        return self if device == self.device else self._with_device(device)
+        if device == self.device:
+            return self
+        return self._with_device(device)
 
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         return self._copy_with(dtype=dtype)
@@ -395,7 +405,10 @@ class TensorSpec(ABC):
 
     def _fits(self, shape: torch.Size) -> bool:
         """Whether a shape ends with that of the spec, whose dims of size -1 take any length."""
-        last = shape[len(shape) - self.ndim :] if self.ndim <= len(shape) else shape
+        if self.ndim <= len(shape):
+            last = shape[len(shape) - self.ndim :]
+        else:
+            last = shape
         return last == self.shape or (
             len(last) == self.ndim
             and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
@@ -439,7 +452,10 @@ class TensorSpec(ABC):
         if bool(allowed.all()):
             return None
         first = tuple((~allowed).nonzero()[0].tolist())
-        where = f"at index {first[0] if len(first) == 1 else first} " if first else ""
+        if first:
+            where = f"at index {first[0] if len(first) == 1 else first} "
+        else:
+            where = ""
         return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
 
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -501,7 +517,10 @@ class TensorSpec(ABC):
         if given.dtype is self.dtype:
             return given
         tensor = given.to(self.dtype)
-        changed = not torch.equal(tensor.to(given.dtype), given) if is_whole(self.dtype) else None
+        if is_whole(self.dtype):
+            changed = not torch.equal(tensor.to(given.dtype), given)
+        else:
+            changed = None
         if changed is None:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
@@ -619,9 +638,9 @@ class Ranged(TensorSpec):
         low, high = self._get_limits()
         numbers = to_ordered(value)
         inside = (numbers >= low) & (numbers <= high)
-        return (
-            inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
-        )
+        if self._whole and numbers.is_floating_point():
+            return inside & (numbers == numbers.round())
+        return inside
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -633,7 +652,10 @@ class Ranged(TensorSpec):
         else:
             low, high = (as_double(limit) for limit in self._limits())
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
-            numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
+            if self._whole or is_whole(self.dtype):
+                numbers = numbers.round()
+            else:
+                numbers = numbers
             numbers = numbers.clamp(low, high)  # in float64, for numbers that the dtype cannot hold
         return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 

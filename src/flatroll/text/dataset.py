@@ -77,7 +77,10 @@ class TokenizedDatasetLoader:
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
         self.split = split
         self.max_length = max_length
-        self.dataset_name = str(Path(dataset_name).absolute()) if from_disk else dataset_name
+        if from_disk:
+            self.dataset_name = str(Path(dataset_name).absolute())
+        else:
+            self.dataset_name = dataset_name
         self.tokenizer_fn = tokenizer_fn
         self.pre_tokenization_hook = pre_tokenization_hook
         self.root_dir = Path(root_dir or Path.home() / ".cache/flatroll/text").absolute()
@@ -121,7 +124,9 @@ class TokenizedDatasetLoader:
             dataset = datasets.load_dataset(self.dataset_name, split=self.split)
         if self.split.startswith("valid"):
             dataset = dataset.select(range(min(self.valid_size, len(dataset))))
-        return dataset if self.pre_tokenization_hook is None else self.pre_tokenization_hook(dataset)
+        if self.pre_tokenization_hook is None:
+            return dataset
+        return self.pre_tokenization_hook(dataset)
 
     def _cache_key(self, dataset: Any) -> str:
         """Hash of all that the tokens depend on."""
@@ -273,7 +278,9 @@ def get_dataloader(
         prefetch=prefetch,
         transform=rows_of,
     )
-    return create_infinite_iterator(buffer) if infinite else buffer
+    if infinite:
+        return create_infinite_iterator(buffer)
+    return buffer
 
 
 def _import_extra(name: str) -> Any:

@@ -103,7 +103,10 @@ class RolloutFromModel:
         self.flat = flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
-        pad = _config_value(model, "pad_token_id") if pad_token_id is None else pad_token_id
+        if pad_token_id is None:
+            pad = _config_value(model, "pad_token_id")
+        else:
+            pad = pad_token_id
         self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
         self.generation_config = generation_config
         self.allow_off_policy = allow_off_policy

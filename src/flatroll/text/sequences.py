@@ -77,7 +77,10 @@ class Sequences:
 
         Rows that refer to them cannot be read any more. With a replay buffer, ``before`` is the lowest number in it.
         """
-        stop = self._first + len(self) if before is None else whole_number("before", before, -(2**63))
+        if before is None:
+            stop = self._first + len(self)
+        else:
+            stop = whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
         # A clone, so that the memory of the dropped tokens is freed.
@@ -129,7 +132,10 @@ class Sequences:
         places = numbers.to(self._bounds.device) - self._first
         unknown = (places < 0) | (places >= len(self))
         if bool(unknown.any()):
-            kept = f"{self._first} to {self._first + len(self) - 1}" if len(self) else "none"
+            if len(self):
+                kept = f"{self._first} to {self._first + len(self) - 1}"
+            else:
+                kept = "none"
             raise KeyError(
                 f"sequence {int(numbers[unknown.nonzero()[0, 0]])} is not in the table (kept: {kept}): it was "
                 "forgotten, or its row comes from another rollout"

@@ -87,7 +87,9 @@ class TensorDictTokenizer:
     def _result(self, columns: dict[str, list[Any]], single: bool) -> Any:
         """The columns as the caller wants them; ``single`` drops the batch dim."""
         if not self.return_tensordict:
-            return {key: column[0] for key, column in columns.items()} if single else columns
+            if single:
+                return {key: column[0] for key, column in columns.items()}
+            return columns
         lengths = {len(row) for row in columns["input_ids"]}
         if len(lengths) > 1:
             raise ValueError(
@@ -99,7 +101,9 @@ class TensorDictTokenizer:
             for key, column in columns.items()
         }
         batch = TensorDict(tensors, [len(columns["input_ids"])], device=self.device)
-        return batch[0] if single else batch
+        if single:
+            return batch[0]
+        return batch
 
 
 class PromptTensorDictTokenizer(TensorDictTokenizer):

@@ -91,7 +91,10 @@ class FlatVecEnv(VecEnv):
         self.env.close()
 
     def _as_groups(self, observations: Any) -> TensorDict:
-        groups = observations if isinstance(observations, dict) else {"policy": observations}
+        if isinstance(observations, dict):
+            groups = observations
+        else:
+            groups = {"policy": observations}
         return TensorDict(groups, [self.num_envs], device=self.device)
 
 

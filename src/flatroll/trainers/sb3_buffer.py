@@ -214,7 +214,10 @@ class FlatReplayBuffer(ReplayBuffer):
                 math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
             )
             many = sampler is None and small <= 2048 and steps >= 16 * 256
-            window = 256 if many else min(steps, window_of(64 * n_envs, n_envs, None))
+            if many:
+                window = 256
+            else:
+                window = min(steps, window_of(64 * n_envs, n_envs, None))
         if steps < whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
@@ -398,10 +401,15 @@ class FlatReplayBuffer(ReplayBuffer):
         named: Any = dict(zip(self._names or [""], values, strict=True))
         if env is not None:
             arrays: Any = {name: value.numpy(force=True) for name, value in named.items()}
-            arrays = env.normalize_obs(arrays) if self._names else {"": env.normalize_obs(arrays[""])}
+            if self._names:
+                arrays = env.normalize_obs(arrays)
+            else:
+                arrays = {"": env.normalize_obs(arrays[""])}
             named = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {name: value.to(self.device) for name, value in named.items()}
-        return named if self._names else named[""]
+        if self._names:
+            return named
+        return named[""]
 
     def update_priority(self, priority: Tensor | float) -> None:
         """Set the priorities of the rows of the last sample: one for all or one per row, not negative.

@@ -38,7 +38,9 @@ _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 def _named(name: str, keys: object) -> list[NestedKey]:
     """Return a key, a list of keys or None as a list."""
-    return [] if keys is None else key_names(name, keys, one=True)
+    if keys is None:
+        return []
+    return key_names(name, keys, one=True)
 
 
 class Edges(NamedTuple):
@@ -134,7 +136,10 @@ class MCTSForest:
         if len(limits) > 1:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
         self.max_size = limits.pop() if limits else None
-        self._state_columns = None if node_map is None else node_map.query_module.columns
+        if node_map is None:
+            self._state_columns = None
+        else:
+            self._state_columns = node_map.query_module.columns
         self._states = RowNumbers(["observation"])
         self._pairs = RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
@@ -175,7 +180,10 @@ class MCTSForest:
 
         A state that is not known, such as -1, has none.
         """
-        leaving = self._get_graph().leaving(state) if 0 <= state < self.num_states else []
+        if 0 <= state < self.num_states:
+            leaving = self._get_graph().leaving(state)
+        else:
+            leaving = []
         return torch.tensor(leaving, dtype=torch.int64)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -351,7 +359,9 @@ class MCTSForest:
                 else:
                     values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
                 total = values if total is None else total + values
-        return torch.zeros(rows, dtype=torch.float64) if total is None else total.contiguous()
+        if total is None:
+            return torch.zeros(rows, dtype=torch.float64)
+        return total.contiguous()
 
     def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys
@@ -467,7 +477,9 @@ class MCTSForest:
     @property
     def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, computed from values, not numbers, so equal in all forests."""
-        return self._get_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
+        if len(self):
+            return self._get_graph().hashes
+        return torch.empty(0, dtype=torch.int64)
 
 
 class NodeMap:
@@ -512,7 +524,9 @@ class NodeMap:
                 "check with contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
-        return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))
+        if not states.ndim:
+            return found[0]
+        return cast(TensorDictBase, LazyStackedTensorDict(*found))
 
     def _transitions_of(self, state: int) -> TensorDict:
         index = self._forest.children(state)
@@ -550,10 +564,16 @@ class DataMap:
         return bool(self.contains(item).all())
 
     def __getitem__(self, item: TensorDictBase | Tensor) -> TensorDictBase:
-        edges = item if isinstance(item, Tensor) else self._forest.find_edges(item)
+        if isinstance(item, Tensor):
+            edges = item
+        else:
+            edges = self._forest.find_edges(item)
         outside = (edges < 0) | (edges >= len(self))
         if bool(outside.any()):
-            what = "numbers of transitions" if isinstance(item, Tensor) else "pairs of observation and action"
+            if isinstance(item, Tensor):
+                what = "numbers of transitions"
+            else:
+                what = "pairs of observation and action"
             raise KeyError(
                 f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: check with contains()"
             )

@@ -89,7 +89,9 @@ class SipHash(nn.Module):
     def forward(self, x: Tensor) -> Tensor | list[bytes]:
         """Hash rows ``[N, *F]`` to int64 ``[N]``, or to a list of N ``bytes``."""
         words = pack_rows([x])
-        return hash_words(words) if self.as_tensor else [row.tobytes() for row in words.cpu().numpy()]
+        if self.as_tensor:
+            return hash_words(words)
+        return [row.tobytes() for row in words.cpu().numpy()]
 
 
 class RandomProjectionHash(SipHash):

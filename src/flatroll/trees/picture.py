@@ -68,7 +68,10 @@ def draw(
     else:
         _draw_lines(ax, shown, links)
     total = tree.num_vertices()
-    more = "" if len(trees) == total else f" (the first {len(trees)} of {total} are drawn)"
+    if len(trees) == total:
+        more = ""
+    else:
+        more = f" (the first {len(trees)} of {total} are drawn)"
     ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
     ax.set(xlabel="steps from the root", yticks=[])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -186,9 +189,8 @@ def _label(vertex: Tree) -> str:
     if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
         return f"{vertex.count}"
     action = vertex.branching_action
-    text = (
-        f"{action.item()}"
-        if action.numel() == 1
-        else "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
-    )
+    if action.numel() == 1:
+        text = f"{action.item()}"
+    else:
+        text = "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
     return f"a={text}, n={vertex.count}"

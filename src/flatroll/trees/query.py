@@ -125,7 +125,10 @@ class QueryModule(TensorDictModuleBase):
         index, hashes = self.number(self.columns(tensordict), extend)
         if not extend and self.hash_to_int is None:
             index = torch.where(index < 0, len(self), index)
-        written = tensordict.copy() if (self.clone if clone is None else clone) else tensordict
+        if self.clone if clone is None else clone:
+            written = tensordict.copy()
+        else:
+            written = tensordict
         self.write(written, index, hashes if write_hash else None)
         return written
 
@@ -160,7 +163,9 @@ class QueryModule(TensorDictModuleBase):
                         f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
                         "SipHash and similar modules do so with as_tensor=True"
                     )
-        return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
+        if self.aggregator is None:
+            return columns
+        return [self.aggregator(torch.stack(columns, -1))]
 
     def number(self, columns: list[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
         """Positions and hashes, int64 ``[N]`` each, of rows given as :meth:`columns` returns them.
@@ -170,7 +175,10 @@ class QueryModule(TensorDictModuleBase):
         hashed = self.hash_module is not None or self.aggregator is not None
         if self.hash_to_int is None and not (hashed and len(columns) == 1):
             return self._rows.number(columns, extend)
-        hashes = columns[0] if hashed and len(columns) == 1 else hash_words(pack_rows(columns))
+        if hashed and len(columns) == 1:
+            hashes = columns[0]
+        else:
+            hashes = hash_words(pack_rows(columns))
         if self.hash_to_int is None:
             return self._rows.number(columns, extend)[0], hashes
         return self.hash_to_int(hashes, extend=extend), hashes

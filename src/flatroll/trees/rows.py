@@ -32,7 +32,9 @@ class RowNumbers:
         self.kinds: list[Kind] | None = None
 
     def __len__(self) -> int:
-        return 0 if self.index is None else len(self.index)
+        if self.index is None:
+            return 0
+        return len(self.index)
 
     def insert(self, columns: Sequence[Tensor]) -> Tensor:
         """Return the number of each row, int64 ``[N]``; new rows get new numbers."""
@@ -215,9 +217,10 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
     """
     dims = rows.batch_dims
     count = rows.batch_size.numel()
-    named = (
-        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
-    )
+    if keys is None:
+        named = _leaves(rows)
+    else:
+        named = ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
     columns = dict(named)
     if dims == 1:
         return columns

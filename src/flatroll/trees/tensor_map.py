@@ -310,7 +310,10 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the values for ``state_dict()``; the keys are in the query module's."""
-        values = self.storage.get(torch.arange(len(self))) if len(self) else None
+        if len(self):
+            values = self.storage.get(torch.arange(len(self)))
+        else:
+            values = None
         return {"values": None if values is None else dict(flat_columns(values))}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -325,5 +328,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
 def _stack_list(values: Any) -> Any:
     if isinstance(values, list):
-        return torch.stack(values) if values else TensorDict({}, [0])
+        if values:
+            return torch.stack(values)
+        return TensorDict({}, [0])
     return values

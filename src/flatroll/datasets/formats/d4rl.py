@@ -215,7 +215,10 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return files_in(source, (".hdf5", ".h5"))
         if isinstance(source, Mapping):
             return [source]
-        env = source if hasattr(source, "get_dataset") else getattr(source, "unwrapped", source)
+        if hasattr(source, "get_dataset"):
+            env = source
+        else:
+            env = getattr(source, "unwrapped", source)
         if not hasattr(env, "get_dataset"):
             raise TypeError(
                 "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "

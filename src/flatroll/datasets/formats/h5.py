@@ -46,7 +46,11 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
             for name, array in to_numpy(chunk, separator="/").items():
                 if not row:
                     shape = (source.rows, *array.shape[1:])
-                    kept = h5_kwargs if array.size else {}  # HDF5 cannot chunk an empty dataset
+                    # HDF5 cannot chunk an empty dataset
+                    if array.size:
+                        kept = h5_kwargs
+                    else:
+                        kept = {}
                     file.create_dataset(name, shape, array.dtype, **kept)
                 file[name][row : row + len(array)] = array
             row += len(chunk)

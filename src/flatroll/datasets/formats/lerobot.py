@@ -251,7 +251,10 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     pictures = array.dtype == np.uint8 and len(shape) == 3
     if given is not None:
         checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
-        channels = shape[-1 if given == "HWC" else 0] if pictures else 0
+        if pictures:
+            channels = shape[-1 if given == "HWC" else 0]
+        else:
+            channels = 0
         if channels not in MODES:
             raise ValueError(
                 f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
@@ -260,7 +263,9 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
         return given
     # Four channels may be a stack of frames as well.
     fits = [axes for axes, place in (("HWC", -1), ("CHW", 0)) if pictures and shape[place] in (1, 3)]
-    return fits[0] if len(fits) == 1 else None
+    if len(fits) == 1:
+        return fits[0]
+    return None
 
 
 def _table(
@@ -281,7 +286,10 @@ def _table(
             check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
-            array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
+            if field["image"] == "HWC":
+                array = array
+            else:
+                array = array.transpose(0, 2, 3, 1)
             cells = [{"bytes": _png(image), "path": None} for image in array]
             kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
             arrays[field["column"]] = pyarrow.array(cells, kind)
@@ -420,14 +428,16 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
     ours = (root / RECORD).is_file()
-    fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = (
-        TensorDict.cat(
+    if ours:
+        fields = _check_fields(_read_json(root / RECORD), root / RECORD)
+    else:
+        fields = None
+    if ours:
+        last = TensorDict.cat(
             [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
         )
-        if ours
-        else None
-    )
+    else:
+        last = None
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -508,12 +518,16 @@ def _is_key(key: object) -> bool:
 
 def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
     key = field["key"]
-    return tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+    if isinstance(key, str):
+        return tuple(key.split("."))
+    return tuple(key)
 
 
 def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
     key = _key_of(field)
-    return key[1:] if key[0] == NEXT and len(key) > 1 else key
+    if key[0] == NEXT and len(key) > 1:
+        return key[1:]
+    return key
 
 
 def _is_shape(shape: Iterable[object]) -> bool:
@@ -635,7 +649,10 @@ def _warn_of_differences(
     if not differing:
         return
     number = differing[0]
-    says = f"names {noted[number][1].relative_to(root)}" if number in noted else "does not name it"
+    if number in noted:
+        says = f"names {noted[number][1].relative_to(root)}"
+    else:
+        says = "does not name it"
     warnings.warn(
         f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
         f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
@@ -692,7 +709,10 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
         whole = picture.convert("L")
     made = whole.convert(mode)
     if made.convert(whole.mode).tobytes() != whole.tobytes():
-        lost = "colours" if mode == "L" and whole.mode != "LA" else "transparency"
+        if mode == "L" and whole.mode != "LA":
+            lost = "colours"
+        else:
+            lost = "transparency"
         raise ValueError(
             f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
             "says: correct its shape in meta/info.json, or the picture"
@@ -727,7 +747,10 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
-            array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
+            if field["image"] == "HWC":
+                array = array
+            else:
+                array = array.transpose(0, 3, 1, 2)
         else:
             array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
@@ -762,7 +785,10 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         for name in ("done", "terminated", "truncated")
     )
     cut = never.copy() if truncated is None else truncated
-    over = (never if done is None else done & ~cut) if terminated is None else terminated
+    if terminated is None:
+        over = never if done is None else done & ~cut
+    else:
+        over = terminated
     cut[-1] |= ~over[-1]
     columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
     columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}

@@ -394,7 +394,9 @@ def _some_are_cut(data: "MinariDataset") -> bool:
             if not len(place):
                 return -1
             place = next(iter(place.values()))
-        return int(place.shape[0]) if place.shape else -1
+        if place.shape:
+            return int(place.shape[0])
+        return -1
 
     with h5py.File(file, "r") as opened:
         for number in data.episode_indices:
@@ -607,7 +609,10 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         super().__init__(dataset_id, batch_size, **options)
         if self.metadata is None:  # the data set was converted by an earlier object
             facts = Folder(self.data_path).load().extra
-            self.metadata = facts.get("metadata", {}) if isinstance(facts, dict) else {}
+            if isinstance(facts, dict):
+                self.metadata = facts.get("metadata", {})
+            else:
+                self.metadata = {}
 
     @override
     def _fetch(self, folder: Path) -> Any:

@@ -101,13 +101,17 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
     if chunk_rows is None:
         chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
     made = Source(rows, read, whole_number("chunk_rows", chunk_rows))
-    return made._replace(space_of=source.noted_space) if isinstance(source, ReplayBuffer) else made
+    if isinstance(source, ReplayBuffer):
+        return made._replace(space_of=source.noted_space)
+    return made
 
 
 def first_rows(source: Source) -> Tensor | None:
     """Return the number of the first row of each run, int64 ``[R]``; None without markers."""
     markers = _markers(source)
-    return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
+    if markers is None:
+        return None
+    return run_starts(markers).nonzero().squeeze(-1)
 
 
 def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
@@ -116,7 +120,9 @@ def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
     markers = cast(TensorDict, TensorDict.cat(parts))
     kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
-    return markers if kept else None
+    if kept:
+        return markers
+    return None
 
 
 def episodes_of(source: Source) -> Iterator[TensorDictBase]:

@@ -67,7 +67,10 @@ class RlinfFolder:
             other = Path(missing).with_suffix(".pt" if pickled else ".pkl").name
             instead = ""
             if other in names:
-                how = "is read by default" if pickled else "takes allow_pickle=True, since it may run code"
+                if pickled:
+                    how = "is read by default"
+                else:
+                    how = "takes allow_pickle=True, since it may run code"
                 instead = f'; there is {other!r}, whose trajectory_format="{other[-3:].strip(".")}" {how}'
             raise FileNotFoundError(f"{path} has no file {missing!r}, which its index names{instead}")
 

@@ -111,13 +111,18 @@ class RankSave:
 
     def _number(self, rank: int) -> int:
         """The number of the version of a rank that is named now; 0 if none is."""
-        return self.named[rank].number if self.named else 0
+        if self.named:
+            return self.named[rank].number
+        return 0
 
     def _publish(self) -> None:
         versions: list[Version] = []
         for rank in range(self.ranks):
             path = rank_folder(self.path, rank, self.ranks)
-            number = next(iter(Folder(path).versions()), 0) if path.is_dir() else 0
+            if path.is_dir():
+                number = next(iter(Folder(path).versions()), 0)
+            else:
+                number = 0
             if number <= self._number(rank):
                 raise RuntimeError(
                     f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "

@@ -141,7 +141,10 @@ class OwnFolder:
         marks: list[Any] = []
         for key in (LANE, PLACE, LEFT):
             columns: list[Any] = [segment.columns[column_name(key)] for segment in self.folder.segments]
-            skip = self.folder.head - self.folder.segments[0].first if columns else 0
+            if columns:
+                skip = self.folder.head - self.folder.segments[0].first
+            else:
+                skip = 0
             marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
         try:
             return records_of(*marks)
@@ -238,7 +241,10 @@ class SavedTrajectories:
         folder = Folder(self.path)
         if not folder.versions():
             ranks = sorted(child.name for child in self.path.glob("rank-*-of-*"))
-            why = f": its ranks {', '.join(ranks)} did not all finish the save" if ranks else ""
+            if ranks:
+                why = f": its ranks {', '.join(ranks)} did not all finish the save"
+            else:
+                why = ""
             raise FileNotFoundError(f"{self.path} holds no checkpoint of trajectories{why}")
         loaded = folder.load()
         versions = rank_versions(loaded.json)
@@ -274,13 +280,20 @@ class SavedTrajectories:
     @property
     def counter(self) -> int:
         """The number of the next trajectory if there is one source; 0 if each rank has its own numbers."""
-        return self.sources[0].counter if len(self.sources) == 1 else 0
+        if len(self.sources) == 1:
+            return self.sources[0].counter
+        return 0
 
     @property
     def generator(self) -> str:
         """The generator state to resume from; empty if there is none."""
-        state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
-        return "" if state is None else state.generator
+        if len(self.sources) == 1 and self.is_whole:
+            state = self.sources[0].state
+        else:
+            state = None
+        if state is None:
+            return ""
+        return state.generator
 
     def check(self, form: RowForm) -> None:
         """Read the chosen trajectories; ValueError if damaged, or if rows differ in form (from ``form`` if given)."""
@@ -367,7 +380,10 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     if rank >= ranks:
         raise ValueError(f"local_rank must be below world_size={ranks}, got {rank}")
     if len(rows) < ranks:
-        most = f"use a world_size of at most {len(rows)}" if rows else "there is nothing to load"
+        if rows:
+            most = f"use a world_size of at most {len(rows)}"
+        else:
+            most = "there is nothing to load"
         raise ValueError(
             f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )

@@ -130,7 +130,10 @@ def gru_forward(
             row = first + step
             alive = (length > step)[:, None]
             # the state before the row: the initial one at the first row, else that of the row above
-            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
+            if step == 0:
+                before = initial + row * initial_stride
+            else:
+                before = out + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]

@@ -44,8 +44,14 @@ def lstm_forward(
             row = first + step
             alive = (length > step)[:, None]
             # the state before the row: the initial one at the first row, else that of the row above
-            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
-            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            if step == 0:
+                before = initial + row * initial_stride
+            else:
+                before = out + (row - 1) * hidden
+            if step == 0:
+                before_cell = initial_cell + row * cell_stride
+            else:
+                before_cell = cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -116,7 +122,10 @@ def lstm_backward(
             row = first + step
             alive = (length > step)[:, None]
             later = (length > step + 1)[:, None]  # at a run's last row there is no carried gradient
-            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            if step == 0:
+                before_cell = initial_cell + row * cell_stride
+            else:
+                before_cell = cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]

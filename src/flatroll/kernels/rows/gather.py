@@ -235,7 +235,10 @@ class HostBlock:
             wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
             wrong = -2 - wrong
         if wrong >= 0:
-            slot = int(asked[wrong]) if follow is None or wrong < rows else int(follow[wrong - rows])
+            if follow is None or wrong < rows:
+                slot = int(asked[wrong])
+            else:
+                slot = int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
 
@@ -258,7 +261,9 @@ class HostBlock:
         wrong = int(
             gather(self.address, self.address, target, self.size, self.rows, asked[first:stop], _NONE)
         )
-        return wrong if wrong < 0 else first + wrong
+        if wrong < 0:
+            return wrong
+        return first + wrong
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
         """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
@@ -319,12 +324,18 @@ class HostColumns(Generic[K]):
         Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is None:
             return {}
         if len(slots) * block.row_bytes > HUGE_FROM and torch.get_num_threads() > 1:
             names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
-            block = self._joint[names] if names in self._joint else self._join(names)
+            if names in self._joint:
+                block = self._joint[names]
+            else:
+                block = self._join(names)
             if block is None:
                 return {}
         return dict(zip(names, block.take(slots), strict=True))
@@ -348,7 +359,10 @@ class HostColumns(Generic[K]):
         Return the written keys, none if there is too much to copy for one thread.
         """
         names = tuple([key for key in values if key in self.columns])
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is None or rows * block.row_bytes > HUGE_FROM:
             return ()
         columns = [values[key] for key in names]
@@ -404,7 +418,10 @@ class HostColumns(Generic[K]):
         tensor([4, 2, 0])
         """
         names = tuple(self.columns)
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is not None:
             target = np.array([values[key].data_ptr() for key in names], np.int64)
             scatter(block.address, target, block.size, rows, at)

@@ -68,7 +68,9 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
     if floats == 8:
         if word == _SIGN_8:
             return _ZERO
-        return _NAN_8 if word & ~_SIGN_8 > _INF_8 else word
+        if word & ~_SIGN_8 > _INF_8:
+            return _NAN_8
+        return word
     if floats == 4:
         low = word & _LOW
         high = word >> _BITS_32

@@ -22,7 +22,9 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
     """Return the row number after the last row of fragment ``number``."""
     s = state[0]
     # a fragment ends where the next one begins, the newest one at the last row written
-    return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
+    if number + 1 < s.end:
+        return fragments[(number + 1) & (len(fragments) - 1)].first
+    return s.written
 
 
 @numba.njit(nogil=True)
@@ -36,7 +38,9 @@ def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
     # live rows are at most ``capacity`` rows behind the head, so subtracting the capacity once is enough
-    return slot if slot < capacity else slot - capacity
+    if slot < capacity:
+        return slot
+    return slot - capacity
 
 
 @numba.njit(nogil=True)

@@ -27,7 +27,10 @@ def _nearest_mark(
         f = fragments[number & mask]
         row = f.first + offset - f.offset
         # the row number just beyond the fragment, in the direction of the search
-        stop = fragment_stop(state, fragments, number) if step > 0 else f.first - 1
+        if step > 0:
+            stop = fragment_stop(state, fragments, number)
+        else:
+            stop = f.first - 1
         while row != stop:
             if marks[slot_of(row, slot_0, capacity)]:
                 return offset

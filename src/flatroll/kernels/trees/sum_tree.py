@@ -29,7 +29,9 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
     """Return ``(priority + eps) ** alpha``; it underflows to 0 only if ``priority + eps`` is 0."""
     base = np.float64(priority) + eps
     value = base**alpha
-    return _TINY if base > 0.0 and value < _TINY else value
+    if base > 0.0 and value < _TINY:
+        return _TINY
+    return value
 
 
 @compiled()

@@ -87,7 +87,10 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
     known = optional_marker(batch, NEXT_KNOWN)
-    lost = torch.zeros_like(last) if known is None else last & ~known.reshape(-1)
+    if known is None:
+        lost = torch.zeros_like(last)
+    else:
+        lost = last & ~known.reshape(-1)
     hidden = int(lost.sum())
     cut_off = int((lost & kinds["truncated"]).sum())
     unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"

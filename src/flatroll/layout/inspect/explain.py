@@ -78,7 +78,9 @@ class _Row:
     def flag(self, key: NestedKey, i: int) -> bool | None:
         """The bool column ``key`` at row ``i``; None if the batch does not have it."""
         column = optional_marker(self.batch, key)
-        return None if column is None else bool(column[i])
+        if column is None:
+            return None
+        return bool(column[i])
 
     def number(self, key: NestedKey, i: int) -> int | None:
         """The integer column ``key`` at row ``i``; None if the batch does not have it."""
@@ -117,7 +119,10 @@ class _Row:
         step = self.number(STEP_COUNT, i)
         is_init = self.flag(IS_INIT, i)
         if is_init and not step:
-            what = "an episode begins here" if step == 0 else "an episode or a slice begins here"
+            if step == 0:
+                what = "an episode begins here"
+            else:
+                what = "an episode or a slice begins here"
         elif is_init:
             what = f"a slice begins here, in mid-episode at step {step}"
         elif step == 0:
@@ -133,7 +138,9 @@ class _Row:
     def _why(self, i: int) -> str:
         """Return the marker that separates row ``i`` from the next one."""
         if i in (-1, self.batch.shape[0] - 1):
-            return "first row of the batch" if i < 0 else "last row of the batch"
+            if i < 0:
+                return "first row of the batch"
+            return "last row of the batch"
         before = self.number(TRAJ_IDS, i)
         after = self.number(TRAJ_IDS, i + 1)
         marks = {
@@ -158,7 +165,10 @@ class _Row:
         if not (done or terminated or truncated):
             return [f"It ends the run: cut here ({self._why(i)}), the episode went on.", bootstrapped]
         if terminated:
-            also = ", and truncated it on the same step: terminated wins" if truncated else ""
+            if truncated:
+                also = ", and truncated it on the same step: terminated wins"
+            else:
+                also = ""
             return [
                 f"It ends the run: the env terminated the episode here{also}.",
                 "The value after it is 0: nothing is bootstrapped.",

@@ -104,7 +104,10 @@ class UnpaddedRows:
         present = {key: column for key, column in markers.items() if column is not None}
         self.has_marker = bool(present)
         every = torch.ones_like(self.numbers, dtype=torch.bool)
-        self.ends = run_ends(TensorDict(present, batch.batch_size)) if present else every
+        if present:
+            self.ends = run_ends(TensorDict(present, batch.batch_size))
+        else:
+            self.ends = every
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
@@ -144,7 +147,9 @@ def same(x: Tensor, y: Tensor) -> Tensor:
     equal = x == y
     if x.is_floating_point():
         equal = equal | (x.isnan() & y.isnan())
-    return equal.flatten(1).all(1) if equal.dim() > 1 else equal
+    if equal.dim() > 1:
+        return equal.flatten(1).all(1)
+    return equal
 
 
 def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -439,7 +444,10 @@ def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
         return
     # terminated rows' steps are the lengths of their episodes
     lengths = rows.step[rows.terminated] + 1
-    episodes = len(lengths) if rows.ids is None else len(torch.unique(rows.ids[rows.terminated]))
+    if rows.ids is None:
+        episodes = len(lengths)
+    else:
+        episodes = len(torch.unique(rows.ids[rows.terminated]))
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
         text = (
             f"all {episodes} ended episodes terminate after {int(lengths[0])} steps: is a time limit "

@@ -137,7 +137,10 @@ class RunTable(NamedTuple):
 def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     """Return the runs of the rows that are not padding, and the numbers of these rows."""
     mask = optional_marker(batch, MASK)
-    rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(to_numpy(mask))
+    if mask is None:
+        rows = np.arange(batch.batch_size.numel())
+    else:
+        rows = np.flatnonzero(to_numpy(mask))
     last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
     # each run begins one row after the last row of the run before
     first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
@@ -328,7 +331,10 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
         x, lane = left if starts else right
         side = max(ribbon * SIDE[kind], 2.5)
         # Inside the run and flush with its edge, so that marks of neighbours do not cover each other.
-        inward = 0.0 if kind == BEGINS else (0.5 if starts else -0.5) * (side + 2.0)
+        if kind == BEGINS:
+            inward = 0.0
+        else:
+            inward = (0.5 if starts else -0.5) * (side + 2.0)
         moved = ax.transData + ScaledTranslation(inward / 72, 0, ax.figure.dpi_scale_trans)
         edge = x[chosen] + (-0.5 if starts else 0.5)
         label = f"{name} ({chosen.sum():,})"

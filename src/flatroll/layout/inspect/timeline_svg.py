@@ -122,7 +122,9 @@ class Svg(Text):
 def _trajectories(batch: TensorDictBase, rows: Ints, runs: RunTable) -> Ints | None:
     """The trajectory id of each run; None if the batch has none."""
     column = batch.get(TRAJ_IDS, None)
-    return None if column is None else to_numpy(flat_column(column, batch, TRAJ_IDS))[rows][runs.first]
+    if column is None:
+        return None
+    return to_numpy(flat_column(column, batch, TRAJ_IDS))[rows][runs.first]
 
 
 class _Picture:
@@ -136,7 +138,11 @@ class _Picture:
         self.thick = 0.68 * pitch
         right = int((placed.x + placed.width).max())
         left = int(placed.x.min())
-        self.first = 0 if 2 * left < right else left  # the step or row at the left edge
+        # the step or row at the left edge
+        if 2 * left < right:
+            self.first = 0
+        else:
+            self.first = left
         self.last = right
         self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
 
@@ -209,7 +215,10 @@ class _Picture:
             colour = values[runs.first][placed.run] % len(TINTS)
         else:
             colours = PLAIN
-            colour = placed.run % 2 if placed.continuous else np.zeros_like(placed.run)
+            if placed.continuous:
+                colour = placed.run % 2
+            else:
+                colour = np.zeros_like(placed.run)
         lines = []
         for number in np.unique(colour):
             chosen = colour == number

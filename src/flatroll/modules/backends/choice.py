@@ -34,7 +34,9 @@ def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
     runs = len(index.first)
     wide = len(rows) >= WIDE * steps
     fused = net.mode == "LSTM" and steps >= DENSE_STEPS * runs
-    return "packed" if net.bidirectional or rows.device.type != "cpu" or wide or fused else "scan"
+    if net.bidirectional or rows.device.type != "cpu" or wide or fused:
+        return "packed"
+    return "scan"
 
 
 def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:

@@ -104,7 +104,9 @@ def precision() -> str:
         tf32 = matmul.fp32_precision == "tf32"
     except AttributeError:  # torch before 2.9
         tf32 = matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    if tf32:
+        return "tf32"
+    return "ieee"
 
 
 def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -155,7 +157,9 @@ def _dense_rows(states: Tensor) -> Tensor:
     """Return states with contiguous rows; the rows may be strided or all the same one."""
     if states.stride(0) == 0:
         return states[:1].contiguous().expand_as(states)
-    return states if states.stride(1) == 1 else states.contiguous()
+    if states.stride(1) == 1:
+        return states
+    return states.contiguous()
 
 
 @torch.library.custom_op("flatroll::gru_triton", mutates_args=())

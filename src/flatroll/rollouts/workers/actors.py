@@ -289,7 +289,11 @@ class Actors:
         if window <= self._largest:
             return
         self._largest, count = window, len(self._configs)
-        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # room for this version and the next
+        # room for this version and the next
+        if self._flat is None:
+            weights = 0
+        else:
+            weights = 2 * self._flat.nbytes
         need = count * self.in_flight * window + weights
         room = self.calls.store_bytes()
         if need > room:
@@ -325,7 +329,10 @@ class Actors:
         if timeout > 0 and self._with_signals:  # otherwise `close` waits for all requested windows
             for link in links:
                 self.calls.call(link.actor, "stop", group=_ASIDE)
-        closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
+        if timeout > 0:
+            closing = [self.calls.call(link.actor, "close") for link in links]
+        else:
+            closing = []
         while closing and (left := ends - monotonic()) > 0:
             ready = self.calls.wait(closing, left)
             closing = [reference for reference in closing if reference not in ready]
@@ -375,7 +382,9 @@ class Actor:
     def head(self) -> Any:
         if self._starting is not None:
             return self._starting
-        return self.under_way[0][1] if self.under_way else None
+        if self.under_way:
+            return self.under_way[0][1]
+        return None
 
     def ask(self, rows: int, limit: int) -> None:
         self._asked, self._request, self._ended = self._asked + 1, (rows, limit), False
@@ -516,7 +525,9 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColum
             "create a new collector"
         )
     parts = [state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name in layout]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    if parts:
+        return np.concatenate(parts)
+    return np.zeros(0, np.uint8)
 
 
 def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColumn]) -> dict[str, Tensor]:

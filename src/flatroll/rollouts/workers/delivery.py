@@ -67,7 +67,10 @@ class Delivery:
         batch = nest(columns, *shape)
         if self._storing is not None:
             batch = batch.to(self._storing, non_blocking=not self._wait)
-            final = None if final is None else final.to(self._storing, non_blocking=not self._wait)
+            if final is None:
+                final = None
+            else:
+                final = final.to(self._storing, non_blocking=not self._wait)
         self.final = final
         for _, window, _ in filled:
             window.release()
@@ -92,7 +95,10 @@ class Delivery:
         if not getattr(self._buffer, "copies_rows", False):
             return False
         columns, *finals = window.tables
-        final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
+        if finals:
+            final = {"final": nest(finals[0], len(finals[0]["row"]))}
+        else:
+            final = {}
         try:
             self._buffer.extend(nest(columns, *window.note.shape), **final)
         except (KeyError, TypeError, ValueError) as error:
@@ -157,7 +163,9 @@ def _join_tables(
 
 
 def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
-    return "none" if form is None else f"{form[0]} {form[1]}"
+    if form is None:
+        return "none"
+    return f"{form[0]} {form[1]}"
 
 
 @dataclass
@@ -184,8 +192,14 @@ class Tally:
             oldest, mean, newest = note.versions
             least = version - newest
             most = version - oldest
-            self.lag_least = least if self.lag_least is None else min(self.lag_least, least)
-            self.lag_most = most if self.lag_most is None else max(self.lag_most, most)
+            if self.lag_least is None:
+                self.lag_least = least
+            else:
+                self.lag_least = min(self.lag_least, least)
+            if self.lag_most is None:
+                self.lag_most = most
+            else:
+                self.lag_most = max(self.lag_most, most)
             self.lag_sum += version - mean
             self.lag_count += 1
 

@@ -198,7 +198,10 @@ class InTurn(Gatherer):
         if limited and not self._whole and not self._left():
             return []
         # Request no more windows than are still needed.
-        windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
+        if limited and not self._whole:
+            windows = ceil(self._left() / self._rows)
+        else:
+            windows = sys.maxsize
         while True:
             served = self._last
             self._last = None
@@ -209,7 +212,10 @@ class InTurn(Gatherer):
             going = [member for member in self.team.members if not member.ended]
             if not going and not self._turns:
                 return []
-            events = self.team.events(going, wake, 0 if self._turns else None) if going else []
+            if going:
+                events = self.team.events(going, wake, 0 if self._turns else None)
+            else:
+                events = []
             for event in events:
                 self.take(event)
             if self._turns:
@@ -220,7 +226,10 @@ class InTurn(Gatherer):
     def _go_on(self, members: Sequence[Member], limited: bool, windows: int) -> None:
         """Let these members make windows, up to their limits."""
         for member in members:
-            limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
+            if limited and self._whole:
+                limit = self._limits.get(member, WITHOUT_END)
+            else:
+                limit = WITHOUT_END
             if limit != member.row_limit:
                 member.row_limit = limit
                 member.ended = False

@@ -180,7 +180,10 @@ class MultiCollector(Facts):
         self._whole = trajs is not None
         self._progress = progress
         storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
-        self._storing = None if storing is None else usable_device(name, storing)
+        if storing is None:
+            self._storing = None
+        else:
+            self._storing = usable_device(name, storing)
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
         shared = {"policy_device": device} | options
@@ -510,7 +513,10 @@ class MultiCollector(Facts):
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
-        policy = "random actions" if self.policy is None else type(self.policy).__name__
+        if self.policy is None:
+            policy = "random actions"
+        else:
+            policy = type(self.policy).__name__
         if self.policy is None and self._jobs[0].policy_factory is not None:
             policy = "of a policy_factory"
         facts: dict[str, Any] = {

@@ -84,7 +84,10 @@ class Processes:
         start_method: Literal["fork", "spawn"] | None = None,
         num_threads: int = 1,
     ) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         if workers > cores:
             _LOG.warning(
                 "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",

@@ -278,7 +278,10 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: the list has a wrong length, or an option lets Ray restart actors.
     """
-    given = [configs or {}] * count if configs is None or isinstance(configs, Mapping) else list(configs)
+    if configs is None or isinstance(configs, Mapping):
+        given = [configs or {}] * count
+    else:
+        given = list(configs)
     if len(given) != count:
         raise ValueError(
             f"remote_configs has {len(given)} entries for {count} collectors: pass one, or one for each"

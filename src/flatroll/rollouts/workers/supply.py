@@ -50,7 +50,10 @@ class Supply:
         self.transport = transport
         self._interrupts = interrupts
         self._publish = publish
-        self._note_waiting = getattr(buffer, "note_waiting", None) if whole else None
+        if whole:
+            self._note_waiting = getattr(buffer, "note_waiting", None)
+        else:
+            self._note_waiting = None
         self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]

@@ -88,7 +88,9 @@ class Member:
 
     def idle(self, limit: float) -> float:
         """Return the seconds since its current step or idle time began, or since its start if it has no collector."""
-        return self.link.quiet(self.since, limit) if self.ready else monotonic() - self.since
+        if self.ready:
+            return self.link.quiet(self.since, limit)
+        return monotonic() - self.since
 
     def ask(self, rows: int, limit: int) -> None:
         """Request windows, see `Link.ask`."""
@@ -236,10 +238,14 @@ class Team:
             for member in waiting
             if (limit := self._limit(member)) is not None and not member.overdue
         ]
-        return max(0.0, min(left)) if left else None
+        if left:
+            return max(0.0, min(left))
+        return None
 
     def _limit(self, member: Member) -> float | None:
-        return self._step_timeout if member.ready else member.limit
+        if member.ready:
+            return self._step_timeout
+        return member.limit
 
     def _check_time(self, member: Member) -> None:
         """Kill a member whose step or env creation takes too long."""
