@@ -285,8 +285,6 @@ class ColumnStorage(Storage):
         late = row >= skip
         if skip:
             final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
-        else:
-            final = final
         kept = batch[skip:] if skip else batch
         ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})

@@ -246,8 +246,6 @@ class OffPolicyLoss(LossModule):
             # require() says what writes the entry
             if column is None:
                 column = require(batch, next_key(key))
-            else:
-                column = column
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -310,9 +308,7 @@ class OffPolicyLoss(LossModule):
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
-        if self.reward_scale is None:
-            reward = reward
-        else:
+        if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
         terminated = self.terminated(inputs)
         steps = get_entry(batch, STEPS)

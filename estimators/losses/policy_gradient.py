@@ -540,8 +540,6 @@ class PolicyGradientLoss(LossModule):
         target = self.column(inputs, "value_target")
         if self.separate_losses:
             after_actor = after_actor.detach()
-        else:
-            after_actor = after_actor
         apart = (
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )

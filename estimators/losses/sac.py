@@ -225,8 +225,6 @@ class SoftActorCritic(OffPolicyLoss):
         aim = self.target_entropy
         if isinstance(aim, str):
             aim = self._auto_target_entropy(inputs, values[0])
-        else:
-            aim = aim
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -377,9 +375,7 @@ class SACLoss(SoftActorCritic):
             critics = self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
             with_action = work if delayed is None else shallow_copy(work)
-            if delayed is None:
-                dist = dist
-            else:
+            if delayed is not None:
                 dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work

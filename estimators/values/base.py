@@ -436,8 +436,6 @@ class ValueEstimator(TensorDictModuleBase):
             shape = require(batch, self.places["reward"], REWARD).shape
             if shape == batch.batch_size:
                 shape = torch.Size([*shape, 1])
-            else:
-                shape = shape
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
@@ -494,11 +492,7 @@ class ValueEstimator(TensorDictModuleBase):
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         if reward.shape == batch.batch_size:
             reward = reward.unsqueeze(-1)
-        else:
-            reward = reward
-        if self.reward_scale is None:
-            reward = reward
-        else:
+        if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
@@ -562,8 +556,6 @@ class ValueEstimator(TensorDictModuleBase):
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
             if gamma.ndim:
                 gamma = factor_over("gamma", gamma, reward.shape, dims)
-            else:
-                gamma = gamma
             # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
         if self.average_rewards:

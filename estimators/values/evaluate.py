@@ -253,14 +253,10 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         value = require(batch, inputs.value_key)
         if next_value is None:
             next_value = require(batch, next_key(inputs.value_key))
-        else:
-            next_value = next_value
     elif inputs.skip_existing:
         value = batch.get(inputs.value_key, None)
         if next_value is None:
             next_value = batch.get(next_key(inputs.value_key), None)
-        else:
-            next_value = next_value
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None

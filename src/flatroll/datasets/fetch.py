@@ -34,8 +34,6 @@ def fetch_url(
     target = Path(path)
     if target.is_dir():
         target = target / url.rstrip("/").rpartition("/")[2]
-    else:
-        target = target
     beside = target.with_name(f".{target.name}.part")
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:

@@ -136,8 +136,6 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
         b = torch.cat([b[:-k] + carried, b[-k:]])
         if row_wise:
             reads = torch.cat([reads[:-k] & reads[k:], reads[-k:]])
-        else:
-            reads = reads
         a = torch.cat([head * a[k:], a[-k:]]) if row_wise else a * a  # type: ignore[index]
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], goes_on[-k:]])
         k *= 2

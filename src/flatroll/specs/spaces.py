@@ -176,7 +176,5 @@ def make_composite_from_td(
             shape = tuple(value.shape) or ((1,) if unsqueeze_null_shapes else ())
             if dynamic_shape and value.ndim > data.ndim:
                 shape = (*shape[:-1], -1)
-            else:
-                shape = shape
             specs[key] = Unbounded(shape, value.device, value.dtype)
     return Composite(specs, shape=data.shape)

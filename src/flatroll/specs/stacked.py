@@ -185,8 +185,6 @@ class Parallel(TensorSpec):
         """Encode one value for each spec: a sequence of them, or an array with the stacked dim."""
         if isinstance(value, np.ndarray):
             value = torch.as_tensor(value)
-        else:
-            value = value
         if hasattr(value, "unbind"):
             parts = value.unbind(self.dim)
         else:

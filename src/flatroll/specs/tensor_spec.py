@@ -654,8 +654,6 @@ class Ranged(TensorSpec):
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
             if self._whole or is_whole(self.dtype):
                 numbers = numbers.round()
-            else:
-                numbers = numbers
             numbers = numbers.clamp(low, high)  # in float64, for numbers that the dtype cannot hold
         return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 

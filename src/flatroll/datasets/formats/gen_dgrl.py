@@ -160,8 +160,6 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         value = _ArraysOnly(stream, max_bytes).load()
         if isinstance(value, _Array) and value.shape == ():
             value = value.item()
-        else:
-            value = value
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}

@@ -286,9 +286,7 @@ def _table(
             check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
-            if field["image"] == "HWC":
-                array = array
-            else:
+            if field["image"] != "HWC":
                 array = array.transpose(0, 2, 3, 1)
             cells = [{"bytes": _png(image), "path": None} for image in array]
             kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -747,9 +745,7 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
-            if field["image"] == "HWC":
-                array = array
-            else:
+            if field["image"] != "HWC":
                 array = array.transpose(0, 3, 1, 2)
         else:
             array = _decode(_column(table, field), field, len(table), name)

@@ -213,8 +213,6 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
         name = key[0] if isinstance(key, tuple) else key
         if name in _ENDS + _VALUES:
             value = _of_steps(value, steps, name)
-        else:
-            value = value
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
                 f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] like the other fields, got "
