@@ -211,7 +211,9 @@ class SamplerEnsemble(_Parts[Sampler]):
         """Return unnormalised probabilities float64 ``[members]``, given the ``rows`` each stores."""
         if isinstance(self.p, str):
             return torch.tensor(rows, dtype=torch.float64)
-        return torch.ones(len(self), dtype=torch.float64) if self.p is None else self.p
+        if self.p is None:
+            return torch.ones(len(self), dtype=torch.float64)
+        return self.p
 
     def draw(self, rows: list[int], generator: torch.Generator | None = None) -> list[int]:
         """Draw the members of a sample, given the number of ``rows`` in each."""
@@ -243,7 +245,8 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
             "list; or pass collate_fn="
         )
     join: Any = torch.stack if stack else torch.cat
-    first, columns = parts[0], []
+    first = parts[0]
+    columns = []
     tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
     if tensordicts:
         with suppress(TypeError):  # non-tensor entries: join the tensordicts instead
@@ -251,11 +254,15 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
     _check_alike(forms or [_form(part) for part in parts], members, stack)
     if not columns:
-        return join(parts) if tensordicts else pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
+        if tensordicts:
+            return join(parts)
+        return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
     made = nest(joined, *rows, *first.batch_size[1:])
-    return made if first.device is None else made.to(first.device)
+    if first.device is None:
+        return made
+    return made.to(first.device)
 
 
 def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
@@ -265,7 +272,8 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
         if form == forms[0]:
             continue
         for key in forms[0] | form:
-            expected, got = forms[0].get(key), form.get(key)
+            expected = forms[0].get(key)
+            got = form.get(key)
             if expected is None or got is None:
                 has, lacks = (first, member) if got is None else (member, first)
                 raise ValueError(
@@ -303,7 +311,9 @@ def _shown(key: Any) -> str:
     """Return the key of an entry or the path of a tree leaf, for errors."""
     if isinstance(key, str) or (key and isinstance(key[0], str)):
         return f"the entry {key!r}"
-    return f"the entry {pytree.keystr(key)}" if key else "its data"
+    if key:
+        return f"the entry {pytree.keystr(key)}"
+    return "its data"
 
 
 class ReplayBufferEnsemble(Facts):
@@ -376,13 +386,18 @@ class ReplayBufferEnsemble(Facts):
             raise TypeError("p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble")
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
-        self._members, self.sampler = rbs, samplers
+        self._members = rbs
+        self.sampler = samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
-        self.collate_fn, self.stack = collate_fn, stack
+        self.batch_size = batch_size
+        self.generator = generator
+        self._process = os.getpid()
+        self.collate_fn = collate_fn
+        self.stack = stack
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = SavedFolders(), Service()
+        self.saves = SavedFolders()
+        self.service = Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -453,7 +468,9 @@ class ReplayBufferEnsemble(Facts):
             ValueError: the batch size is missing or does not fit; the samples cannot be joined.
         """
         sample, info, _ = self._next_sample(batch_size)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over samples forever or, if all members sample without replacement, until each has ended a pass."""
@@ -473,7 +490,9 @@ class ReplayBufferEnsemble(Facts):
             reseed_in_worker(self.generator)
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
-        parts, infos, ended = [], [], set()
+        parts = []
+        infos = []
+        ended = set()
         for member in members:
             if not len(self._members[member]):
                 raise RuntimeError(
@@ -502,7 +521,8 @@ class ReplayBufferEnsemble(Facts):
         ends = torch.zeros(len(ids), dtype=torch.bool)
         ends[counts.cumsum(0) - 1] = True
         if stack:
-            ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
+            ids = ids.view(len(members), -1)
+            ends = ends.view(len(members), -1)
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
             set_ids(sample, ids)
         info["buffer_ids"] = ids
@@ -512,7 +532,8 @@ class ReplayBufferEnsemble(Facts):
 
     def _rows(self, batch_size: int | None) -> int:
         """Return the rows per drawn member; ValueError if the batch size does not fit."""
-        size, count = self.batch_size if batch_size is None else batch_size, self.sampler.num_buffer_sampled
+        size = self.batch_size if batch_size is None else batch_size
+        count = self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % count:
@@ -599,7 +620,8 @@ class ReplayBufferEnsemble(Facts):
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
         if not bool((rows_ids == rows_ids[:, :1]).all()):
-            data, rows_ids = data.reshape(-1), ids.reshape(-1, 1)
+            data = data.reshape(-1)
+            rows_ids = ids.reshape(-1, 1)
         for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
             if not bool(mask.any()):
@@ -728,7 +750,10 @@ class ReplayBufferEnsemble(Facts):
                 saved.append(
                     list(member.save_version(inner, {}, options._replace(keep=keep, overwrite=True)))
                 )
-            generator = None if self.generator is None else self.generator.get_state()
+            if self.generator is None:
+                generator = None
+            else:
+                generator = self.generator.get_state()
             packer.add("buffer", {"generator": generator, "members": saved})
             facts = {"kind": "ensemble", "members": [number for number, _ in saved]}
             return folder.publish(packer.tree, packer.tensors, extra=facts)
@@ -773,7 +798,9 @@ class ReplayBufferEnsemble(Facts):
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
 
 pickle_by_value(ReplayBufferEnsemble)

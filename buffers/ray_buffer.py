@@ -63,7 +63,8 @@ class BufferActor:
 
     def weight(self) -> Weight:
         """Return the buffer's weight in an ensemble."""
-        buffer, sampler = self._buffer, self._buffer.sampler
+        buffer = self._buffer
+        sampler = self._buffer.sampler
         unit = getattr(sampler, "slice_len", 1)
         if unit is None:
             raise ValueError(
@@ -153,7 +154,8 @@ class RayReplayBuffer(Facts):
         config = {"num_cpus": 0, **(remote_config or {})}
         if config.pop("max_restarts", 0):
             raise ValueError("remote_config must leave max_restarts at 0: a restarted buffer would be empty")
-        self.batch_size, self.prefetch = batch_size, prefetch
+        self.batch_size = batch_size
+        self.prefetch = prefetch
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
         try:
@@ -235,7 +237,9 @@ class RayReplayBuffer(Facts):
             while len(self._under_way) <= self.prefetch:
                 self._under_way.append(self.begin("sample", None, True))
             sample, info = self.result(self._under_way.popleft())
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over samples forever."""
@@ -266,7 +270,8 @@ class RayReplayBuffer(Facts):
 
     def shutdown(self) -> None:
         """Stop the actor, which drops its rows, and Ray if it was started here; a second call does nothing."""
-        actor, self._actor = self._actor, None
+        actor = self._actor
+        self._actor = None
         self._under_way.clear()
         if actor is not None:
             self._calls.kill(actor)

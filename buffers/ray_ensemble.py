@@ -70,7 +70,10 @@ class RayReplayBufferEnsemble(Facts):
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
         one_of("on_loss", on_loss, ("raise", "drop"))
-        self.shards, self.batch_size, self.prefetch, self.on_loss = shards, batch_size, prefetch, on_loss
+        self.shards = shards
+        self.batch_size = batch_size
+        self.prefetch = prefetch
+        self.on_loss = on_loss
         self.generator = generator
         self._lost: set[int] = set()
         self._turn = 0  # shard of the next batch without trajectory ids
@@ -125,14 +128,18 @@ class RayReplayBufferEnsemble(Facts):
 
         Without ``("collector", "traj_ids")`` each batch goes to one shard, in turn.
         """
-        ids = data.get(TRAJ_IDS, None) if isinstance(data, TensorDictBase) else None
+        if isinstance(data, TensorDictBase):
+            ids = data.get(TRAJ_IDS, None)
+        else:
+            ids = None
         if ids is None:
             self._turn += 1
             homes = torch.full((len(data),), self._turn - 1)
         else:  # consecutive trajectories of a writer go to different shards
             homes = (ids.reshape(-1) >> ID_BITS) + (ids.reshape(-1) & ((1 << ID_BITS) - 1))
         homes = homes.cpu() % len(self.shards)
-        left, count = torch.ones(len(homes), dtype=torch.bool), len(homes)
+        left = torch.ones(len(homes), dtype=torch.bool)
+        count = len(homes)
         while bool(left.any()):  # again for the rows of shards that are lost meanwhile
             moved = torch.tensor([self._home(number) for number in range(len(self.shards))])[homes]
             masks = {shard: left & (moved == shard) for shard in set(moved[left].tolist())}
@@ -163,7 +170,8 @@ class RayReplayBufferEnsemble(Facts):
 
         Rows of lost shards are left out.
         """
-        priorities, references = torch.as_tensor(priority), dict[int, Any]()
+        priorities = torch.as_tensor(priority)
+        references = dict[int, Any]()
         for shard in self._live():
             mask = buffer_ids == shard
             if bool(mask.any()):
@@ -206,7 +214,9 @@ class RayReplayBufferEnsemble(Facts):
         while missing := self._finish(asked, parts):
             asked = self._begin(missing)
         sample, info = self._join(parts)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def _begin(self, size: int) -> "_Asked":
         """Ask each shard for its part of a sample, and those without a part for their weights."""
@@ -327,8 +337,13 @@ _Asked = list[tuple[int, int, Any]]
 def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, ...]:
     """Return the rows of a batch in ``mask``, and those of its *final* that belong to them."""
     if bool(mask.all()):
-        return (data,) if final is None else (data, final)
-    rows = data[mask.to(data.device)] if isinstance(data, TensorDictBase) and data.device else data[mask]
+        if final is None:
+            return (data,)
+        return (data, final)
+    if isinstance(data, TensorDictBase) and data.device:
+        rows = data[mask.to(data.device)]
+    else:
+        rows = data[mask]
     if final is None:
         return (rows,)
     of_rows = mask[final["row"].cpu()]

@@ -43,7 +43,9 @@ CALLS = frozenset(
 )
 # The first value of an answer: the call returned, it raised, or its message was unreadable and the owner has
 # closed the channel.
-DONE, FAILED, LOST = "done", "failed", "lost"
+DONE = "done"
+FAILED = "failed"
+LOST = "lost"
 _GONE = (
     "the owner of this shared buffer is gone: its process has ended, or the buffer was deleted there. Keep the buffer, "
     "on which handle() was called, as long as its handles are used"
@@ -74,7 +76,8 @@ class Post:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._in_slot = False  # whether the last value was sent in a slot
-        self._outbox, self._inbox = Outbox(channel, slots=1), Inbox(channel)
+        self._outbox = Outbox(channel, slots=1)
+        self._inbox = Inbox(channel)
 
     def send(self, value: Any) -> None:
         """Send a value that cloudpickle can pickle; nothing is sent if it cannot.
@@ -122,7 +125,10 @@ class Post:
             if window is None:
                 return None
             columns = {key: column for table in window.tables for key, column in table.items()}
-            rest = columns.pop("rest").numpy().tobytes() if window.note is None else window.note
+            if window.note is None:
+                rest = columns.pop("rest").numpy().tobytes()
+            else:
+                rest = window.note
             tensors = [columns[str(place)] for place in range(len(columns))]
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
@@ -181,7 +187,9 @@ class BufferHandle:
     """
 
     def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
-        self.door, self._owner, self._here = door, owner, here
+        self.door = door
+        self._owner = owner
+        self._here = here
         self.post: Post | None = None  # this process's channel, opened by its first call
         self._lock = threading.Lock()
         forget_in_children(self)
@@ -190,7 +198,10 @@ class BufferHandle:
         self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
-        options = {} if update_priority is None else {"update_priority": update_priority}
+        if update_priority is None:
+            options = {}
+        else:
+            options = {"update_priority": update_priority}
         # An ensemble's method has neither option and raises its own error.
         stored: Tensor = self._call("extend", data, *(() if final is None else (final,)), **options)
         return stored
@@ -284,7 +295,9 @@ class BufferHandle:
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
-        return torch.arange(value.start, value.stop) if isinstance(value, range) else value
+        if isinstance(value, range):
+            return torch.arange(value.start, value.stop)
+        return value
 
     def hang_up(self) -> None:
         """Close this process's channel; the next call opens a new one."""
@@ -298,13 +311,16 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
     if name not in CALLS:
         raise ValueError(f"a handle can call {sorted(CALLS)}, not {name!r}")
     found = getattr(buffer, name)
-    return found(*arguments, **options) if callable(found) else found
+    if callable(found):
+        return found(*arguments, **options)
+    return found
 
 
 def shortened(value: Any) -> Any:
     """Replace consecutive positions with a range, which saves a kilobyte per 128 rows."""
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
-        first, last = int(value[0]), int(value[-1])
+        first = int(value[0])
+        last = int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
             return range(first, last + 1)
     return value
@@ -327,7 +343,8 @@ class Owner:
     """
 
     def __init__(self, buffer: Served) -> None:
-        self.process, self._closed = os.getpid(), False
+        self.process = os.getpid()
+        self._closed = False
         self._buffer = weakref.ref(buffer)
         self._inside, outside = Door.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)

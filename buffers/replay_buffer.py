@@ -168,16 +168,21 @@ class ReplayBuffer(Facts):
         self.prefetch = prefetch
         self.batch_size = batch_size
         last = self.storage.ndim - 1
-        self.dim_extend = last if dim_extend is None else whole_number("dim_extend", dim_extend, 0, last)
+        if dim_extend is None:
+            self.dim_extend = last
+        else:
+            self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
         self.generator = cpu_generator(generator)
         if batch_size is not None:
             whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
         self.markers: BoundaryKeys | None = None
-        self.ring, self.started = Ring(self.storage.max_size), False
+        self.ring = Ring(self.storage.max_size)
+        self.started = False
         self.transforms: list[TransformLike] = []
-        self.saves, self.service = SavedFolders(), Service()
+        self.saves = SavedFolders()
+        self.service = Service()
         if transform is not None:
             self.append_transform(transform)
         self._home = os.getpid()  # the process of the last write
@@ -286,9 +291,12 @@ class ReplayBuffer(Facts):
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self.lock:
-                        self.ring, self.started = ring, True
+                        self.ring = ring
+                        self.started = True
                 slots = self._store(ring, rows, filled, prioritize)
-        return positions(slots, self.storage.lanes) if self.storage.lanes else slots
+        if self.storage.lanes:
+            return positions(slots, self.storage.lanes)
+        return slots
 
     def _first_ring(self, data: Any) -> Ring:
         """Create the ring; the first batch decides whether trajectories are tracked."""
@@ -317,11 +325,17 @@ class ReplayBuffer(Facts):
         The copy runs without the readers' lock: claimed slots are not drawn, and an earlier sample with one of them
         is redrawn.
         """
-        storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
+        storage = self.storage
+        sampler = self.sampler
+        count = rows.count
+        fragments = rows.fragments
         # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
         with self.lock:  # from here on, rows about to be overwritten are not drawn
-            chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
+            if self.writer.stateful:
+                chosen = self.writer.choose(ring, rows)
+            else:
+                chosen = None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
                 sampler.claimed(ring, first, count)
@@ -351,7 +365,9 @@ class ReplayBuffer(Facts):
                     sampler.entered(ring, first, count)
         # Slots wrap around to 0. Most writes do not reach the end and skip the modulo.
         slots = torch.arange(slot, slot + count)
-        return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
+        if slot + count <= ring.capacity:
+            return slots
+        return slots.remainder_(ring.capacity)
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Overwrite stored rows with ``data`` (after the transforms' ``inv``); length and cursor do not change.
@@ -404,7 +420,8 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots, priorities = slots_of(index, self.storage.lanes), as_numbers("priority", priority)
+        slots = slots_of(index, self.storage.lanes)
+        priorities = as_numbers("priority", priority)
         if generation is not None:
             need_tensors(generation=generation)
         with self.lock:
@@ -439,7 +456,9 @@ class ReplayBuffer(Facts):
         if return_info is not False and return_info is not True:
             flags(return_info=return_info)
         sample, info, _ = self.next_sample(batch_size)
-        return (sample, info) if return_info else sample
+        if return_info:
+            return (sample, info)
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         """Return an infinite iterator of samples; with a sampler without replacement it ends after one pass."""
@@ -489,9 +508,11 @@ class ReplayBuffer(Facts):
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
         """Mark the rows and apply the transforms."""
-        storage, (draw, values) = self.storage, drawn
+        storage = self.storage
+        (draw, values) = drawn
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
-        structure, shape = storage.structure, draw.slots.shape
+        structure = storage.structure
+        shape = draw.slots.shape
         if isinstance(structure, TensorDicts):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
@@ -547,7 +568,8 @@ class ReplayBuffer(Facts):
             ring = self.ring
             draw = draw_again(ring)
         draw, values = self.read_drawn(ring, draw, draw_again, self._gather)
-        rows, listed = draw.slots, isinstance(self.storage, ListStorage)
+        rows = draw.slots
+        listed = isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
             return values[0]
         ends = torch.ones(len(rows), dtype=torch.bool)
@@ -587,7 +609,9 @@ class ReplayBuffer(Facts):
     @property
     def index(self) -> TrajectoryIndex | None:
         """The trajectory index; None before the first extend, or if no part of the buffer needs one."""
-        return self.ring if isinstance(self.ring, TrajectoryIndex) else None
+        if isinstance(self.ring, TrajectoryIndex):
+            return self.ring
+        return None
 
     @property
     def spec(self) -> Composite:
@@ -623,8 +647,13 @@ class ReplayBuffer(Facts):
 
     def noted_space(self, key: NestedKey) -> Any:
         """Return the Gymnasium space of one row of an entry from `note_spec`; None if unknown."""
-        spec = None if self.noted_spec is None else self.noted_spec.get(key, None)
-        return None if spec is None else as_space(spec[0])
+        if self.noted_spec is None:
+            spec = None
+        else:
+            spec = self.noted_spec.get(key, None)
+        if spec is None:
+            return None
+        return as_space(spec[0])
 
     def oldest_first(self) -> Any:
         """Return all stored rows in writing order (``buffer[:]`` returns slot order), for `extend` of another buffer.
@@ -734,7 +763,8 @@ class ReplayBuffer(Facts):
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
-                keys, first = state["keys"], not self.started
+                keys = state["keys"]
+                first = not self.started
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
@@ -894,7 +924,8 @@ class ReplayBuffer(Facts):
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return the values saved with the buffer, and a function that loads the rest."""
         self.enter_process()
-        checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
+        checkpointer = checkpointer_of(self.storage)
+        saved = self.saves.of(path)
 
         @reading_tables()
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
@@ -952,7 +983,9 @@ class ReplayBuffer(Facts):
 
     def made_ahead(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
-        return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+        if self._prefetcher is None:
+            return []
+        return copy.deepcopy(self._prefetcher.results())
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
@@ -999,7 +1032,8 @@ class ReplayBuffer(Facts):
 
     def _empty_ring(self) -> Ring:
         """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
-        ring, capacity = self.ring, self.ring.capacity
+        ring = self.ring
+        capacity = self.ring.capacity
         # The new first row number: `written` rounded up to a multiple of the capacity, so that no number is reused.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
@@ -1024,7 +1058,9 @@ class ReplayBuffer(Facts):
         if type(ring) is not Ring:
             names.append(type(ring).__name__)
         name = next(iter(names), self.storage.own_column)
-        return None if name is None else f"a {name}"
+        if name is None:
+            return None
+        return f"a {name}"
 
     # -- other threads, processes and copies ---------------------------------------------------------------------
 
@@ -1102,7 +1138,8 @@ class ReplayBuffer(Facts):
             self._make_locks()
         self._ready_in = process
         reseed_in_worker(self.generator)
-        tell, self._failure = self._failure, None
+        tell = self._failure
+        self._failure = None
         if tell is not None:
             tell()
 
@@ -1191,7 +1228,8 @@ class ReplayBuffer(Facts):
 
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
     """Return torchrl's names of these statistics."""
-    rows, capacity = numbers["rows"], numbers["capacity"]
+    rows = numbers["rows"]
+    capacity = numbers["capacity"]
     return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 

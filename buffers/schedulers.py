@@ -158,17 +158,17 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma, self.n_steps = (
-            float(number("gamma", gamma, above=-math.inf, below=math.inf)),
-            whole_number("n_steps", n_steps),
-        )
+        self.gamma = float(number("gamma", gamma, above=-math.inf, below=math.inf))
+        self.n_steps = whole_number("n_steps", n_steps)
         self.mode = one_of("mode", mode, ("multiplicative", "additive"))
 
     @override
     def value(self, current: float) -> float:
         if self.steps % self.n_steps:
             return current
-        return current + self.gamma if self.mode == "additive" else current * self.gamma
+        if self.mode == "additive":
+            return current + self.gamma
+        return current * self.gamma
 
 
 class SchedulerList:

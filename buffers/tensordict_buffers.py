@@ -21,7 +21,8 @@ from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_t
 from flatroll.layout.checks import expect, need_keys
 from flatroll.layout.keys import NestedKey
 
-_INDEX, _GENERATION = "index", "index_generation"
+_INDEX = "index"
+_GENERATION = "index_generation"
 
 #: Entries that the buffer adds to samples. They are not stored when a sample is passed to extend.
 _SAMPLE_ENTRIES = (_INDEX, "priority_weight", _GENERATION)
@@ -151,7 +152,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             ValueError: a negative or infinite priority, or NaN.
         """
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
-        index, priority = data.get(_INDEX, None), data.get(self.priority_key, None)
+        index = data.get(_INDEX, None)
+        priority = data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
         if index is None or priority is None:
             raise KeyError(
@@ -160,7 +162,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 f"{self.priority_key!r} (priority_key)"
             )
         # Batch dims of a stored item: 0 for rows, 1 for whole trajectories.
-        inner, structure = 0, self.storage.structure
+        inner = 0
+        structure = self.storage.structure
         if isinstance(structure, TensorDicts):
             inner = len(structure.inner)
         elif isinstance(self.storage, ListStorage) and index.numel():

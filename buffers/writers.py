@@ -49,7 +49,9 @@ class Writer:
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
         """Return a ring of ``capacity`` slots, a `TrajectoryIndex` if ``indexed``."""
-        return TrajectoryIndex(capacity, first) if indexed else Ring(capacity, first)
+        if indexed:
+            return TrajectoryIndex(capacity, first)
+        return Ring(capacity, first)
 
     def check(self, batch: object) -> None:
         """Raise an error if ``batch`` may not be written."""

@@ -53,7 +53,9 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
 def log_prob_parts(actor: TensorDictModuleBase) -> list[NestedKey]:
     """Return the keys under which an actor writes the log-probabilities of an action's parts; none for one part."""
     declared: Any = getattr(actor, "log_prob_keys", None) or ()
-    return list(declared) if len(declared) > 1 else []
+    if len(declared) > 1:
+        return list(declared)
+    return []
 
 
 def sampled_log_prob_keys(
@@ -129,7 +131,10 @@ def log_prob_of(
     # log_prob() would silently broadcast [N, 1] against [N] to [N, N]
     log_prob: Tensor | None = None
     if action.shape[: len(shape)] == shape:
-        log_prob = dist.log_prob(action) if base is None else score(dist, action, base)
+        if base is None:
+            log_prob = dist.log_prob(action)
+        else:
+            log_prob = score(dist, action, base)
     squashes = isinstance(dist, (TransformedDistribution, Independent))
     if squashes and base is None and warn is not None and not warn.warned and on_host(action):
         lost = saturated(dist, action)
@@ -160,7 +165,9 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
             "batch size of the tensordict must be that of the rows, without feature dims"
         )
     extra = log_prob.ndim - len(shape)  # further dims are independent, so their log-probabilities add up
-    return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
+    if extra > 0:
+        return log_prob.flatten(-extra).sum(-1)
+    return log_prob
 
 
 def entropy_of(dist: Distribution, samples: int) -> Tensor:

@@ -83,7 +83,8 @@ def generalized_advantage_estimate(
     # Every argument as a column [B * F * T], in which each run is contiguous.
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
-    discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
+    discount = series.factor("gamma", gamma)
+    trace = series.factor("lmbda", lmbda)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
     advantage, target = residual_scan(
         discount, discount * trace, *columns, terminated, ends, longest=series.longest
@@ -296,7 +297,8 @@ def td_lambda_return_estimate(
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
-    discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
+    discount = series.factor("gamma", gamma)
+    trace = series.factor("lmbda", lmbda)
     columns = series.column(reward), series.column(next_state_value)
     return series.restored(return_scan(discount, trace, *columns, terminated, ends, longest=series.longest))
 
@@ -344,7 +346,10 @@ class TimeColumns:
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
         checks.floating_tensor("reward", reward)
-        self.shape, self.dtype, self.device, dims = reward.shape, reward.dtype, reward.device, reward.ndim
+        self.shape = reward.shape
+        self.dtype = reward.dtype
+        self.device = reward.device
+        dims = reward.ndim
         for name, x in values.items():
             checks.dense_tensor(name, x, self.device, "the reward")
             if x.dtype is torch.bool:
@@ -368,7 +373,9 @@ class TimeColumns:
     def column(self, x: Tensor) -> Tensor:
         """Flatten ``x``, of the reward's shape, a view if possible; floats are cast to the common dtype."""
         column = (x if self._in_order else x.movedim(self.time, -1)).reshape(-1)
-        return column if x.dtype is torch.bool else column.to(self.dtype)
+        if x.dtype is torch.bool:
+            return column
+        return column.to(self.dtype)
 
     def restored(self, column: Tensor) -> Tensor:
         """Reshape a column to the reward's shape: the inverse of :meth:`column`."""
@@ -418,7 +425,9 @@ class TimeColumns:
             for bound in x.detach().aminmax():
                 unit_interval(name, float(bound))
         x = x.to(self.dtype)
-        return self.column(factor_over(name, x, self.shape, self.time + 1)) if x.ndim else x
+        if x.ndim:
+            return self.column(factor_over(name, x, self.shape, self.time + 1))
+        return x
 
 
 def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
@@ -428,7 +437,10 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
     [[0.5, 0.5, 0.5], [0.8999999761581421, 0.8999999761581421, 0.8999999761581421]]
     """
     try:  # one per row: append a dim of size 1 per feature dim, so that it broadcasts from the left
-        over = x.reshape(*x.shape, *[1] * (len(shape) - rows)) if x.shape == shape[:rows] else x
+        if x.shape == shape[:rows]:
+            over = x.reshape(*x.shape, *[1] * (len(shape) - rows))
+        else:
+            over = x
         return over.expand(shape)
     except RuntimeError:
         raise ValueError(
@@ -445,7 +457,9 @@ def unit_interval(name: str, number: float | Tensor) -> float:
 def join_words(items: Sequence[object]) -> str:
     """``a, b and c``."""
     *first, last = map(str, items)
-    return f"{', '.join(first)} and {last}" if first else last
+    if first:
+        return f"{', '.join(first)} and {last}"
+    return last
 
 
 def vtrace_advantage_estimate(
@@ -538,4 +552,6 @@ def _clip_ratio(
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
     threshold = float(threshold)
-    return ratio.clamp_(max=threshold) if in_place else ratio.clamp(max=threshold)
+    if in_place:
+        return ratio.clamp_(max=threshold)
+    return ratio.clamp(max=threshold)

@@ -32,7 +32,9 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
 def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Combine two masks by logical and; None means all True."""
     if mask is None or other is None:
-        return other if mask is None else mask
+        if mask is None:
+            return other
+        return mask
     return mask & other
 
 
@@ -47,7 +49,9 @@ def expand_mask(mask: Tensor | None, column: Tensor) -> Tensor | None:
 def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     """``column`` with 0 where ``mask`` (the same shape) is False; None means all True."""
     # where(), not a product: 0 * NaN is NaN, also in the gradient
-    return column if mask is None else torch.where(mask, column, 0.0)
+    if mask is None:
+        return column
+    return torch.where(mask, column, 0.0)
 
 
 def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
@@ -62,7 +66,8 @@ def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[Nest
     >>> zero_padding(padded, "mask", ["observation"])["observation"].tolist()
     [1.0, 0.0]
     """
-    copy, real = batch.copy(), marker(batch, mask_key)
+    copy = batch.copy()
+    real = marker(batch, mask_key)
     for key in keys:
         column = batch.get(key, None)
         if column is not None and column.is_floating_point():
@@ -104,7 +109,8 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None and column.numel() > 1:
         deviation, mean = torch.std_mean(column)  # one pass for both
     else:
-        deviation, mean = masked_variance(column, mask, correction=1).sqrt(), masked_mean(column, mask)
+        deviation = masked_variance(column, mask, correction=1).sqrt()
+        mean = masked_mean(column, mask)
     return (column - mean) / deviation.clamp(min=_LEAST_DEVIATION)
 
 
@@ -120,7 +126,10 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     ids = torch.unique(groups, return_inverse=True)[1]
     ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
     flat = column.reshape(-1)
-    real = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    if mask is None:
+        real = torch.ones_like(flat, dtype=torch.bool)
+    else:
+        real = mask.reshape(-1)
 
     def total(x: Tensor) -> Tensor:
         """Return the sum over each row's group, one value per row."""
@@ -148,7 +157,8 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
     # factor cancels in the ESS. The lower bound avoids -inf - (-inf) = NaN where no row counts.
     largest = real.max().clamp(min=torch.finfo(real.dtype).min)
     relative = (real - largest).exp()
-    total, max_ratio = relative.sum(), largest.exp()
+    total = relative.sum()
+    max_ratio = largest.exp()
     return {
         "kl_approx": masked_mean(-log_ratio, mask),
         "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
@@ -184,7 +194,9 @@ class WarnOnce:
         self.warned = True
         # count frames up to the first one outside this package and torch, which is the user's
         inside = ("flatroll.estimators", "torch.", "tensordict.")
-        level, frame = 1, sys._getframe(0)
+        level = 1
+        frame = sys._getframe(0)
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(inside):
-            level, frame = level + 1, frame.f_back
+            level = level + 1
+            frame = frame.f_back
         warnings.warn(text, UserWarning, stacklevel=level)

@@ -90,7 +90,10 @@ class RewardScale(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.gamma = unit_interval("gamma", gamma)
-        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        if clip is None:
+            self.clip = None
+        else:
+            self.clip = float(number("clip", clip, above=0))
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         need_keys(in_key=in_key)
         need_keys(optional=True, out_key=out_key)
@@ -151,11 +154,9 @@ class RewardScale(TensorDictModuleBase):
             flat_column(reward, batch, key).double(),
             flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS),
         ]
-        done, is_init, mask = (
-            marker(batch, DONE),
-            optional_marker(batch, IS_INIT),
-            optional_marker(batch, MASK),
-        )
+        done = marker(batch, DONE)
+        is_init = optional_marker(batch, IS_INIT)
+        mask = optional_marker(batch, MASK)
         rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.

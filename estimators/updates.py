@@ -116,8 +116,11 @@ class UpdateStep:
                 fits = all(x.is_cpu and x.is_floating_point() for x in group["params"])
                 if fits and not (chosen or group["differentiable"] or group["capturable"]):
                     group["fused"] = True
-        self.loss, self.optimizer, self.updater = loss, optimizer, updater
-        self.max_grad_norm, self.autocast = max_grad_norm, autocast
+        self.loss = loss
+        self.optimizer = optimizer
+        self.updater = updater
+        self.max_grad_norm = max_grad_norm
+        self.autocast = autocast
         self.compile_seconds = 0.0
         self._graph = _Graph(self) if compile else None
 
@@ -159,7 +162,8 @@ class UpdateStep:
         checks.need_rows(rows)
         checks.whole_number("epochs", epochs)
         checks.whole_number("minibatch", minibatch)
-        columns, device = columns_read_by(self.loss, rows), rows.device
+        columns = columns_read_by(self.loss, rows)
+        device = rows.device
         is_init = self.loss.key("is_init")
         if rows.batch_dims == 1 and any(
             is_init in getattr(part, "in_keys", ()) for part in self.loss.modules()
@@ -282,14 +286,17 @@ class _Graph:
     """The compiled part of an update: the loss, its gradients, clipping and, of Adam and AdamW, their step."""
 
     def __init__(self, step: UpdateStep) -> None:
-        self.step, self.loss, self.optimizer = step, step.loss, step.optimizer
+        self.step = step
+        self.loss = step.loss
+        self.optimizer = step.optimizer
         self.names: list[str] = []  # names of the parameters with gradients, by group
         self.groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self.compiled_for: set[object] = set()
         hooked = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
         self.applies = type(step.optimizer) in (Adam, AdamW) and not hooked
         # torch limits recompilations to 8 per code object, so each step gets its own
-        code, names = _Graph._traced.__code__.replace(), _Graph._traced.__globals__
+        code = _Graph._traced.__code__.replace()
+        names = _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)
         cuda = next(step.loss.parameters()).is_cuda
         self.run: Callable[..., Any] = torch.compile(
@@ -298,7 +305,8 @@ class _Graph:
 
     def update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
         """Update once; compile first if the batch is of a new kind."""
-        dims, device = batch.batch_dims, batch.device
+        dims = batch.batch_dims
+        device = batch.device
         kind = (dims, device, self.loss.training, *columns)
         if kind not in self.compiled_for:
             self._compile(columns, batch)
@@ -430,7 +438,8 @@ class _Graph:
         rows = next(iter(columns.values())).shape[:dims]
 
         def total(weights: list[Tensor]) -> tuple[Tensor, tuple[dict[str, Tensor], list[Tensor]]]:
-            batch, named = nest(columns, *rows, device=device), dict(zip(self.names, weights, strict=True))
+            batch = nest(columns, *rows, device=device)
+            named = dict(zip(self.names, weights, strict=True))
             value, numbers = self.step.losses_of(
                 lambda data: functional_call(self.loss, named, (data,)), batch
             )

@@ -101,7 +101,10 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
     Raises:
         ValueError: an observation wrapper surrounds the adapted env, or that method raises it.
     """
-    asked = "autoreset='same_step'" if max_steps is None else f"max_steps={max_steps}"
+    if max_steps is None:
+        asked = "autoreset='same_step'"
+    else:
+        asked = f"max_steps={max_steps}"
     for layer in layers(env):
         if isinstance(layer, VectorStream):
             if max_steps is not None or not layer.same_step:
@@ -141,7 +144,10 @@ def wrappers_within(env: object) -> Iterator[object]:
                 yield from wrappers_within(part)
             return
         else:
-            layer = layer.env if isinstance(layer, gymnasium.Wrapper | VectorWrapper) else None
+            if isinstance(layer, gymnasium.Wrapper | VectorWrapper):
+                layer = layer.env
+            else:
+                layer = None
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
@@ -150,7 +156,9 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
     if children:
         parts = children.values() if isinstance(children, dict) else children
         return set().union(*map(_float_dtypes, parts))
-    return {str(space.dtype)} if space.dtype is not None and space.dtype.kind == "f" else set()
+    if space.dtype is not None and space.dtype.kind == "f":
+        return {str(space.dtype)}
+    return set()
 
 
 def _choose_source(
@@ -176,7 +184,7 @@ def _choose_source(
             "that FlatVecEnv was made from"
         )
     _refuse_other_interfaces(env)
-    functional = env if isinstance(env, FunctionalEnv) else as_functional(env) if family_of(env) else None
+    functional = env if isinstance(env, FunctionalEnv) else (as_functional(env) if family_of(env) else None)
     if functional is not None:
         if mode not in (None, AutoresetMode.SAME_STEP):
             raise ValueError(
@@ -248,7 +256,10 @@ def _choose_source(
         source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
-    way_out = ": call the factory first" if callable(env) and not hasattr(env, "step") else ""
+    if callable(env) and not hasattr(env, "step"):
+        way_out = ": call the factory first"
+    else:
+        way_out = ""
     if isinstance(env, str):
         way_out = f": gymnasium.make_vec({env!r}, num_envs=..., vectorization_mode='sync') makes one"
     elif isinstance(env, list | tuple):
@@ -303,9 +314,10 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     while isinstance(inner, gymnasium.Wrapper):
         if not isinstance(inner, OrderEnforcing | PassiveEnvChecker):
             name = type(inner).__name__
-            limit = (
-                ", which has no time limit: StepCounter(env, max_steps=...)" if "TimeLimit" in name else ""
-            )
+            if "TimeLimit" in name:
+                limit = ", which has no time limit: StepCounter(env, max_steps=...)"
+            else:
+                limit = ""
             raise TypeError(
                 f"env is a gymnasium.Wrapper ({name}) around a vector env: single-env wrappers do not understand "
                 f"batches; use the one in gymnasium.wrappers.vector, or wrap env.unwrapped{limit}"
@@ -368,7 +380,9 @@ def _own_attribute(layer: object) -> AutoresetMode | None:
     if getattr_static(layer, "autoreset_mode", None) is None:
         return None
     mode = getattr(layer, "autoreset_mode", None)
-    return _parse_mode(mode) if isinstance(mode, AutoresetMode | str) else None
+    if isinstance(mode, AutoresetMode | str):
+        return _parse_mode(mode)
+    return None
 
 
 def _own_metadata(layer: object) -> AutoresetMode | None:
@@ -378,7 +392,10 @@ def _own_metadata(layer: object) -> AutoresetMode | None:
     some write their mode into it, so it may hold the mode of another env.
     """
     metadata = getattr(layer, "metadata", None)
-    inner = getattr(layer.env, "metadata", None) if isinstance(layer, VectorWrapper) else None
+    if isinstance(layer, VectorWrapper):
+        inner = getattr(layer.env, "metadata", None)
+    else:
+        inner = None
     if not isinstance(metadata, Mapping) or metadata is inner:
         return None
     # Gymnasium before 1.4 gives Sync and Async envs the metadata of their sub-envs' class.

@@ -140,21 +140,24 @@ class PettingZooSource(VectorSource):
     def _join(self, games: "Games", names: list[Any], state: bool, label: str) -> None:
         """Initialize as the source of these agents of the games."""
         first = games.envs[0]
-        self._games, self.names, self._state = games, names, state
+        self._games = games
+        self.names = names
+        self._state = state
         own, action = (_shared_space(kind, games.envs, names, label) for kind in ("observation", "action"))
         # Paths of the leaves of an agent's observation, in the env's output and in the row. With a state the row is a
         # Dict of both.
         paths = [path for _, path in space_leaves(own, ())]
-        space, prefix = own, tuple[str, ...]()
+        space = own
+        prefix = tuple[str, ...]()
         if state:
             if not isinstance(own, spaces.Dict):
-                own, prefix = spaces.Dict(observation=own), ("observation",)
+                own = spaces.Dict(observation=own)
+                prefix = ("observation",)
             if STATE in own.spaces or not hasattr(first, "state_space"):
-                problem = (
-                    "the observations have that entry already"
-                    if STATE in own.spaces
-                    else "the env lacks state_space, the space of env.state()"
-                )
+                if STATE in own.spaces:
+                    problem = "the observations have that entry already"
+                else:
+                    problem = "the env lacks state_space, the space of env.state()"
                 raise ValueError(
                     f"state=True adds the entry 'state' to the observations, but {problem}, "
                     f"in {type(first).__name__}: leave state out, or rename the entry in the env"
@@ -254,7 +257,8 @@ class PettingZooSource(VectorSource):
         if self._state:
             count = len(self.names)
             obs: Any = self.obs
-            array, state = obs[STATE], np.asarray(env.state())
+            array = obs[STATE]
+            state = np.asarray(env.state())
             if state.shape != array.shape[1:]:
                 raise ValueError(
                     f"env.state() must have shape {array.shape[1:]}, as state_space says, got {state.shape}"

@@ -32,7 +32,9 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 def copy_of(array: Array) -> Array:
     """Return a copy."""
-    return array.clone() if isinstance(array, Tensor) else array.copy()
+    if isinstance(array, Tensor):
+        return array.clone()
+    return array.copy()
 
 
 def select(mask: Array, chosen: Array, other: Array) -> Array:
@@ -87,8 +89,13 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
     elif isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array)
     else:  # a JAX array, a list or a number
-        tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.from_numpy(np.asarray(array))
-    return tensor if device is None else tensor.to(device)
+        if hasattr(array, "__dlpack__"):
+            tensor = from_dlpack(array)
+        else:
+            tensor = torch.from_numpy(np.asarray(array))
+    if device is None:
+        return tensor
+    return tensor.to(device)
 
 
 class ActionCheck:
@@ -123,8 +130,14 @@ class ActionCheck:
         self._shape = (num_envs, *space.shape)
         self._dtype = np.dtype(space.dtype)
         self._torch_dtype = torch.from_numpy(np.zeros(0, self._dtype)).dtype
-        self._limit = int(space.n) if check_range and isinstance(space, spaces.Discrete) else 0
-        self._start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        if check_range and isinstance(space, spaces.Discrete):
+            self._limit = int(space.n)
+        else:
+            self._limit = 0
+        if isinstance(space, spaces.Discrete):
+            self._start = int(space.start)
+        else:
+            self._start = 0
         self._unsigned = f"u{self._dtype.itemsize}"
 
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
@@ -196,20 +209,25 @@ class ActionLimits:
     """
 
     def __init__(self, space: spaces.Space[Any], name: str = "actions") -> None:
-        self.space, self.name = space, name
+        self.space = space
+        self.name = name
         low: Any = 0
         high: Any = 1  # of a MultiBinary
         if isinstance(space, spaces.Box):
-            low, high = space.low, space.high
+            low = space.low
+            high = space.high
         elif isinstance(space, spaces.Discrete):
-            low, high = space.start, space.start + space.n - 1
+            low = space.start
+            high = space.start + space.n - 1
         elif isinstance(space, spaces.MultiDiscrete):
-            low, high = space.start, space.start + space.nvec - 1
+            low = space.start
+            high = space.start + space.nvec - 1
         assert space.shape is not None
         #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
         same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
-        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None  # one bound for all entries
+        # one bound for all entries
+        self._ends = (self.low.flat[0], self.high.flat[0]) if same else None
 
     @property
     def is_limited(self) -> bool:
@@ -224,7 +242,8 @@ class ActionLimits:
                 return None
         elif ((actions >= self.low) & (actions <= self.high)).all():
             return None
-        least, most = actions.min(0), actions.max(0)
+        least = actions.min(0)
+        most = actions.max(0)
         inside = (self.low <= least) & (most <= self.high)
         if inside.all():
             return None
@@ -252,4 +271,6 @@ def action_limits(
             for path, limits in action_limits(child, f"{name}[{key!r}]")
         ]
     limits = ActionLimits(space, name)
-    return [((), limits)] if limits.is_limited else []
+    if limits.is_limited:
+        return [((), limits)]
+    return []

@@ -93,4 +93,6 @@ def as_vector_env(
     adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
     if autoreset is not None:
         reset_in_same_step(adapted)
-    return adapted if policy is None else set_recurrent_primers_from(adapted, policy)
+    if policy is None:
+        return adapted
+    return set_recurrent_primers_from(adapted, policy)

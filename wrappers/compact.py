@@ -44,7 +44,8 @@ class CompactObs(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
-        info, stream = result[4], self.stream
+        info = result[4]
+        stream = self.stream
         # NEXT_STEP returns the final observation as the observation. The mask is copied because the caller keeps it.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
@@ -68,7 +69,10 @@ class ObservationDelta(MarkerWrapper):
         super().__init__(env, "delta")
         entries = [key for key, _ in observation_leaves(self.single_observation_space)]
         #: The observation entries that get a delta.
-        self.keys = entries if in_keys is None else [key for key in entries if key in in_keys]
+        if in_keys is None:
+            self.keys = entries
+        else:
+            self.keys = [key for key in entries if key in in_keys]
         unknown = [key for key in in_keys or () if key not in entries]
         if unknown:
             raise ValueError(f"in_keys has {unknown}, but the observation's entries are {entries}")
@@ -81,7 +85,9 @@ class ObservationDelta(MarkerWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the env; add the difference between next and current observation."""
         result = self.env.step(actions)
-        obs, info, stream = result[0], result[4], self.stream
+        obs = result[0]
+        info = result[4]
+        stream = self.stream
         next_obs = stream.true_next(obs, info)
         if not stream.same_step and stream.any_first is not False:
             # Rows on which the env only reset are not transitions: their delta is 0.
@@ -107,12 +113,16 @@ class ObservationDelta(MarkerWrapper):
         key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:
             return None
-        before, after = to_torch(obs), to_torch(next_obs)
+        before = to_torch(obs)
+        after = to_torch(next_obs)
         delta = encode_delta(before, after, self.delta_dtype)
         if isinstance(obs, torch.Tensor):
             return delta  # on a device check_delta would sync: a collector calls it once per batch
         check_delta(delta, before, after, key)
-        return delta if delta.dtype is torch.bfloat16 else delta.numpy()  # NumPy has no bfloat16
+        # NumPy has no bfloat16
+        if delta.dtype is torch.bfloat16:
+            return delta
+        return delta.numpy()
 
 
 class NextObservationDelta(ObservationDelta):
@@ -144,4 +154,6 @@ class NextObservationDelta(ObservationDelta):
 
     def __new__(cls, env: EnvLike | None = None, *args: Any, **kwargs: Any) -> Any:
         """Create the wrapper around ``env``, or without an env the buffer transform of the same name."""
-        return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)
+        if env is None:
+            return RestoreNextObservation(**kwargs)
+        return super().__new__(cls)

@@ -123,7 +123,8 @@ class AsyncPoolSource(EnvPoolSource):
         place.begin(self.env)
         # No env may be running now: after a second reset two threads would step the same env.
         self.env.async_reset()
-        place.under_way[:], place.torn = True, False
+        place.under_way[:] = True
+        place.torn = False
         obs, _, _, _, info = self._receive()
         return obs, info
 
@@ -137,7 +138,8 @@ class AsyncPoolSource(EnvPoolSource):
 
     @override
     def step(self, actions: Tree) -> Step:
-        received, self._received = self._received, None
+        received = self._received
+        self._received = None
         if received is None:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
         return received
@@ -150,10 +152,12 @@ class AsyncPoolSource(EnvPoolSource):
             )
         place.begin(self.env)
         self.env.send(map_tree(np.ascontiguousarray, actions), ids)
-        place.under_way[ids], place.torn = True, False
+        place.under_way[ids] = True
+        place.torn = False
 
     def _receive(self) -> Step:
-        place, count = self._place, self.capabilities.batch_size
+        place = self._place
+        count = self.capabilities.batch_size
         assert count is not None
         pending = np.count_nonzero(place.under_way)
         if pending < count:
@@ -175,7 +179,8 @@ class AsyncPoolSource(EnvPoolSource):
 
     def _drain(self) -> None:
         """Receive and drop all pending rows, including those of other adapters of the pool."""
-        under_way, count = self._place.under_way, self.capabilities.batch_size
+        under_way = self._place.under_way
+        count = self.capabilities.batch_size
         assert count is not None
         while pending := np.count_nonzero(under_way):
             if pending < count:  # recv waits for `count` rows: step other envs once more
@@ -231,7 +236,9 @@ def _trace(env: object) -> object:
 def pool_source(env: EnvLike) -> EnvPoolSource:
     """Return the adapter for an envpool's mode."""
     source = EnvPoolSource(env)
-    return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
+    if source.capabilities.batch_size is None:
+        return source
+    return AsyncPoolSource(env)
 
 
 # The pools that a seed was given to.
@@ -265,7 +272,9 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
         return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
-    return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs
+    if isinstance(space, spaces.Discrete):
+        return obs.astype(space.dtype, copy=False)
+    return obs
 
 
 def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:

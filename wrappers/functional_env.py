@@ -103,7 +103,8 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
     layer: Any = env
     while family is not None and layer is not None:
-        module, name = type(layer).__module__, type(layer).__name__
+        module = type(layer).__module__
+        name = type(layer).__name__
         resets = "AutoReset" in name and "NoAutoReset" not in name
         if resets or "Vmap" in name or "gymnax.wrappers" in module:
             raise TypeError(
@@ -144,7 +145,10 @@ def _convert_brax(env: Any) -> tuple[Any, Any, object]:
     def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
         state = env.step(state, action)
         done = state.done.astype(bool)
-        truncated = state.info["truncation"].astype(bool) if "truncation" in state.info else False
+        if "truncation" in state.info:
+            truncated = state.info["truncation"].astype(bool)
+        else:
+            truncated = False
         return state.obs, state, state.reward, done & ~truncated, done & truncated, state.metrics
 
     return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
@@ -218,7 +222,9 @@ def gym_space(space: Any) -> spaces.Space[Any]:
     count = getattr(space, "n", getattr(space, "num_values", None))
     if count is not None:
         count = np.asarray(count)
-        return spaces.MultiDiscrete(count) if count.ndim else spaces.Discrete(int(count))
+        if count.ndim:
+            return spaces.MultiDiscrete(count)
+        return spaces.Discrete(int(count))
     low, high = (
         getattr(space, a, getattr(space, b, None)) for a, b in (("low", "minimum"), ("high", "maximum"))
     )

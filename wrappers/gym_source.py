@@ -56,7 +56,10 @@ class GymSource(VectorSource):
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._sent = False  # whether a step is pending
         #: The methods whose first results are still to be checked, in a Sync env.
-        self._unchecked = {"reset", "step"} if isinstance(base, SyncVectorEnv) else set()
+        if isinstance(base, SyncVectorEnv):
+            self._unchecked = {"reset", "step"}
+        else:
+            self._unchecked = set()
         if isinstance(base, AsyncVectorEnv):
             whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
@@ -87,7 +90,10 @@ class GymSource(VectorSource):
                 self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
         try:
-            reset = self._checked(self.env.reset) if "reset" in self._unchecked else self.env.reset
+            if "reset" in self._unchecked:
+                reset = self._checked(self.env.reset)
+            else:
+                reset = self.env.reset
             obs, info = reset(seed=seed, options=options)
         except Exception as error:  # an env may raise anything
             self._explain(error)
@@ -105,7 +111,10 @@ class GymSource(VectorSource):
                 self._sent = False
                 obs, reward, terminated, truncated, info = self.env.step_wait()
             else:
-                step = self._checked(self.env.step) if "step" in self._unchecked else self.env.step
+                if "step" in self._unchecked:
+                    step = self._checked(self.env.step)
+                else:
+                    step = self.env.step
                 obs, reward, terminated, truncated, info = step(actions)
         except Exception as error:  # an env may raise anything
             self._explain(error)
@@ -113,7 +122,9 @@ class GymSource(VectorSource):
         if self._copies:
             obs = map_tree(copy_of, obs)
             info = info_dict(info, self.env)
-            reward, terminated, truncated = copy_of(reward), copy_of(terminated), copy_of(truncated)
+            reward = copy_of(reward)
+            terminated = copy_of(terminated)
+            truncated = copy_of(truncated)
         if self._watches:
             self._seen = self._shown
             self._shown = obs
@@ -140,7 +151,9 @@ class GymSource(VectorSource):
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
             return _put_rows(obs, rows, [given[i] for i in rows])
-        return map_tree(copy_of, given) if self._copies and given is not None else given
+        if self._copies and given is not None:
+            return map_tree(copy_of, given)
+        return given
 
     @override
     def close(self) -> None:
@@ -249,7 +262,8 @@ class AsyncPart(AsyncVectorEnv):
         self.single_observation_space = widest_space(whole.single_observation_space, whole.observation_space)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.env_fns = whole.env_fns[rows]
-        self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
+        self.parent_pipes = whole.parent_pipes[rows]
+        self.processes = whole.processes[rows]
         # Views of the memory that the workers write to.
         self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
         self._first = first

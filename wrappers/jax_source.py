@@ -25,7 +25,8 @@ _SIGNATURES = {
 }
 
 #: Below this size in bytes a copy is faster than DLPack, whose Python code takes 4 µs to export and 90 µs to import.
-_SMALL, _SMALL_ACTIONS = 1 << 17, 1 << 20
+_SMALL = 1 << 17
+_SMALL_ACTIONS = 1 << 20
 
 #: A reset of up to this many operations is faster than a branch around it.
 _CHEAP = 100
@@ -45,7 +46,10 @@ class JaxSource(VectorSource):
         self._jax = jax
         self._device = _device_of(jax, device)
         self._on_cpu = on_cpu = self._device.platform == "cpu"
-        where = torch.device("cpu") if on_cpu else torch.device("cuda", self._device.local_hardware_id)
+        if on_cpu:
+            where = torch.device("cpu")
+        else:
+            where = torch.device("cuda", self._device.local_hardware_id)
         action_space = gym_space(env.action_space)
         with jax.default_device(self._device):
             reset, step, observation_space = _check_functions(env, action_space)
@@ -68,7 +72,10 @@ class JaxSource(VectorSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         jax = self._jax
         if rows is not None:
-            mask = rows if isinstance(rows, np.ndarray) else jax.dlpack.from_dlpack(rows)
+            if isinstance(rows, np.ndarray):
+                mask = rows
+            else:
+                mask = jax.dlpack.from_dlpack(rows)
             self._key, self._state, self._obs = self._restart(self._key, self._state, self._obs, mask)
         else:
             if isinstance(seed, list):
@@ -105,7 +112,9 @@ class JaxSource(VectorSource):
         """Convert the actions for a compiled function."""
         actions = _narrow(actions)
         small = isinstance(actions, np.ndarray) and actions.nbytes < _SMALL_ACTIONS
-        return actions if small else self._jax.dlpack.from_dlpack(actions)
+        if small:
+            return actions
+        return self._jax.dlpack.from_dlpack(actions)
 
     @override
     def close(self) -> None:
@@ -222,7 +231,9 @@ def _check_functions(
 
         def convert(leaf: Any, to: Any) -> Any:
             is_key = jnp.issubdtype(to.dtype, jax.dtypes.extended)
-            return leaf if is_key else jax.lax.convert_element_type(leaf, to.dtype)
+            if is_key:
+                return leaf
+            return jax.lax.convert_element_type(leaf, to.dtype)
 
         return jax.tree.map(convert, tree, like)
 
@@ -273,7 +284,10 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
             "random numbers from the key"
         )
     if not isinstance(result, tuple) or len(result) != length:
-        came = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        if isinstance(result, tuple):
+            came = f"{len(result)} values"
+        else:
+            came = type(result).__name__
         raise TypeError(f"{must}, got {came}")
     return result
 
@@ -314,7 +328,9 @@ def _plain(obs: Pytree, root: bool = True) -> Tree:
         obs = obs._asdict()
     if isinstance(obs, Mapping):  # the names become columns, some of which are reserved
         return {column_name(key) if root else key: _plain(value, root=False) for key, value in obs.items()}
-    return tuple(_plain(value, root=False) for value in obs) if isinstance(obs, tuple | list) else obs
+    if isinstance(obs, tuple | list):
+        return tuple(_plain(value, root=False) for value in obs)
+    return obs
 
 
 def _space_of(tree: Tree) -> spaces.Space[Any]:
@@ -326,7 +342,8 @@ def _space_of(tree: Tree) -> spaces.Space[Any]:
     dtype: np.dtype[Any] = np.dtype(tree.dtype)
     low, high = (0.0, 1.0) if dtype.kind == "b" else (-np.inf, np.inf)
     if dtype.kind in "iu":
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        low = np.iinfo(dtype).min
+        high = np.iinfo(dtype).max
     return spaces.Box(low, high, tree.shape, dtype.type)
 
 
@@ -355,11 +372,17 @@ def _device_of(jax: Any, device: torch.device | None) -> Any:
 def _as_numpy(array: Any) -> Array:
     """Convert a JAX array on the CPU to a writable NumPy array: the same memory, or a copy where that is faster."""
     view: Array = np.asarray(array)  # read-only; its nbytes is much faster than the JAX array's
-    return view.copy() if view.nbytes < _SMALL else from_dlpack(array.__dlpack__()).numpy()
+    if view.nbytes < _SMALL:
+        return view.copy()
+    return from_dlpack(array.__dlpack__()).numpy()
 
 
 def _narrow(array: Array) -> Array:
     """Cast int64 to int32, JAX's integer type; keep other dtypes."""
     if isinstance(array, torch.Tensor):
-        return array.int() if array.dtype is torch.int64 else array
-    return array.astype(np.int32) if array.dtype == np.int64 else array
+        if array.dtype is torch.int64:
+            return array.int()
+        return array
+    if array.dtype == np.int64:
+        return array.astype(np.int32)
+    return array

@@ -144,7 +144,10 @@ class MarkerWrapper(VectorWrapper):
         env: Any = self.env  # Gymnasium annotates the seed of vector envs as an int only
         obs, info = env.reset(seed=seed, options=dict(options) if options else None)
         like = self.stream.first
-        rows = full_for(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
+        if mask is None:
+            rows = full_for(like, self.num_envs, True, torch.bool)
+        else:
+            rows = self.stream.as_mask(mask)
         self._on_reset(obs, info, rows)
         return obs, info
 
@@ -227,7 +230,10 @@ class StepCounter(MarkerWrapper):
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full_for(self.stream.first, self.num_envs, 0, torch.int64)
-        self._count = zero if self._count is None else select(rows, zero, self._count)
+        if self._count is None:
+            self._count = zero
+        else:
+            self._count = select(rows, zero, self._count)
         # A copy: the caller may write into info.
         info[self.info_name] = copy_of(self._count)
 
@@ -268,7 +274,9 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
-        self._first, self._total = 0, self.num_envs  # of the pool that these envs belong to
+        # of the pool that these envs belong to
+        self._first = 0
+        self._total = self.num_envs
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
@@ -310,7 +318,8 @@ class TrajId(MarkerWrapper):
                 "the env's TrajId has already assigned ids, which the ids of the whole pool could repeat: make "
                 "a new env"
             )
-        self._first, self._total = first, total
+        self._first = first
+        self._total = total
 
     def state_dict(self) -> dict[str, int]:
         """Return the highest episode number in use, so that ids continue above it after a restart."""
@@ -362,7 +371,10 @@ class RewardSum(MarkerWrapper):
         stream = self.stream
         reward = result[1]
         if reward.dtype != self._sum.dtype:  # an inner wrapper made it float64
-            reward = reward.to(self._sum.dtype) if isinstance(reward, Tensor) else reward.astype(np.float32)
+            if isinstance(reward, Tensor):
+                reward = reward.to(self._sum.dtype)
+            else:
+                reward = reward.astype(np.float32)
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # an inner wrapper may have added a reward in the reset row
@@ -454,7 +466,9 @@ def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, A
         adapted = InitTracker(adapted)
     primer = find_wrapper(adapted, RecurrentPrimer)
     if primer is None:
-        return RecurrentPrimer(adapted, policy) if states else adapted
+        if states:
+            return RecurrentPrimer(adapted, policy)
+        return adapted
     for key, value in states.items():
         check_same(key, primer.states.get(key), value)
     primer.states |= states
@@ -510,7 +524,8 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
         yield from primer.defaults.items()
         return
     for key in primer.primers.keys(True, True):
-        default, spec = primer.default_value, primer.primers[key]
+        default = primer.default_value
+        spec = primer.primers[key]
         value = default.get(key, 0.0) if hasattr(default, "get") else default
         if primer.random or callable(value):
             raise TypeError(

@@ -56,7 +56,10 @@ class NormalizeObservation(MarkerWrapper):
 
     def __init__(self, env: EnvLike, *, clip: float | None = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__(env, "normalized")
-        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        if clip is None:
+            self.clip = None
+        else:
+            self.clip = float(number("clip", clip, above=0))
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
@@ -131,7 +134,10 @@ class NormalizeObservation(MarkerWrapper):
         final = stream.final_of(info)
         columns = [("the observation", obs, None)]
         if final is not None and stream.same_step and stream.any_ended is not False:
-            rows = stream.ended if stream.known is None else stream.ended & stream.known
+            if stream.known is None:
+                rows = stream.ended
+            else:
+                rows = stream.ended & stream.known
             columns.append(("info['final_obs']", final, rows))
         self._count(columns)
         normalized = self._normalize(obs)
@@ -163,6 +169,8 @@ class NormalizeObservation(MarkerWrapper):
             if moments is None:
                 return array
             out = moments.normalized(to_torch(array), self.epsilon, self.clip)
-            return out if isinstance(array, Tensor) else out.numpy()
+            if isinstance(array, Tensor):
+                return out
+            return out.numpy()
 
         return map_tree(leaf, obs, self._moments)

@@ -211,7 +211,10 @@ def info_dict(info: object, env: object) -> Info:
     """Return a copy of what an env returned as info; TypeError unless it is a dict."""
     if not isinstance(info, Mapping):
         name = type(getattr(env, "unwrapped", env)).__name__
-        came = f"a {type(info).__name__}" if isinstance(info, list | tuple) else shown(info)
+        if isinstance(info, list | tuple):
+            came = f"a {type(info).__name__}"
+        else:
+            came = shown(info)
         raise TypeError(
             f"info must be a dict of columns, {{'name': values of all envs}}, got {came} from {name}: for a list with "
             "one dict for each env return one dict"
@@ -222,7 +225,9 @@ def info_dict(info: object, env: object) -> Info:
 def qualified_name(env: object) -> str:
     """Return the name of an env's class with its module, ``"gym.wrappers.time_limit.TimeLimit"``; for errors."""
     kind = type(env)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_from(package: str, env: object) -> bool:
@@ -240,7 +245,8 @@ class SourceView(VectorSource):
         self.source = source
         action_space = source.single_action_space
         super().__init__(source.env, source.num_envs, observation_space, action_space, capabilities)
-        self.stepped, self.agents = source.stepped, source.agents
+        self.stepped = source.stepped
+        self.agents = source.agents
 
     @override
     def absent(self) -> Array | None:
@@ -260,7 +266,8 @@ class TorchView(SourceView):
 
     def __init__(self, source: VectorSource, device: torch.device | None) -> None:
         self._device = device or torch.device("cpu")
-        space, native = source.single_action_space, source.capabilities
+        space = source.single_action_space
+        native = source.capabilities
         self._check_actions = ActionCheck(
             space, source.num_envs, "numpy", check_range=not native.checks_range
         )
@@ -276,7 +283,8 @@ class TorchView(SourceView):
     @override
     def step(self, actions: Tree) -> Step:
         obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
-        terminated, truncated = np.asarray(terminated), np.asarray(truncated)
+        terminated = np.asarray(terminated)
+        truncated = np.asarray(truncated)
         self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs expects
         flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
         return self._tensors(obs), *flags, info
@@ -290,13 +298,20 @@ class TorchView(SourceView):
         shown, done = self._seen
         # Not read if no episode ended: any tree of the right shapes will do.
         needed = given is not None or done.any()
-        final = self.source.final_obs(info, shown, done, given) if needed else shown
-        return None if final is None else self._tensors(final)
+        if needed:
+            final = self.source.final_obs(info, shown, done, given)
+        else:
+            final = shown
+        if final is None:
+            return None
+        return self._tensors(final)
 
     @override
     def absent(self) -> Array | None:
         rows = self.source.absent()
-        return None if rows is None else self._tensors(rows)
+        if rows is None:
+            return None
+        return self._tensors(rows)
 
     def _tensors(self, tree: Tree) -> Tree:
         return map_tree(lambda leaf: to_torch(leaf, self._device), tree)
@@ -330,13 +345,19 @@ class DtypeView(SourceView):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         # The source compares them with its own output.
         final = self.source.final_obs(info, self._seen, ended, given)
-        return None if final is None else map_tree(self._cast, final)
+        if final is None:
+            return None
+        return map_tree(self._cast, final)
 
     def _cast(self, leaf: Array) -> Array:
         if isinstance(leaf, Tensor):
-            return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
+            if leaf.is_floating_point():
+                return leaf.to(self._dtype)
+            return leaf
         leaf = np.asarray(leaf)
-        return leaf.astype(self._np_dtype, copy=False) if leaf.dtype.kind == "f" else leaf
+        if leaf.dtype.kind == "f":
+            return leaf.astype(self._np_dtype, copy=False)
+        return leaf
 
 
 def _cast_space(space: spaces.Space[Any], dtype: np.dtype[Any]) -> spaces.Space[Any]:

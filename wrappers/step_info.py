@@ -70,7 +70,9 @@ class StepInfo(Mapping[str, Any]):
         last = self._final.get(name)
         if now is None and last is None:
             # The KeyError of a dict, or None where that is the entry.
-            return self._info[name] if name in self._info else self._final[name]
+            if name in self._info:
+                return self._info[name]
+            return self._final[name]
         if isinstance(now, Mapping) or isinstance(last, Mapping):
             return StepInfo(
                 now if isinstance(now, Mapping) else {},
@@ -82,7 +84,9 @@ class StepInfo(Mapping[str, Any]):
             )
 
         entry = self._merge(name, now, last)
-        return entry if self._lost is None else self._hide(name, entry, self._lost)
+        if self._lost is None:
+            return entry
+        return self._hide(name, entry, self._lost)
 
     def _merge(self, name: str, now: Any, last: Any) -> Any:
         """Return an entry with its last values in the ended rows; 0, False or None where the step returned none."""
@@ -106,7 +110,10 @@ class StepInfo(Mapping[str, Any]):
         if not self._has_rows(entry):
             return entry
         rows = rows_like(lost, entry)
-        floating = entry.is_floating_point() if isinstance(entry, Tensor) else entry.dtype.kind == "f"
+        if isinstance(entry, Tensor):
+            floating = entry.is_floating_point()
+        else:
+            floating = entry.dtype.kind == "f"
         if floating:
             return fill_rows(copy_of(entry), rows, float("nan"))
         if name.startswith("_"):  # Gymnasium's mask of the rows that returned the entry
@@ -132,4 +139,6 @@ def rows_like(rows: Array, entry: Array) -> Array:
     """Return a mask of rows in the entry's framework and on its device."""
     if isinstance(entry, Tensor):
         return to_torch(rows, entry.device)
-    return rows.numpy(force=True) if isinstance(rows, Tensor) else rows
+    if isinstance(rows, Tensor):
+        return rows.numpy(force=True)
+    return rows

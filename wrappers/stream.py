@@ -163,7 +163,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     @property
     def valid(self) -> Array | None:
         """Mask of the sub-envs whose last step was a transition, not only a reset; None if all were."""
-        return None if self.same_step or not self._stepped else ~self.first
+        if self.same_step or not self._stepped:
+            return None
+        return ~self.first
 
     @property
     def resets_itself(self) -> bool:
@@ -183,7 +185,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     @property
     def unwrapped(self) -> Any:
         base = getattr(self.source.env, "unwrapped", self.source.env)
-        return base if isinstance(base, VectorEnv) else self
+        if isinstance(base, VectorEnv):
+            return base
+        return self
 
     def __repr__(self) -> str:
         mode = self.metadata["autoreset_mode"].value
@@ -220,11 +224,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                     f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
                     "max_num_frames_per_episode=..."
                 )
-            way_out = (
-                "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
-                if limits
-                else "or with autoreset_mode=SAME_STEP"
-            )
+            if limits:
+                way_out = "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
+            else:
+                way_out = "or with autoreset_mode=SAME_STEP"
             raise ValueError(
                 f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
                 f"vectorization_mode='sync', {way_out}"
@@ -232,7 +235,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
         if max_steps is not None:
-            self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
+            if self._limit is None:
+                self._limit = max_steps
+            else:
+                self._limit = min(max_steps, self._limit)
         elif self._native_same_step:
             if self._final is None:
                 raise ValueError(
@@ -262,7 +268,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             like = first_leaf(obs)
             self.first = full_for(like, self.num_envs, True, torch.bool)
             self.ended = full_for(like, self.num_envs, False, torch.bool)
-            self._elapsed = full_for(like, self.num_envs, 0, torch.int64) if self._limit else None
+            if self._limit:
+                self._elapsed = full_for(like, self.num_envs, 0, torch.int64)
+            else:
+                self._elapsed = None
             self.known = None
             self._stepped = False
             self._absent = None if self.same_step else self.source.absent()
@@ -306,10 +315,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 if reward.dtype is not torch.float32:
                     reward = reward.float()
                 if not terminated.dtype is truncated.dtype is torch.bool:
-                    terminated, truncated = terminated.bool(), truncated.bool()
+                    terminated = terminated.bool()
+                    truncated = truncated.bool()
             else:
                 reward = np.asarray(reward, dtype=np.float32)
-                terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
+                terminated = np.asarray(terminated, dtype=bool)
+                truncated = np.asarray(truncated, dtype=bool)
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
@@ -320,16 +331,22 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                             f"{name} must be one flag for each of {self.num_envs} envs, got shape {tuple(flags.shape)} "
                             f"from {type(self.source.env).__name__}"
                         )
-                reward, terminated = reward.reshape(shape), terminated.reshape(shape)
+                reward = reward.reshape(shape)
+                terminated = terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
-        resets = ended if self._folds else None  # rows that this stream must reset
+        # rows that this stream must reset
+        if self._folds:
+            resets = ended
+        else:
+            resets = None
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
             hit = self._elapsed >= self._limit
             # A SAME_STEP env has reset the rows that it ended; other envs leave all ended rows to this stream.
             resets = hit & ~ended if self._native_same_step else ended | hit
-            truncated, ended = truncated | hit, ended | hit
+            truncated = truncated | hit
+            ended = ended | hit
             fill_rows(self._elapsed, ended, 0)
         # Checking for an ended row is cheap in NumPy (count_nonzero is faster than any); on a device it would sync.
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
@@ -340,10 +357,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             obs, info = self._restart(obs, info, ended, resets)
         else:  # NEXT_STEP: rows that ended in the previous step only reset and return a first observation
             self.first, self.any_first = self.ended, self.any_ended
-            self.ended, self.any_ended = ended, any_ended
+            self.ended = ended
+            self.any_ended = any_ended
             if self._absent is not None:
                 self.first = self.first | self._absent
-                self.any_first = bool(self.first.any()) if self._on_host else None
+                if self._on_host:
+                    self.any_first = bool(self.first.any())
+                else:
+                    self.any_first = None
                 self._absent = self.source.absent()
         return obs, reward, terminated, truncated, info
 
@@ -434,7 +455,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if told is None:  # it is about all ended rows
             return None
         lost = self.ended & ~rows_like(told, self.ended)
-        return lost if not self._on_host or lost.any() else None
+        if not self._on_host or lost.any():
+            return lost
+        return None
 
     def final_of(self, info: Info) -> Tree | None:
         """Return the last observations of ended episodes (``(E, ...)``, SAME_STEP only); None if they are hidden.
@@ -510,7 +533,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         frames = self.source.env.render()
         if isinstance(frames, Tensor):
             frames = frames.detach().cpu().numpy()
-        return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
+        if isinstance(frames, np.ndarray | list):
+            return tuple(frames)
+        return frames
 
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
@@ -551,11 +576,18 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Put the true last observations into ``info["final_obs"]`` and first observations into the ended rows."""
         final: Tree | None = obs  # in rows that are not reset yet the step's observations are final
         if self._native_same_step:
-            by_env = ended if resets is None else ended & ~resets  # rows that the env itself has reset
+            # rows that the env itself has reset
+            if resets is None:
+                by_env = ended
+            else:
+                by_env = ended & ~resets
             final = self._native_final(info, obs, by_env)
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
-                final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
+                if final is None:
+                    final = obs
+                else:
+                    final = map_tree(lambda o, f: select(resets, o, f), obs, final)
         # On a device `any` syncs, but only if this stream resets rows: their env needs the row numbers anyway.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
@@ -585,7 +617,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                     "them, as_vector_env(env, final_obs=None) or Capabilities(hides_final_obs=True)"
                 )
             return final
-        given = self._final(info, ended) if callable(self._final) else info.get(self._final)
+        if callable(self._final):
+            given = self._final(info, ended)
+        else:
+            given = info.get(self._final)
         if given is None:
             # Some envs return it only in steps that end an episode. Checking that syncs with a device.
             if not bool(ended.any()):
@@ -603,7 +638,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             mask = torch.as_tensor(mask, device=self.capabilities.device)
             is_bool = mask.dtype is torch.bool
         else:
-            mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
+            if isinstance(mask, Tensor):
+                mask = mask.detach().cpu().numpy()
+            else:
+                mask = np.asarray(mask)
             is_bool = mask.dtype == np.bool_
         if not is_bool or tuple(mask.shape) != (self.num_envs,):
             raise ValueError(
@@ -618,7 +656,9 @@ def _plain_seed(seed: Any) -> Any:
     if isinstance(seed, np.integer):
         return int(seed)
     if isinstance(seed, np.ndarray):
-        return [int(one) for one in seed] if seed.ndim else int(seed)
+        if seed.ndim:
+            return [int(one) for one in seed]
+        return int(seed)
     if isinstance(seed, list | tuple):
         return [int(one) if isinstance(one, np.integer) else one for one in seed]
     return seed
@@ -668,7 +708,8 @@ def check_space(space: object, name: str, hint: str = "") -> None:
         if isinstance(space, spaces.Text):
             shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
         elif type(space).__name__ == "MissionSpace":
-            shown, hint = "MiniGrid's MissionSpace", ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
+            shown = "MiniGrid's MissionSpace"
+            hint = ", such as MiniGrid's ImgObsWrapper or FlatObsWrapper"
         raise TypeError(
             f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
             f"got {shown}: convert it with an observation or action wrapper first{hint}"
@@ -710,8 +751,13 @@ def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
 
 def _unknown(leaf: Array) -> float:
     """Return what stands for unknown numbers of this dtype: NaN, or 0 if it has none."""
-    floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else leaf.dtype.kind == "f"
-    return float("nan") if floating else 0
+    if isinstance(leaf, Tensor):
+        floating = leaf.is_floating_point()
+    else:
+        floating = leaf.dtype.kind == "f"
+    if floating:
+        return float("nan")
+    return 0
 
 
 def _has_rows(entry: object, rows: Array) -> bool:

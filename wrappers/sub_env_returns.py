@@ -88,7 +88,10 @@ class LastObservations:
 def explain_observations(env: SyncVectorEnv, error: Exception) -> None:
     """Raise ValueError, from the given error, if the last observation of a sub-env does not fit its space."""
     for number, obs in enumerate(env._env_obs):
-        problem = None if obs is None else misfit(env.single_observation_space, obs)
+        if obs is None:
+            problem = None
+        else:
+            problem = misfit(env.single_observation_space, obs)
         if problem is not None:
             name = _name(env.envs[number])
             raise ValueError(f"the observation of {name} (env {number}) {problem}") from error
@@ -146,7 +149,10 @@ def _check_step(env: SyncVectorEnv, where: str, step: Callable[..., Any], *actio
     if not isinstance(result, tuple | list):
         raise TypeError(f"{where} must return {_STEP}, got {shown(result)}")
     if len(result) != 5:
-        way_out = ": split done into terminated and truncated" if len(result) == 4 else ""
+        if len(result) == 4:
+            way_out = ": split done into terminated and truncated"
+        else:
+            way_out = ""
         raise ValueError(f"{where} returned {len(result)} values: Gymnasium's API has 5, {_STEP}{way_out}")
     _check_reward(env, where, result[1])
     _check_info(where, result[4])

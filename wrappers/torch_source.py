@@ -59,7 +59,10 @@ class TorchSource(VectorSource):
         self._before: Tree = None
         self.env = env
         observation_space = _declared_space(env, "observation")
-        seen = None if observation_space is not None else self._with_privileged(_get_observations(env))
+        if observation_space is not None:
+            seen = None
+        else:
+            seen = self._with_privileged(_get_observations(env))
         action_space = _declared_space(env, "action")
         if action_space is None:
             if not hasattr(env, "num_actions"):
@@ -140,11 +143,14 @@ class TorchSource(VectorSource):
             obs, reward, terminated, truncated, extras = result
             # (Other interfaces' flags are computed, so they are new tensors.)
             if self._copies and not self.lends:
-                terminated, truncated = terminated.clone(), truncated.clone()
+                terminated = terminated.clone()
+                truncated = truncated.clone()
         elif len(result) in (4, 5):
-            obs, (reward, done, extras) = result[0], result[-3:]
+            obs = result[0]
+            (reward, done, extras) = result[-3:]
             # "dones" includes time-outs; only the others are terminations.
-            done, timed_out = done.bool(), extras.get("time_outs")
+            done = done.bool()
+            timed_out = extras.get("time_outs")
             if timed_out is None:
                 truncated = torch.zeros_like(done)
             else:
@@ -185,7 +191,9 @@ class TorchSource(VectorSource):
                 self._check_final = self._refuse_shared(_plain(given), ended)
                 if not self._check_final:
                     self._shown = self._copy = self._before = None
-            return _plain(given) if self.lends else self._own(given)
+            if self.lends:
+                return _plain(given)
+            return self._own(given)
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
@@ -234,9 +242,13 @@ class TorchSource(VectorSource):
 
     def _own(self, obs: Tree) -> Tree:
         if isinstance(obs, Tensor):
-            return obs.clone() if self._copies else obs
+            if self._copies:
+                return obs.clone()
+            return obs
         tree = _plain(obs)
-        return map_tree(Tensor.clone, tree) if self._copies else tree
+        if self._copies:
+            return map_tree(Tensor.clone, tree)
+        return tree
 
 
 def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:

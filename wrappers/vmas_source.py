@@ -79,12 +79,18 @@ class VmasSource(VectorSource):
 
     def _rows(self, by_agent: Any) -> Tree:
         """Stack a list or dict of per-agent trees ``[G, ...]`` into one new tree ``[G * A, ...]``."""
-        trees = [by_agent[name] for name in self._agent_names] if isinstance(by_agent, dict) else by_agent
+        if isinstance(by_agent, dict):
+            trees = [by_agent[name] for name in self._agent_names]
+        else:
+            trees = by_agent
         return map_tree(lambda *leaves: torch.stack(leaves, 1).flatten(0, 1), *trees)
 
     def _info(self, by_agent: Any) -> Info:
         """Return the entries that all agents' infos have, ``[G * A, ...]``."""
-        infos = list(by_agent.values()) if isinstance(by_agent, dict) else by_agent
+        if isinstance(by_agent, dict):
+            infos = list(by_agent.values())
+        else:
+            infos = by_agent
         first = infos[0]
         shared = [key for key in first if all(_alike(info.get(key), first[key]) for info in infos)]
         return {key: self._rows([info[key] for info in infos]) for key in shared}

@@ -2,7 +2,7 @@
 
 ``OTHER`` is a checkout of the version before; without it the table has one column. The lines, functions, private
 names and annotations are read from the sources; the functions that a call enters are counted while it runs, in a
-process for each checkout.
+process for each checkout. A second table shows how dense the lines of each room are here.
 """
 
 import ast
@@ -15,6 +15,7 @@ from statistics import median
 
 import flatroll
 from benchmarks.measure.timing import table
+from benchmarks.shape.density import density_table
 from benchmarks.shape.hops import count_hops
 from benchmarks.shape.imports import PACKAGE, ROOMS, ROOT, files_of
 from benchmarks.shape.sizes import sizes_of
@@ -100,6 +101,7 @@ def main(words: list[str]) -> None:
     before = figures(Path(words[0]).resolve()) if words else {}
     rows = [[name, *([before[name]] if words else []), value] for name, value in after.items()]
     print(table(["", "before", "after"] if words else ["", "now"], rows))
+    print(f"\nPer 1,000 lines of code:\n\n{density_table()}")
 
 
 if __name__ == "__main__":

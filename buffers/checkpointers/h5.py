@@ -63,7 +63,8 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise ValueError(
                 f"checkpoint_file must be the name of a file, without a folder, got {checkpoint_file!r}"
             )
-        self.checkpoint_file, self.h5_kwargs = checkpoint_file, dict(h5_kwargs or {})
+        self.checkpoint_file = checkpoint_file
+        self.h5_kwargs = dict(h5_kwargs or {})
 
     @override
     def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
@@ -71,7 +72,9 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def versions(self, path: Path) -> list[int]:
-        return [1] if (path / self.checkpoint_file).is_file() else []
+        if (path / self.checkpoint_file).is_file():
+            return [1]
+        return []
 
     @override
     def load_with(
@@ -114,7 +117,9 @@ class H5Writer:
     segments: tuple[()] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any], sync: bool) -> None:
-        self._path, self._options, self._sync = path, options, sync
+        self._path = path
+        self._options = options
+        self._sync = sync
         files.make_folder(path.parent, synced=sync)
         self._remove_stale()
         self._beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.TEMPORARY}")
@@ -213,8 +218,11 @@ class _H5Rows:
     """
 
     def __init__(self, datasets: Mapping[str, Any], first: int, head: int, end: int) -> None:
-        self._datasets, self._skip = datasets, head - first
-        self.first, self.end, self.rows = head, end, end - head
+        self._datasets = datasets
+        self._skip = head - first
+        self.first = head
+        self.end = end
+        self.rows = end - head
 
     def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
         """Read and check all columns in new memory; ``targets`` are not used."""
@@ -275,14 +283,18 @@ def _read_dataset(name: str, data: Any) -> Tensor:
         )
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} has an unknown dtype")
-    return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
+    if values.dtype is dtype:
+        return values.reshape(data.shape)
+    return values.reshape(data.shape).view(dtype)
 
 
 def _attribute(owner: Any, name: str) -> Any:
     """Return numbers or bytes of fixed length; None for strings: a damaged HDF5 string heap makes h5py loop."""
     attributes = owner.attrs
     plain = name in attributes and attributes.get_id(name).dtype.kind in "iuS"
-    return attributes[name] if plain else None
+    if plain:
+        return attributes[name]
+    return None
 
 
 def _name_of(values: Tensor) -> Any:

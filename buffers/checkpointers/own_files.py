@@ -40,7 +40,9 @@ class StorageState:
     """
 
     def __init__(self, storage: Storage, rows: int, pool_rows: int) -> None:
-        self._storage_itself, self._rows, self._pool_rows = storage, rows, pool_rows
+        self._storage_itself = storage
+        self._rows = rows
+        self._pool_rows = pool_rows
         self.loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +113,9 @@ class OwnFilesCheckpointer:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
 
 class OwnFilesSave:
@@ -120,8 +124,11 @@ class OwnFilesSave:
     def __init__(
         self, files: OwnFiles, storage: Storage, folder: Folder, saved: SavedFolder, ring: Ring
     ) -> None:
-        self._files, self._storage, self._folder = files, storage, folder
-        self._saved, self._ring = saved, ring
+        self._files = files
+        self._storage = storage
+        self._folder = folder
+        self._saved = saved
+        self._ring = ring
         self._written: Path | None = None  # until its version is published
 
     def close(self) -> None:

@@ -131,14 +131,16 @@ class StorageCheckpointerBase:
         """Return the result of :meth:`dump`, or of the save hooks, for these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
-        rows, full = self.rows_for_hooks(storage, slots), len(ring) == ring.capacity
+        rows = self.rows_for_hooks(storage, slots)
+        full = len(ring) == ring.capacity
         converted = False
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
                 # Rows are sorted oldest first, independent of the ring's cursor.
                 conversion: Any = hook
                 conversion.shift, conversion.is_full = (0, True) if full else (len(slots), False)
-                rows, converted = hook(rows), True
+                rows = hook(rows)
+                converted = True
             else:
                 rows = hook(rows, path=path)
         if converted or (isinstance(rows, TensorDictBase) and not rows.batch_dims):
@@ -212,7 +214,9 @@ class StorageCheckpointerBase:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -277,7 +281,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         # True for slots in no file: the ring has dropped their rows.
         blank = torch.ones(rows, dtype=torch.bool)
         for slots, read in spans:
-            first, count = int(slots[0]) if len(slots) else -1, len(slots)
+            first = int(slots[0]) if len(slots) else -1
+            count = len(slots)
             in_place = first >= 0 and int(slots[-1]) - first == count - 1  # consecutive slots
             if in_place:
                 blank[first : first + count] = False
@@ -379,7 +384,8 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
                 or column.values.dtype is not torch.uint8
             ):
                 raise damaged("a part has no items")
-            memory, end = column.values.numpy().tobytes(), 0
+            memory = column.values.numpy().tobytes()
+            end = 0
             for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
                 end += size
                 if slot >= 0:
@@ -449,8 +455,10 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
     def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
         dumped = super().dump(storage, slots)
         for key in storage.columns:
-            name, later = column_name(key), column_name(next_key(key))
-            now, after = dumped.get(name), dumped.get(later)
+            name = column_name(key)
+            later = column_name(next_key(key))
+            now = dumped.get(name)
+            after = dumped.get(later)
             if not isinstance(now, Tensor) or not isinstance(after, Tensor) or now.dtype is not after.dtype:
                 continue
             if now.shape != after.shape or not len(now):
@@ -561,7 +569,9 @@ class DiskStorageCheckpointer:
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return Folder(path).versions() if path.is_dir() else []
+        if path.is_dir():
+            return Folder(path).versions()
+        return []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -578,7 +588,10 @@ class FileLinks:
     """
 
     def __init__(self, storage: DiskStorage, folder: Folder, saved: SavedFolder, ring: Ring) -> None:
-        self._storage, self._folder, self._saved, self._ring = storage, folder, saved, ring
+        self._storage = storage
+        self._folder = folder
+        self._saved = saved
+        self._ring = ring
         self._held: AbstractContextManager[Any] | None = None
         self._head = 0
 
@@ -597,7 +610,8 @@ class FileLinks:
         """Freeze the files; new rows stay in memory from now on."""
         held = self._storage.held()
         held.__enter__()
-        self._held, self._head = held, head
+        self._held = held
+        self._head = head
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Link the files and publish a version."""
@@ -691,7 +705,8 @@ def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
         or not int(column.lengths[:1].sum())
     ):
         raise damaged("a part has no rows")
-    memory, firsts = column.values.numpy().tobytes(), column.lengths.nonzero().squeeze(1)
+    memory = column.values.numpy().tobytes()
+    firsts = column.lengths.nonzero().squeeze(1)
     ends = column.lengths[firsts].cumsum(0).tolist()
     counts = torch.diff(firsts, append=torch.tensor([len(column.lengths)])).tolist()
     starts = [0, *ends[:-1]]
@@ -726,9 +741,10 @@ def _from_bytes(memory: bytes) -> Any:
 
 
 def _end_to_end(pieces: list[bytes]) -> Ragged:
-    values = (
-        torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
-    )
+    if pieces:
+        values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    else:
+        values = torch.zeros(0).byte()
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 

@@ -15,7 +15,9 @@ from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
 T = TypeVar("T")
-LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # limits of the bytes per segment
+# limits of the bytes per segment
+LEAST_BYTES = 2**22
+MOST_BYTES = 2**25
 _PARTS = 64  # minimum number of segments for a full ring: the oldest also holds dropped rows
 _ROW_BYTES = 1000  # assumed bytes of a row of unknown size
 _MOST_EDITS = 1000  # maximum number of edits recorded one by one
@@ -80,7 +82,8 @@ class SavedFolders:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -184,7 +187,10 @@ class RowCopy:
         ring: Ring,
         segment_rows: int,
     ) -> None:
-        self._saved, self._writer, self._ring, self._count = saved, writer, ring, segment_rows
+        self._saved = saved
+        self._writer = writer
+        self._ring = ring
+        self._count = segment_rows
         self._dump = dump
         self._parts: list[tuple[int, Mapping[str, Any]]] = []
         self._head = self._edits = 0

@@ -219,7 +219,8 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     (None, tensor([0., 8., 9.]))
     """
     gone = int((slots < 0).sum()) if len(slots) and int(slots[0]) < 0 else 0
-    at, new = slots[gone:], given[gone:]
+    at = slots[gone:]
+    new = given[gone:]
     if not len(at):
         return
     first = int(at[0])
@@ -235,13 +236,16 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     tensor([ True, False, False])
     """
-    left, right = left.resolve_neg(), right.resolve_neg()
+    left = left.resolve_neg()
+    right = right.resolve_neg()
     if left.is_complex():
         left, right = (torch.view_as_real(side.resolve_conj()) for side in (left, right))
     # Compared as integers of the same width, because as floats 0.0 equals -0.0 and NaN differs from itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
-    return different if different.ndim == 1 else different.flatten(1).any(1)
+    if different.ndim == 1:
+        return different
+    return different.flatten(1).any(1)
 
 
 def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
@@ -258,13 +262,16 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
     else:
         rows = source.index_select(0, slots)
     rows = rows.unsqueeze_(-1) if flat else rows
-    return rows if plain is column else rows.view(column.dtype)
+    if plain is column:
+        return rows
+    return rows.view(column.dtype)
 
 
 def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write ``values`` ``[N, *shape]`` over the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     if column.dtype in _UNSIGNED:
-        column, values = signed(column), signed(values)
+        column = signed(column)
+        values = signed(values)
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
@@ -282,7 +289,8 @@ class TensorColumn(Column):
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self.dtype, self.shape = data.dtype, data.shape[1:]
+        self.dtype = data.dtype
+        self.shape = data.shape[1:]
         # Computed once: a column is read several times per sample.
         self._few = HUGE_FROM // max(self.row_bytes, 1)
 

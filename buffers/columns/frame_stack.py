@@ -34,7 +34,9 @@ Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
 _STATE = np.dtype([("high", "i8"), ("free", "i8"), ("last", "i8"), ("spare", "i8")])
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 # As in kernels.rows.frame_rows, which is not imported here because it needs numba.
-_NOTHING, _STORED, _BEFORE = 0, 1, 2
+_NOTHING = 0
+_STORED = 1
+_BEFORE = 2
 
 
 class FrameColumn(Column):
@@ -83,7 +85,8 @@ class FrameColumn(Column):
         make: Make | None = None,
     ) -> None:
         check_stack(stack, shape)
-        self.dtype, self.shape = dtype, torch.Size(shape)
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
         make = partial(_in_memory, device=device) if make is None else make
@@ -108,10 +111,13 @@ class FrameColumn(Column):
         """Store rows, sharing frames with the rows in ``after`` and, for row 0, ``slot_before``."""
         if not len(slots):
             return
-        pool, rows, stack = self.frames, len(slots), self.refs.shape[1]
+        pool = self.frames
+        rows = len(slots)
+        stack = self.refs.shape[1]
         words = pool.words(values, rows, stack)
         # hint[j]: index in ``candidates`` of the stored row that new row j may continue, -1 for none.
-        hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
+        hint = np.full(rows, -1)
+        candidates = np.zeros(0, np.int64)
         if after is not None:
             hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
             candidates = after.slots.numpy(force=True)
@@ -121,7 +127,8 @@ class FrameColumn(Column):
         shares, repeats, new = match(words, *pool.look_up(held), hint)
         # Count the shared frames of the new rows before releasing those of the old rows: they may be the same frames.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
-        frames, source = pool.allocate(new), np.empty(new, np.int64)
+        frames = pool.allocate(new)
+        source = np.empty(new, np.int64)
         kernels().assign(pool.counts, self.refs, slots, shares, repeats, frames, source)
         pool.put(frames, words.flatten(0, 1), source)
 
@@ -152,7 +159,8 @@ class FrameColumn(Column):
     @override
     def nbytes(self) -> int:
         """Bytes of the frame indices and, unless this is a :meth:`pool` column, of all frames."""
-        pool, own = self.frames, int(self.refs.nbytes)
+        pool = self.frames
+        own = int(self.refs.nbytes)
         if self.main is not self:
             return own
         return own + sum(column.nbytes for _, column in pool.columns) + int(pool.counts.nbytes)
@@ -185,7 +193,10 @@ class FrameColumn(Column):
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
-        first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
+        # frame 0 is blank
+        first = 1
+        numbered = list[Part]()
+        frames = list[Part]()
         kind = dict.fromkeys(by_row(self.frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
         for slots, dumped in parts:
             check_dumped(dumped, {"back": False, **kind})
@@ -240,7 +251,8 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
 
     If frames have variable lengths, these are a separate tensor ``each``.
     """
-    cut, frames = {}, torch.from_numpy(added)
+    cut = {}
+    frames = torch.from_numpy(added)
     row = torch.repeat_interleave(frames)  # row of each frame
     for name, values in dumped.items():
         if isinstance(values, Tensor):
@@ -291,8 +303,11 @@ class FramePool:
         # Compare and copy in words: int64 if the number of bytes per frame is divisible by 8, else the widest
         # type possible.
         self._word = next(word for word in _WORDS if frame_bytes % word.itemsize == 0)
-        self._frame_bytes, self._shape = frame_bytes, (frame_bytes // self._word.itemsize,)
-        self._device, self._make, self._first_size = device, make, frames
+        self._frame_bytes = frame_bytes
+        self._shape = (frame_bytes // self._word.itemsize,)
+        self._device = device
+        self._make = make
+        self._first_size = frames
         self.state: Array = np.zeros(1, _STATE)
         self.state["high"] = 1
         self.counts: Array = np.zeros(frames, np.int32)
@@ -323,7 +338,8 @@ class FramePool:
 
     def take(self, refs: Array) -> Tensor:
         """Return copies ``[refs.size, words]`` of the frames with indices ``refs`` (int32, any shape)."""
-        memory, flat = self._host_memory(), refs.reshape(-1)
+        memory = self._host_memory()
+        flat = refs.reshape(-1)
         if memory is not None:
             # NumPy memory, because it uses huge pages where torch's does not.
             copies = torch.from_numpy(np.empty((len(flat), *self._shape), f"i{self._word.itemsize}"))
@@ -415,7 +431,8 @@ class FramePool:
 
     def check_state_dict(self, state: dict[str, Any]) -> int:
         """Return how many frames ``state`` holds; ValueError if it cannot be loaded."""
-        sizes, used = state["sizes"], self._frames_in(state)
+        sizes = state["sizes"]
+        used = self._frames_in(state)
         frames = sum(used)
         # All pieces but the last non-empty one are full; those after it are empty.
         for first, size, rows in zip(np.cumsum([0, *sizes]).tolist(), sizes, used, strict=False):
@@ -465,7 +482,8 @@ def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Arra
     """
     if words.device.type != "cpu":
         return match_by_torch(words, stored, held, hint)
-    shares, repeats = np.zeros(len(words), np.int8), np.zeros(words.shape[:2], np.bool_)
+    shares = np.zeros(len(words), np.int8)
+    repeats = np.zeros(words.shape[:2], np.bool_)
     new: int = kernels().match(words.numpy(), stored.numpy(), held, hint, shares, repeats)
     return shares, repeats, new
 
@@ -482,7 +500,8 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     equal = ~words[:, 1:].ne(words[:, :-1]).any(2)
     flags = torch.cat([continues, rolls, equal.flatten()]).numpy(force=True)  # the only sync
     continues_, rolls_, equal_ = np.split(flags, [len(hinted), len(hinted) + rows - 1])
-    shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
+    shares = np.zeros(rows, np.int8)
+    repeats = np.zeros((rows, stack), np.bool_)
     shares[1:][rolls_] = _BEFORE
     shares[hinted[continues_]] = _STORED  # takes precedence over the previous row
     repeats[:, 1:] = equal_.reshape(rows, stack - 1)

@@ -43,7 +43,9 @@ class SparseColumn(Column):
     def __init__(
         self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+        self.device = torch.device(device)
         # Row r has the value _entries[_place[r]]; entry 0 is always zeros. _spare lists the unused entries.
         self._place = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._entries = torch.zeros((1, *shape), dtype=dtype, device=self.device)
@@ -58,7 +60,8 @@ class SparseColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(slots):
             return
-        slots, values = slots.to(self.device), values.detach().to(self.device)
+        slots = slots.to(self.device)
+        values = values.detach().to(self.device)
         self._written = max(self._written, int(slots.max()) + 1)
         old = self._place.index_select(0, slots)
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
@@ -71,7 +74,8 @@ class SparseColumn(Column):
             self._entries = larger
             fresh = torch.arange(entries, len(larger), dtype=torch.int32, device=self.device)
             self._spare = torch.cat([self._spare, fresh])
-        taken, self._spare = self._spare[:count], self._spare[count:]
+        taken = self._spare[:count]
+        self._spare = self._spare[count:]
         places = torch.zeros_like(old)
         places[filled] = taken
         # Fill new entries before rows refer to them, and free old ones only after no row does.
@@ -116,7 +120,8 @@ class SparseColumn(Column):
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
-        slots, values = [torch.zeros(0, dtype=torch.int64)], [torch.empty((0, *self.shape), dtype=self.dtype)]
+        slots = [torch.zeros(0, dtype=torch.int64)]
+        values = [torch.empty((0, *self.shape), dtype=self.dtype)]
         for places, dumped in parts:
             check_dumped(dumped, {"values": True})
             stored, lengths = dumped["values"]
@@ -137,7 +142,8 @@ class SparseColumn(Column):
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
-        rows, filled = state["rows"], state["filled"]
+        rows = state["rows"]
+        filled = state["filled"]
         count = check_values("slots", filled, torch.int64, ())
         if check_values("values", state["values"], self.dtype, self.shape) != count:
             raise damaged(f"it has {len(state['values'])} values for {count} slots")
@@ -149,7 +155,8 @@ class SparseColumn(Column):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows, filled = int(state["rows"]), state["filled"].to(self.device)
+        rows = int(state["rows"])
+        filled = state["filled"].to(self.device)
         fresh = SparseColumn(max(rows, len(self._place)), self.shape, self.dtype, self.device)
         fresh.put(filled, state["values"])
         vars(self).update(vars(fresh) | {"_written": rows})

@@ -21,7 +21,8 @@ _THREAD_BYTES = 2**23  # bytes of values that are worth another thread
 _DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
 _FEW_ROWS = 16  # up to this many rows decoding duplicates is faster than finding them
 _MOST_PER_BYTE = 2**15  # a zstd block has at least 4 bytes and holds at most 128 KiB
-_POINTER, _HEADER = 8, 33  # bytes of a pointer, and of an empty Python bytes object
+_POINTER = 8  # bytes of a pointer
+_HEADER = 33  # and of an empty Python bytes object
 
 
 class ZstdColumn(Column):
@@ -64,11 +65,14 @@ class ZstdColumn(Column):
     ) -> None:
         if threads is not None:
             whole_number("threads", threads)
-        self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+        self.device = torch.device(device)
         self.codec = _Codec(level, threads)
         # bytes objects are replaced atomically: a reader gets the old row or the new one, never a mixture.
         self._rows: Array = np.empty(0, object)
-        self._filled, self._bytes = 0, 0
+        self._filled = 0
+        self._bytes = 0
         self.grow(rows)
 
     @cached_property
@@ -95,12 +99,14 @@ class ZstdColumn(Column):
     @override
     def take(self, slots: Tensor) -> Tensor:
         """Return the rows in ``slots`` decompressed, ``[N, *shape]``; rows never written are zeros."""
-        distinct, inverse = slots.numpy(force=True), None
+        distinct = slots.numpy(force=True)
+        inverse = None
         if len(slots) > _FEW_ROWS:
             unique, positions = np.unique(distinct, return_inverse=True)
             # With fewer duplicates, copying decoded rows costs more than decoding them again.
             if 4 * len(unique) < 3 * len(slots):
-                distinct, inverse = unique, positions
+                distinct = unique
+                inverse = positions
         values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
             values = values.take(inverse, 0)
@@ -141,7 +147,8 @@ class ZstdColumn(Column):
     def dump(self, slots: Tensor) -> Dumped:
         """Return the compressed rows; the first row carries the dictionary."""
         state = _join(self._rows[slots.numpy(force=True)].tolist(), self.codec.prefix)
-        of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
+        of_first = torch.zeros(len(slots), dtype=torch.int64)
+        dictionary = state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
         return {
@@ -156,11 +163,13 @@ class ZstdColumn(Column):
         compressed: Array = np.empty(rows, object)  # None where no part has the row
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
-            (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
+            (joined, sizes) = dumped["rows"]
+            (dictionary, lengths) = dumped["dictionary"]
             # Several dumps may be concatenated; each begins with its dictionary.
             begins = sorted({0, *lengths.nonzero().flatten().tolist()})
             for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
-                low, high = int(sizes[:first].sum()), int(sizes[:stop].sum())
+                low = int(sizes[:first].sum())
+                high = int(sizes[:stop].sum())
                 before = int(lengths[:first].sum())
                 part = {
                     "rows": joined[low:high],
@@ -171,7 +180,8 @@ class ZstdColumn(Column):
                 }
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
-                recoded, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
+                recoded = self._cut(part)
+                prefix = part["dictionary"].numpy(force=True).tobytes()
                 codec.begin(prefix)  # keeps the first dictionary
                 if prefix not in (b"", codec.prefix):
                     values = self._decode_rows(recoded, prefix)
@@ -181,7 +191,9 @@ class ZstdColumn(Column):
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
-        joined, sizes, dictionary = state["rows"], state["sizes"], state["dictionary"]
+        joined = state["rows"]
+        sizes = state["sizes"]
+        dictionary = state["dictionary"]
         check_values("compressed rows", joined, torch.uint8, ())
         check_values("dictionary", dictionary, torch.uint8, ())
         count = check_values("sizes", sizes, torch.int64, ())
@@ -189,7 +201,9 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes do not add up to {len(joined)} compressed bytes")
-        rows, expected, zstandard = self._cut(state), self.value_bytes, _zstandard()
+        rows = self._cut(state)
+        expected = self.value_bytes
+        zstandard = _zstandard()
         try:
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
@@ -219,7 +233,8 @@ class ZstdColumn(Column):
 
     def _cut(self, state: dict[str, Any]) -> Array:
         """Split a state into compressed rows, objects ``[N]``."""
-        joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
+        joined = state["rows"].numpy(force=True).tobytes()
+        sizes = state["sizes"].tolist()
         ends = np.cumsum(sizes).tolist()
         rows: Array = np.empty(len(sizes), object)
         rows[:] = [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -266,7 +281,9 @@ class _Codec:
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
         whole_number("level", level, 1, 22)
         _zstandard()
-        self.level, self.threads, self.prefix = level, threads, b""
+        self.level = level
+        self.threads = threads
+        self.prefix = b""
         self._dictionary: Any = None
         # Idle objects, used by one thread at a time: creating one takes longer than decoding a frame.
         self._compressors: list[Any] = []
@@ -280,7 +297,8 @@ class _Codec:
         zstandard = _zstandard()
         self.prefix = prefix
         self._dictionary = zstandard.ZstdCompressionDict(prefix, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-        self._compressors, self._decompressors = [], []
+        self._compressors = []
+        self._decompressors = []
 
     @contextmanager
     def _borrow(self, idle: list[Any], kind: str, **options: Any) -> Iterator[Any]:
@@ -325,7 +343,10 @@ class _Codec:
 
     def _run_in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
         """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
-        threads = torch.get_num_threads() if self.threads is None else self.threads
+        if self.threads is None:
+            threads = torch.get_num_threads()
+        else:
+            threads = self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
         # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
         run_blocks(work, [rows * i // parts for i in range(parts + 1)], parts)

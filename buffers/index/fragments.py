@@ -112,15 +112,23 @@ class Fragments(NamedTuple):
         """
         from flatroll.kernels.rows.run_marks import fragments  # numba
 
-        done, init = _read_marker(batch, keys.done, True), _read_marker(batch, keys.is_init, True)
+        done = _read_marker(batch, keys.done, True)
+        init = _read_marker(batch, keys.is_init, True)
         for key in keys.more_done:
             further = _read_marker(batch, key, True)
             if further is not None:
-                done = further if done is None else done.view(-1) | further.view(-1)
-        ids, step = _read_marker(batch, keys.traj, False), _read_marker(batch, keys.step_count, False)
-        marker = ids if ids is not None else done if done is not None else init
+                if done is None:
+                    done = further
+                else:
+                    done = done.view(-1) | further.view(-1)
+        ids = _read_marker(batch, keys.traj, False)
+        step = _read_marker(batch, keys.step_count, False)
+        marker = ids if ids is not None else (done if done is not None else init)
         if marker is None:
-            present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
+            if isinstance(batch, TensorDictBase):
+                present = batch.keys(True, True)
+            else:
+                present = batch.keys()
             error = missing_marker(keys.is_init, present)
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
@@ -132,7 +140,8 @@ class Fragments(NamedTuple):
         columns = (done, init, ids, step, mask, cut)
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         # One row per field; there are at most as many fragments as rows.
-        numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
+        numbers = np.empty((5, rows), np.int64)
+        marks = np.empty((3, rows), np.bool_)
         count = fragments(rows, *addresses, *pairs, keys.in_order, numbers, marks)
         if count < 0 and step is not None:
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
@@ -164,4 +173,6 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
         raise ValueError(
             f"batch[{key!r}] must have one number per row, got {column.numel()} for {len(column)} rows"
         )
-    return column if column.is_cpu and column.is_contiguous() else column.cpu().contiguous()
+    if column.is_cpu and column.is_contiguous():
+        return column
+    return column.cpu().contiguous()

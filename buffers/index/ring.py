@@ -68,7 +68,9 @@ class Draw:
             return torch.ones(len(self.slots), dtype=torch.bool)
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
         ends[self.lasts] = True
-        return ends if self.mask is None else ends | ~self.mask
+        if self.mask is None:
+            return ends
+        return ends | ~self.mask
 
 
 class Ring:
@@ -140,7 +142,9 @@ class Ring:
     @property
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of a save's first row and of the row after its last; slot numbers if not `in_order`."""
-        return (self.head, self.written) if self.in_order else (0, self.used)
+        if self.in_order:
+            return (self.head, self.written)
+        return (0, self.used)
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
@@ -222,7 +226,8 @@ class Ring:
             RuntimeError: nothing is stored.
         """
         version = self.version  # read first, because other processes may write meanwhile
-        head, written = version[0], self.written
+        head = version[0]
+        written = self.written
         if written <= head:
             raise self._empty()
         slots = torch.randint(head, written, (count,), generator=generator)
@@ -254,11 +259,15 @@ class Ring:
 
     def unchanged_since(self, draw: Draw) -> bool:
         """Return whether no row or pool entry of ``draw`` has been overwritten since."""
-        head, drawn_head = self.head, draw.version[0]
+        head = self.head
+        drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        read = draw.slots if draw.chosen is None else torch.cat([draw.slots, draw.chosen[1]])
+        if draw.chosen is None:
+            read = draw.slots
+        else:
+            read = torch.cat([draw.slots, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,7 +288,8 @@ class Ring:
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
         check_table("counters", counters, self._dtype, 1)
-        head, written = int(counters["head"][0]), int(counters["written"][0])
+        head = int(counters["head"][0])
+        written = int(counters["written"][0])
         if not (0 <= head <= written <= head + self.capacity and written < _MOST) or counters["taken"][0] < 0:
             raise damaged(f"a ring of {self.capacity} rows cannot hold the rows {head} ... {written - 1}")
         return counters

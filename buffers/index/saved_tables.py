@@ -49,13 +49,15 @@ def check_heap(
     """
     if not np.array_equal(np.sort(heap), np.arange(len(heap))):
         raise damaged("its heap does not hold every slot once")
-    rows, free = heap[:live], heap[live:]
+    rows = heap[:live]
+    free = heap[live:]
     numbers = np.sort(number[rows])
     distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and bool((np.diff(numbers) > 0).all()))
     if not distinct or bool((number[free] != gone).any()) or bool((rows >= used).any()):
         raise damaged(f"its slots do not hold the {live} rows that it counts")
     # In a heap, the parent of entry i is entry (i - 1) // 2; it must be dropped first.
-    above, below = rows[(np.arange(1, live) - 1) // 2], rows[1:]
+    above = rows[(np.arange(1, live) - 1) // 2]
+    below = rows[1:]
     tie = (rank[above] == rank[below]) & (number[above] > number[below])
     if bool(np.isnan(rank[rows]).any()) or not bool((tie | (rank[above] < rank[below])).all()):
         raise damaged("its heap is not in the order of the ranks")
@@ -99,13 +101,15 @@ class SavedFragments(NamedTuple):
     def read(cls, counters: Any, state: dict[str, Any]) -> "SavedFragments":
         """Read the fragments of ``state``, whose record ``counters`` has valid row counts; ValueError if the fragments
         do not match these rows."""
-        table, chains = state["fragments"], state["chains"]
+        table = state["fragments"]
+        chains = state["chains"]
         check_table("fragments", table, FRAGMENT)
         check_table("trajectories", chains, CHAIN)
         check_table("spare entries", state["spare"], np.dtype(np.int64))
         names = ("first", "end", "slots", "head", "written")
         begin, end, used, head, written = (int(counters[name]) for name in names)
-        size, pool_size = len(table), len(state["spare"])
+        size = len(table)
+        pool_size = len(state["spare"])
         if not 0 <= end - begin <= size or size & (size - 1) or not 0 <= used <= len(chains):
             raise damaged(
                 f"fragments {begin} ... {end - 1} of {used} trajectories are more than its tables hold"
@@ -136,7 +140,8 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     """
     is_free = np.ones(used, np.bool_)
     is_free[chain] = False
-    order, at = list[int](), first - 1
+    order = list[int]()
+    at = first - 1
     while 0 <= at < used and is_free[at]:
         is_free[at] = False  # clear the flag, so that a cycle ends the loop
         order.append(at)

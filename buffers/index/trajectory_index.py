@@ -155,7 +155,8 @@ class TrajectoryIndex(Ring):
         count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
         if free < 0:
             # _spare[:spare] lists the free entries; the rest of _spare is meaningless.
-            size, spare = len(self._spare), int(self._state["spare"][0])
+            size = len(self._spare)
+            spare = int(self._state["spare"][0])
             larger = np.empty(max(2 * size, size + count, 64), np.int64)
             larger[:spare] = self._spare[:spare]
             fresh = np.arange(size, len(larger))
@@ -294,8 +295,12 @@ class TrajectoryIndex(Ring):
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
         """Return the slices of up to ``length`` rows (one number, or one per slice) that start at the slots
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
-        lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
-        arguments, most = (starts.numpy(), lengths), int(lengths.clip(0).sum())
+        if isinstance(length, int):
+            lengths = np.full(len(starts), length)
+        else:
+            lengths = length.numpy()
+        arguments = (starts.numpy(), lengths)
+        most = int(lengths.clip(0).sum())
         return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
@@ -330,7 +335,10 @@ class TrajectoryIndex(Ring):
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
         begin[rows < (length if strict else 1)] = -1  # too short for a slice
         # By start, a trajectory yields its full slices and one shorter slice at each end.
-        most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
+        if by == "trajectory":
+            most = len(chains)
+        else:
+            most = int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
@@ -344,7 +352,8 @@ class TrajectoryIndex(Ring):
         """Draw ``count`` slices of up to ``most`` rows in total, chosen by ``kernel`` with ``arguments``."""
         # The kernel fills these from the front and returns how many it filled.
         slots = np.empty(most, np.int64)
-        firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
+        firsts = np.empty(count, np.int64)
+        lasts = np.empty(count, np.int64)
         following = np.empty(most, np.int64) if follow else NONE
         patch = np.empty((2, most), np.int64) if follow else NO_PATCH
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -373,7 +382,10 @@ class TrajectoryIndex(Ring):
         ring dropped the rows starting at number ``head``; trajectories that were shorter before may be included."""
         claimed, count = self._claimed
         # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
-        touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
+        if head == claimed:
+            touched = self._touched[:count]
+        else:
+            touched = np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
@@ -393,7 +405,8 @@ class TrajectoryIndex(Ring):
 
     @override
     def unchanged_since(self, draw: Draw) -> bool:
-        state, (drawn_head, drawn_taken) = self._state[0], draw.version
+        state = self._state[0]
+        (drawn_head, drawn_taken) = draw.version
         # A released pool entry may be reused for another row's observation.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
@@ -404,7 +417,8 @@ class TrajectoryIndex(Ring):
     @override
     def follow(self, slots: Tensor) -> Follow:
         asked = np.ascontiguousarray(slots.numpy(force=True))
-        following, patch = np.empty(len(asked), np.int64), np.empty((2, len(asked)), np.int64)
+        following = np.empty(len(asked), np.int64)
+        patch = np.empty((2, len(asked)), np.int64)
         patched = _kernels().drawing.follow_rows(
             self._state, self.capacity, self._fragments, asked, following, patch
         )
@@ -440,7 +454,8 @@ class TrajectoryIndex(Ring):
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
         records = self._chains[chains]
-        slots, count = np.empty(len(chains), np.int64), len(chains)
+        slots = np.empty(len(chains), np.int64)
+        count = len(chains)
         # One row each: from its offset in the chain to its position in the result.
         stretches = (
             records["last"],
@@ -540,8 +555,10 @@ class TrajectoryIndex(Ring):
             self._weights.clear()
             self._changing = False
         if key not in self._weights:
-            used, chains = int(self._state["slots"][0]), len(self._chains)
-            weight, tree = np.zeros(chains, np.int64), np.zeros(chains + 1, np.int64)
+            used = int(self._state["slots"][0])
+            chains = len(self._chains)
+            weight = np.zeros(chains, np.int64)
+            tree = np.zeros(chains + 1, np.int64)
             _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
             self._weights[key] = weight, tree
             if len(self._weights) > 4:

@@ -86,7 +86,8 @@ class PrioritizedSampler(RandomSampler):
         RandomSampler.__init__(self, max_policy_lag)
         flags(max_priority_within_buffer=max_priority_within_buffer)
         whole_number("max_capacity", max_capacity)
-        self.max_capacity, self.dtype = max_capacity, dtype
+        self.max_capacity = max_capacity
+        self.dtype = dtype
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
         self.priorities = Priorities(
@@ -167,7 +168,8 @@ class PrioritizedSampler(RandomSampler):
                 f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
                 f"{type(self).__name__} at least max_capacity={ring.capacity}"
             )
-        head, written = ring.head, ring.written
+        head = ring.head
+        written = ring.written
         in_order = not self._changing and self.priorities.in_step
         if in_order and (self._head, self._written) == (head, written):
             return
@@ -184,14 +186,17 @@ class PrioritizedSampler(RandomSampler):
             self.priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._allow_starts(ring, self._written)
-        self._head, self._written = head, written
+        self._head = head
+        self._written = written
         self._changing = False
 
     def _start_over(self, ring: Ring) -> None:
         """Recompute all weights from priorities and ring, after an interrupt, a new ``alpha`` or a load."""
         self._changing = True
         self._fresh = None
-        head, written, priorities = ring.head, ring.written, self.priorities
+        head = ring.head
+        written = ring.written
+        priorities = self.priorities
         # Rows head ... known - 1 already have a priority; rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
@@ -202,7 +207,8 @@ class PrioritizedSampler(RandomSampler):
             priorities.drawable[slots] = True
         priorities.weigh_all()
         self._allow_starts(ring, head)
-        self._head, self._written = head, written
+        self._head = head
+        self._written = written
         self._changing = False
 
     def mass(self, ring: Ring) -> tuple[float, float]:
@@ -230,7 +236,8 @@ class PrioritizedSampler(RandomSampler):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw ``count`` rows independently; return slots, weights and generations, each ``[count]``."""
         ring.check_not_empty()
-        priorities, tree = self.priorities, self.priorities.tree
+        priorities = self.priorities
+        tree = self.priorities.tree
         if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
             # The list has changed since the last draw: rows that became too old lose their weight.
             stale = priorities.drawable.copy()
@@ -246,9 +253,12 @@ class PrioritizedSampler(RandomSampler):
             )
         # A uniform number times the total weight falls into the interval of one slot, which the tree finds.
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
-        slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
+        slots = np.empty(count, np.int64)
+        generation = np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
-        draw, head, capacity = priorities.kernels.draw, ring.head, ring.capacity
+        draw = priorities.kernels.draw
+        head = ring.head
+        capacity = ring.capacity
         draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
         weights = torch.from_numpy(ratios).pow_(-self._beta)
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
@@ -270,13 +280,17 @@ class PrioritizedSampler(RandomSampler):
         """
         index = _host_integers("index", slots)
         values = _reduce(priority, len(index), self.reduction)
-        generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
+        if generation is None:
+            generations = _NO_GENERATIONS
+        else:
+            generations = _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(f"generation must have {len(index)} entries, like index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
         # The kernel moves the slots whose rows are still stored to the front, along with their priorities.
-        stored, new = index.copy(), values.to(self.dtype, copy=True).numpy()
+        stored = index.copy()
+        new = values.to(self.dtype, copy=True).numpy()
         count, outside, bad = self.priorities.kernels.standing(
             ring.head, ring.written, ring.capacity, most, stored, new, generations
         )
@@ -318,11 +332,14 @@ class PrioritizedSampler(RandomSampler):
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         super().check_state_dict(state, ring)
-        priority, highest = state["priority"], state["highest"]
+        priority = state["priority"]
+        highest = state["highest"]
         alpha, _, _ = (_number(name, state[name]) for name in ("alpha", "beta", "eps"))
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
-        head, written, most = state["head"], state["written"], self.priorities.most(alpha)
+        head = state["head"]
+        written = state["written"]
+        most = self.priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities for the rows {head} ... {written}")
@@ -455,16 +472,20 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
         """
-        index, length = indexed(ring, self), self._length(batch_size)
+        index = indexed(ring, self)
+        length = self._length(batch_size)
         least = length - spans(self.span, length)[1]
         if least != self._least:  # other starts: search all again
-            self._least, self._changing = least, True
+            self._least = least
+            self._changing = True
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
             raise index.too_short(least)
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
-        return draw if len(draw.slots) == batch_size or not self.fill else fill(draw, batch_size, more)
+        if len(draw.slots) == batch_size or not self.fill:
+            return draw
+        return fill(draw, batch_size, more)
 
     def _slices(
         self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int
@@ -502,7 +523,9 @@ class Priorities:
         from flatroll.kernels.trees.sum_tree import SumTree
 
         one_of("dtype", dtype, _DTYPES)
-        self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
+        self.alpha = alpha
+        self.eps = eps
+        self.within_buffer = within_buffer
         self.tree = SumTree(capacity)
         # The highest priority of each block of 256 slots, so that an update only rescans its own blocks.
         blocks = -(-capacity // _BLOCK)  # rounded up
@@ -514,7 +537,8 @@ class Priorities:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The kernels iterate over all tables by the size of one of them.
-        size, blocks = len(state["drawable"]), len(state["_highest"])
+        size = len(state["drawable"])
+        blocks = len(state["_highest"])
         sizes = state["tree"].capacity, len(state["values"])
         if (
             sizes != (size, blocks * _BLOCK)
@@ -546,14 +570,18 @@ class Priorities:
     def top(self, stored: int) -> float:
         """Return the priority of new rows, given the number of ``stored`` rows: the highest one, or 1."""
         if self.within_buffer:
-            return float(self._highest.max()) if stored else 1.0
+            if stored:
+                return float(self._highest.max())
+            return 1.0
         return self.ever
 
     def most(self, alpha: float) -> float:
         """Return the largest priority for which, with exponent ``alpha``, the sum of weights stays finite."""
         # Weights stay below 10 ** LARGEST, so priorities below 10 ** (LARGEST / alpha); floats end at 10 ** 308.
         digits = self.kernels.LARGEST / alpha if alpha else math.inf
-        return float(10**digits) if digits < 308 else float(np.finfo(np.float64).max)
+        if digits < 308:
+            return float(10**digits)
+        return float(np.finfo(np.float64).max)
 
     def fill(self, slots: slice, priority: float, drawable: bool) -> None:
         """Set the same priority for all ``slots``; slots that are not ``drawable`` get weight 0."""
@@ -645,7 +673,10 @@ def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
 
 def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
     """Return the slots of at most ``capacity`` rows ``first ... stop - 1``, as one or two ranges."""
-    count, slot = stop - first, first % capacity
+    count = stop - first
+    slot = first % capacity
     if slot + count > capacity:  # beyond the end of the ring
         return [slice(slot, capacity), slice(0, slot + count - capacity)]
-    return [slice(slot, slot + count)] if count else []
+    if count:
+        return [slice(slot, slot + count)]
+    return []

@@ -57,12 +57,16 @@ class Freshness:
 
     def begin_from(self, newest: int) -> None:
         """Reset to ``newest``, -1 for no version, after the stored rows were replaced."""
-        self.newest, self._seen = newest, 0
+        self.newest = newest
+        self._seen = 0
         self._fresh = None
 
     def versions(self, slots: Tensor) -> Tensor:
         """Return the policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` on the host."""
-        column = None if self.storage is None else self.storage.columns.get(POLICY_VERSION)
+        if self.storage is None:
+            column = None
+        else:
+            column = self.storage.columns.get(POLICY_VERSION)
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
@@ -70,13 +74,18 @@ class Freshness:
     def look(self, ring: Ring) -> int:
         """Scan the rows written since the last call; return the lowest fresh version."""
         ring.check_not_empty()
-        first, written = max(self._seen, ring.head), ring.written
+        first = max(self._seen, ring.head)
+        written = ring.written
         if written < self._seen:  # a state has been loaded meanwhile
-            self.newest, first = -1, ring.head
+            self.newest = -1
+            first = ring.head
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
-            new = stored[len(stored) - (written - first) :] if written - first < len(stored) else stored
+            if written - first < len(stored):
+                new = stored[len(stored) - (written - first) :]
+            else:
+                new = stored
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
@@ -84,7 +93,8 @@ class Freshness:
 
     def fresh_slices(self, draw: Draw, least: int) -> tuple[Tensor, Tensor]:
         """Return first slots and lengths of the slices of ``draw`` without a row older than version ``least``."""
-        firsts, lasts = draw.firsts, draw.lasts
+        firsts = draw.firsts
+        lasts = draw.lasts
         assert firsts is not None and lasts is not None
         stale = torch.cat([torch.zeros(1, dtype=torch.int64), (self.versions(draw.slots) < least).cumsum(0)])
         kept = stale[lasts + 1] == stale[firsts]  # stale[i]: number of stale rows before row i of the draw
@@ -103,7 +113,9 @@ class Freshness:
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
         version = ring.version  # read first, because other processes may write meanwhile
-        least, kept, missing = self.look(ring), list[Tensor](), count
+        least = self.look(ring)
+        kept = list[Tensor]()
+        missing = count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
             kept.append(slots[self.versions(slots) >= least])
@@ -130,8 +142,12 @@ class Freshness:
 
         ``lay_out(first slots, lengths, follow=)`` lists the rows of slices. RuntimeError if too few are found.
         """
-        least, found, drawn, ask = self.look(ring), 0, 0, count
-        starts, lengths = list[Tensor](), list[Tensor]()
+        least = self.look(ring)
+        found = 0
+        drawn = 0
+        ask = count
+        starts = list[Tensor]()
+        lengths = list[Tensor]()
         self.stored(ring)  # raises if no row is fresh
         while found < count:
             if drawn > _MOST * count:
@@ -142,7 +158,8 @@ class Freshness:
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)
             lengths.append(rows)
-            found, drawn = found + len(start), drawn + ask
+            found = found + len(start)
+            drawn = drawn + ask
             # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
@@ -157,7 +174,9 @@ class Freshness:
 
 def freshness(max_policy_lag: int | None) -> Freshness | None:
     """Return the `Freshness` for a sampler's option, None for None."""
-    return None if max_policy_lag is None else Freshness(max_policy_lag)
+    if max_policy_lag is None:
+        return None
+    return Freshness(max_policy_lag)
 
 
 def check_versions(batch: TensorDictBase) -> None:
@@ -310,7 +329,9 @@ class Sampler(Facts, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state for :meth:`load_state_dict`: the newest policy version, or nothing."""
-        return {} if self.freshness is None else {"policy_version": self.freshness.newest}
+        if self.freshness is None:
+            return {}
+        return {"policy_version": self.freshness.newest}
 
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` with ``ring``; nothing is changed."""

@@ -162,7 +162,10 @@ class SliceSampler(Sampler):
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
             self._flags = [done, terminated, truncated_key]
         spans(span, slice_len)
-        self.span = (span[0], span[1]) if isinstance(span, Sequence) else (span, span)
+        if isinstance(span, Sequence):
+            self.span = (span[0], span[1])
+        else:
+            self.span = (span, span)
         self.start_key = start_key
         self._storage: StoredColumns | None = None
 
@@ -203,11 +206,14 @@ class SliceSampler(Sampler):
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
         if self.end_keys and not ends and batch.get(keys.traj, None) is None:
             require(batch, self.end_keys[0])
-        return replace(keys, more_done=tuple(ends[1:])) if ends else keys
+        if ends:
+            return replace(keys, more_done=tuple(ends[1:]))
+        return keys
 
     def check(self, batch_size: int | None) -> int:
         """Return ``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
-        slices, length = self.num_slices, self.slice_len
+        slices = self.num_slices
+        length = self.slice_len
         if batch_size is None:
             if slices is None or length is None:
                 raise ValueError("batch_size must be given to ReplayBuffer(...) or to sample(...)")
@@ -227,7 +233,10 @@ class SliceSampler(Sampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if slices are short and not padded."""
-        index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
+        if isinstance(ring, TrajectoryIndex):
+            index = ring
+        else:
+            index = indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
         marks = None
         if self._storage is not None and self.start_key is not None:
@@ -257,7 +266,8 @@ class SliceSampler(Sampler):
         """
         if draw.firsts is None or draw.lasts is None:
             return
-        rows, device = len(draw.slots), next(iter(columns.values())).device
+        rows = len(draw.slots)
+        device = next(iter(columns.values())).device
         init = done = terminated = truncated = None
         if self.init_key is not None:
             init = _flag(columns, self.init_key, (rows, 1), device)
@@ -315,7 +325,8 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
 
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
-    (firsts, lasts), step = bounds(draw), torch.arange(length)
+    (firsts, lasts) = bounds(draw)
+    step = torch.arange(length)
     # [S, length]: positions in draw.slots, and whether they are rows of the slice
     at = torch.minimum(firsts[:, None] + step, lasts[:, None])
     mask = firsts[:, None] + step <= lasts[:, None]
@@ -359,7 +370,8 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
         ends = lasts.to(done.device)
         done.index_fill_(0, ends, True)
         # a <= b of bools is "not a, or b"
-        final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
+        final = terminated.index_select(0, ends)
+        cut = truncated.index_select(0, ends)
         truncated.index_copy_(0, ends, final.le(cut))
 
 
@@ -373,18 +385,22 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
         rows: target number of rows.
         more: draws the given number of further slices, each of at least one row.
     """
-    parts, slices, drawn = [first], len(bounds(first)[0]), len(first.slots)
+    parts = [first]
+    slices = len(bounds(first)[0])
+    drawn = len(first.slots)
     while drawn < rows:
         # As many slices as hold the missing rows at the mean length so far, plus an eighth as a margin.
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
-        slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
+        slices = slices + len(bounds(part)[0])
+        drawn = drawn + len(part.slots)
     return cut(_join(parts), rows)
 
 
 def cut(draw: Draw, rows: int) -> Draw:
     """Keep the first ``rows`` rows of ``draw``, which has slices, enough rows and no padding."""
-    (firsts, lasts), follow = bounds(draw), draw.follow
+    (firsts, lasts) = bounds(draw)
+    follow = draw.follow
     kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
     if follow is not None:
         follow = Follow(follow.slots[:rows], follow.patch[:, follow.patch[0] < rows])
@@ -400,7 +416,10 @@ def cut(draw: Draw, rows: int) -> Draw:
 
 def _join(parts: list[Draw]) -> Draw:
     """Concatenate draws with slices."""
-    at, firsts, lasts, follows = 0, [], [], []
+    at = 0
+    firsts = []
+    lasts = []
+    follows = []
     for part in parts:
         # ``at`` is the position of the part's first row
         firsts.append(bounds(part)[0] + at)
@@ -411,7 +430,8 @@ def _join(parts: list[Draw]) -> Draw:
         at += len(part.slots)
     follow = None
     if follows:
-        slots, patches = [each.slots for each in follows], [each.patch for each in follows]
+        slots = [each.slots for each in follows]
+        patches = [each.patch for each in follows]
         follow = Follow(torch.cat(slots), torch.cat(patches, 1))
     return Draw(
         torch.cat([part.slots for part in parts]),

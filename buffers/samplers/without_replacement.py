@@ -66,7 +66,8 @@ class PassSampler(Sampler):
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         super().check_state_dict(state, ring)
-        left, key = state["pass"]["left"], tuple(state["pass"]["key"])
+        left = state["pass"]["left"]
+        key = tuple(state["pass"]["key"])
         if not all(type(number) is int for number in key) or type(state["ran_out"]) is not bool:
             raise damaged(f"its pass over the rows has the invalid key {key}")
         if left is None:
@@ -86,7 +87,8 @@ class PassSampler(Sampler):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        left, self._key = state["pass"]["left"], tuple(state["pass"]["key"])
+        left = state["pass"]["left"]
+        self._key = tuple(state["pass"]["key"])
         self._left, self.ran_out = None if left is None else left.clone(), state["ran_out"]
 
 
@@ -128,8 +130,14 @@ class SamplerWithoutReplacement(PassSampler):
         ring.check_not_empty()
 
         def begin() -> Tensor:
-            slots = ring.stored() if self.freshness is None else self.freshness.stored(ring)  # oldest first
-            return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
+            # oldest first
+            if self.freshness is None:
+                slots = ring.stored()
+            else:
+                slots = self.freshness.stored(ring)
+            if self.shuffle:
+                return slots[torch.randperm(len(slots), generator=generator)]
+            return slots
 
         key: tuple[int, ...] = (ring.head, ring.written)
         if self.freshness is not None:
@@ -236,7 +244,8 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Return the next slices of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
-        index, length = indexed(ring, self), self._length(batch_size)
+        index = indexed(ring, self)
+        length = self._length(batch_size)
         index.check_not_empty()
 
         def begin() -> Tensor:
@@ -262,7 +271,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
         if not self._fills:
-            return pad_slices(draw, length, ring) if self.pad_output else draw
+            if self.pad_output:
+                return pad_slices(draw, length, ring)
+            return draw
         if len(draw.slots) > batch_size:
             if self._left is not None:  # continue with the rest of a slice that was cut
                 self._left[0, 0] = draw.slots[batch_size]
@@ -277,7 +288,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     @override
     def _amount(self, left: Tensor, count: int) -> int:
         # A slice has at least one row, so it suffices to count the first ``count`` slices.
-        return int(left[1, :count].sum()) if self._fills else left.shape[-1]
+        if self._fills:
+            return int(left[1, :count].sum())
+        return left.shape[-1]
 
     @override
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -285,7 +298,8 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             return super()._split(left, count)
         ends = left[1, :count].cumsum(0)  # cumulative number of rows
         last = int(torch.searchsorted(ends, count))  # the slice that contains row number ``count - 1``
-        taken, beyond = left[:, : last + 1].clone(), int(ends[min(last, len(ends) - 1)]) - count
+        taken = left[:, : last + 1].clone()
+        beyond = int(ends[min(last, len(ends) - 1)]) - count
         if beyond <= 0:
             return taken, left[:, last + 1 :]
         left[1, last] = beyond  # its other rows remain; their start is computed when rows are listed

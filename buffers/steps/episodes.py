@@ -92,15 +92,17 @@ class Episodes:
         ]
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
-        ended = (
-            np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends]) if row else self.fresh
-        )
+        if row:
+            ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends])
+        else:
+            ended = self.fresh
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
         """Fill in the missing markers of the waiting rows ``first ... stop - 1``; earlier rows already have them."""
         flags = {key: staged[key].rows[:, first:stop] for key in FLAGS if key in staged}
-        done, ids = flags[DONE], staged[TRAJ_IDS].rows[:, first:stop]
+        done = flags[DONE]
+        ids = staged[TRAJ_IDS].rows[:, first:stop]
         for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):
             if missing in flags and missing not in self._given:
                 # If terminated or truncated is missing, derive it from ``done``.
@@ -124,9 +126,14 @@ class Episodes:
     def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
         """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
-        begin = 0 if first or self._before else 1  # the very first row continues no other
+        # the very first row continues no other
+        if first or self._before:
+            begin = 0
+        else:
+            begin = 1
         every_fresh = fresh
-        fresh, same = fresh[:, begin:], None
+        fresh = fresh[:, begin:]
+        same = None
         inside = ~fresh
         for key, later in list(self._pairs):
             agrees = ~self._differ(staged, key, later, first, stop)
@@ -163,7 +170,9 @@ class Episodes:
     def _differ(self, staged: Staged, key: NestedKey, later: NestedKey, first: int, stop: int) -> Array:
         """Compare ``key`` with the previous row's ``later``, bit for bit: bool ``[E, n]``, or ``[E, n - 1]`` for
         first rows."""
-        now, said, begin = staged[key].data, staged[later].data, max(first, 1)
+        now = staged[key].data
+        said = staged[later].data
+        begin = max(first, 1)
         wrong = [torch.zeros(self.num_envs, 0, dtype=torch.bool)]
         if not first and self._before:
             before = torch.from_numpy(self._before[later]).view_as(now[:, 0])

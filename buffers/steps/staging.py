@@ -14,7 +14,9 @@ from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TR
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
 # Maximum window by default, in steps and in rows; minimum in steps.
-_MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8
+_MOST_STEPS = 64
+_MOST_ROWS = 8192
+_FEWEST_STEPS = 8
 
 
 class StagedColumn:
@@ -37,7 +39,8 @@ class StagedColumn:
     def __init__(
         self, key: NestedKey, dtype: torch.dtype, shape: torch.Size, num_envs: int, window: int
     ) -> None:
-        self.key, self.dtype = key, dtype
+        self.key = key
+        self.dtype = dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
         self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
         # NumPy writes small arrays much faster than torch. Dtypes that it lacks are written as integers.
@@ -62,7 +65,10 @@ class StagedColumn:
             ValueError: the number of envs differs.
         """
         try:
-            first = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            if isinstance(value, Tensor):
+                first = value
+            else:
+                first = torch.from_numpy(np.array(value))
         except TypeError:
             raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
         if not first.ndim or len(first) != num_envs:
@@ -71,7 +77,8 @@ class StagedColumn:
                 f"{list(first.shape)}"
                 + (": add the dimension of the one env in front" if num_envs == 1 else "")
             )
-        dtype, shape = first.dtype, first.shape[1:]
+        dtype = first.dtype
+        shape = first.shape[1:]
         if key in FLAGS or key == REWARD:
             shape = shape if len(shape) else torch.Size([1])
         if key in FLAGS and (dtype is not torch.bool or tuple(shape) != (1,)):
@@ -118,7 +125,9 @@ class StagedColumn:
     def window(self, steps: int) -> Tensor:
         """Return the first ``steps`` waiting steps, env after env, ``[E * steps, *shape]``; all of them without a
         copy."""
-        return self.flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
+        if steps == self.data.shape[1]:
+            return self.flat
+        return self.data[:, :steps].flatten(0, 1)
 
 
 def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
@@ -155,7 +164,8 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         length = whole_number("window", window)
     rows = num_envs * max(1, length)
     if rest or not steps or steps % length:
-        below, above = capacity // rows * rows, -(-capacity // rows) * rows
+        below = capacity // rows * rows
+        above = -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
         raise ValueError(
             f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "

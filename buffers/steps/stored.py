@@ -48,7 +48,8 @@ class StepPositions:
     def append(self, ring: Ring, step: int, slot: int, steps: int) -> None:
         """Record a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
         if ring is not self.ring:  # the buffer was emptied or reloaded
-            self.ring, self._count = ring, 0
+            self.ring = ring
+            self._count = 0
         head = ring.head
         if self._count == self._table.shape[1]:
             kept = self._table[:, self._first() :]
@@ -66,7 +67,9 @@ class StepPositions:
     def oldest(self) -> int | None:
         """Return the first complete step; None if there is none."""
         first = self._first()
-        return int(self._table[0, first]) if first < self._count else None
+        if first < self._count:
+            return int(self._table[0, first])
+        return None
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
         """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
@@ -87,10 +90,13 @@ class StepPositions:
         """
         from flatroll.kernels.slices.steps import locate  # numba
 
-        slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
+        slots = np.empty(len(places), np.int64)
+        waiting = np.empty((2, len(places)), np.int64)
         asked = np.ascontiguousarray(places.numpy())
         count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
-        return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
+        if count < 0:
+            return None
+        return (torch.from_numpy(slots), waiting[:, :count])
 
     def choose(
         self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
@@ -116,7 +122,8 @@ class StepPositions:
 
         oldest = self.oldest() if self.ring is ring else None
         index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
-        asked, spans = np.ascontiguousarray(places.numpy()), np.empty((2, len(places)), np.int64)
+        asked = np.ascontiguousarray(places.numpy())
+        spans = np.empty((2, len(places)), np.int64)
         windows = self._table, self._count, -1 if oldest is None else oldest
         if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
             return None
@@ -156,7 +163,10 @@ class StepCopies:
         next_keys = {} if storage.pool is None else storage.pool.next_keys
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
         # The next value of an entry is usually that of a nearby row, so copy that entry, too.
-        asked = {*storage.columns, *next_keys.values()} if names is None else {*names}
+        if names is None:
+            asked = {*storage.columns, *next_keys.values()}
+        else:
+            asked = {*names}
         stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
         self._extra = [key for key in stored if key not in asked]
@@ -196,13 +206,17 @@ class StepCopies:
         """
         from flatroll.kernels.slices.steps import read_steps  # numba
 
-        asked, rows = np.ascontiguousarray(places.numpy()), len(places)
+        asked = np.ascontiguousarray(places.numpy())
+        rows = len(places)
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
         pooled = self._of[1]  # read here, because the pool's columns may grow and move
-        entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
+        if pooled is None:
+            entries = {}
+        else:
+            entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target

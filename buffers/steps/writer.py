@@ -80,7 +80,8 @@ class StepWriter:
     """
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
-        self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
+        self.buffer = buffer
+        self.num_envs = whole_number("num_envs", num_envs)
         # Make a copy: a list would keep views of the arrays' memory.
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
@@ -90,7 +91,9 @@ class StepWriter:
             )
         buffer.storage.compiled = True
         self.window = window_of(buffer.storage.capacity, num_envs, window)
-        self.writer, self.steps, self._closed = writer_number(writer), 0, False
+        self.writer = writer_number(writer)
+        self.steps = 0
+        self._closed = False
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
@@ -139,7 +142,9 @@ class StepWriter:
                 self._store()
             if not self._begun:
                 self._begin(step)
-            given, row, values = self._given, self._filled, step
+            given = self._given
+            row = self._filled
+            values = step
             if not isinstance(values, dict) or values.keys() != given.keys():
                 values = dict(entries(step))
                 if unknown := [key for key in values if key not in given]:
@@ -150,7 +155,8 @@ class StepWriter:
                 column.put(row, values[key])
             if self._episodes.check(given, row):
                 self._mark(row + 1)
-            self._begun, self._filled = True, row + 1
+            self._begun = True
+            self._filled = row + 1
             self.steps += 1
             if self._filled == self._limit:
                 self._store()
@@ -186,7 +192,10 @@ class StepWriter:
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer.write_lock:
                 storage.prepare(nest(blank, self.num_envs), None, self.buffer.markers)
-        self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
+        self._staged = staged
+        self._given = given
+        self._copies = {}
+        self._tails = {}
 
     def _mark(self, stop: int) -> None:
         """Fill in the markers of the first ``stop`` waiting steps."""
@@ -253,8 +262,13 @@ class StepWriter:
             return self._oldest()
 
     def _oldest(self) -> int:
-        first = self._positions.oldest() if self._positions.ring is self.buffer.ring else None
-        return self.steps - self._filled if first is None else first
+        if self._positions.ring is self.buffer.ring:
+            first = self._positions.oldest()
+        else:
+            first = None
+        if first is None:
+            return self.steps - self._filled
+        return first
 
     def read(self, steps: Any, envs: Any) -> TensorDict:
         """Return rows by position, stored or waiting, as ``buffer[...]`` would: transformed, not marked.
@@ -296,7 +310,10 @@ class StepWriter:
         with self._lock:
             places = self._places(steps, envs)
             changed = self.buffer.transforms
-            columns = leaves(self._rows(places)) if changed else self._take(places, names)
+            if changed:
+                columns = leaves(self._rows(places))
+            else:
+                columns = self._take(places, names)
         if names is None:
             return columns
         if missing := [name for name in names if name not in columns]:
@@ -307,7 +324,8 @@ class StepWriter:
         """Return the places step * E + env of existing rows, int64 ``[N]``."""
         from flatroll.kernels.slices.steps import number_places  # numba
 
-        step, env = steps, envs
+        step = steps
+        env = envs
         if not (is_plain(step) and is_plain(env) and step.shape == env.shape):
             step, env = (
                 part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
@@ -322,7 +340,8 @@ class StepWriter:
         places: Array = np.empty(len(step), np.int64)
         oldest = self._oldest()
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
-            first, last = int(step.min()), int(step.max())
+            first = int(step.min())
+            last = int(step.max())
             if first < oldest or last >= self.steps:
                 raise IndexError(
                     f"steps {first} to {last} were requested, {oldest} to {self.steps - 1} are available"
@@ -345,7 +364,8 @@ class StepWriter:
         size = whole_number("batch_size", self.buffer.batch_size if batch_size is None else batch_size)
         with self._lock:
             while True:
-                first, stop = self._oldest() * self.num_envs, self.steps * self.num_envs
+                first = self._oldest() * self.num_envs
+                stop = self.steps * self.num_envs
                 if first == stop:
                     raise RuntimeError("there is nothing to sample: write a step first")
                 with self.buffer.lock:
@@ -371,7 +391,10 @@ class StepWriter:
             init[:, 0] = False  # a row that begins a trajectory may come first
             ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
         chosen = self._choose(places)
-        read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
+        if chosen is None:
+            read = None
+        else:
+            read = partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
         values = read_others(transforms, values, ahead, chosen, self._take, read)
         data: Any = nest(values, *places.shape)
         for transform in transforms:
@@ -382,7 +405,8 @@ class StepWriter:
     def _choose(self, places: Tensor) -> Tensor | None:
         """Return rows chosen by a transform, int64 ``[2, M]``: indices in the places, and places; None without
         one."""
-        buffer, filled = self.buffer, self._filled
+        buffer = self.buffer
+        filled = self._filled
         chooser = chooser_of(buffer.transforms)
         if chooser is None:
             return None
@@ -410,7 +434,9 @@ class StepWriter:
 
     def _take(self, places: Tensor, keys: Iterable[NestedKey] | None = None) -> Columns:
         """Return copies of the entries ``keys`` (default: all) of the rows at these places; lock-free."""
-        buffer, storage, places = self.buffer, self.buffer.storage, places.cpu()
+        buffer = self.buffer
+        storage = self.buffer.storage
+        places = places.cpu()
         names = None if keys is None else tuple(keys)
         stored = self.steps - self._filled
         assert isinstance(storage, ColumnStorage)
@@ -438,7 +464,10 @@ class StepWriter:
                 slots, (at, rows) = found
                 if len(at) == len(places):
                     return self._read_waiting(rows, names)
-                follow = ring.follow(slots) if storage.needs_follow(asked) else None
+                if storage.needs_follow(asked):
+                    follow = ring.follow(slots)
+                else:
+                    follow = None
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
@@ -453,8 +482,10 @@ class StepWriter:
 
     def _read_waiting(self, rows: Array, names: Names) -> Columns:
         """Return copies of waiting rows, given as env * L + step, on the storage's device."""
-        tail, at = self._tail(names), torch.from_numpy(rows)
-        taken, device = tail.take(at), getattr(self.buffer.storage, "device", "cpu")
+        tail = self._tail(names)
+        at = torch.from_numpy(rows)
+        taken = tail.take(at)
+        device = getattr(self.buffer.storage, "device", "cpu")
         return {
             key: (taken[key] if key in taken else take_rows(column, at)).to(device)
             for key, column in tail.columns.items()

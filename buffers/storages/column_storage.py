@@ -180,7 +180,11 @@ class ColumnStorage(Storage):
     @override
     def nbytes(self) -> int:
         columns = sum(column.nbytes for column in self.columns.values())
-        pool = {} if self.pool is None else self.pool.entries  # with its free entries
+        # with its free entries
+        if self.pool is None:
+            pool = {}
+        else:
+            pool = self.pool.entries
         return columns + sum(column.nbytes for column in pool.values())
 
     @property
@@ -202,7 +206,10 @@ class ColumnStorage(Storage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        structure = Structure.of(batch) if self.structure is None else self.structure
+        if self.structure is None:
+            structure = Structure.of(batch)
+        else:
+            structure = self.structure
         columns = structure.columns(batch)
         if not columns:
             raise ValueError("the batch has no entries to store")
@@ -212,10 +219,12 @@ class ColumnStorage(Storage):
             raise ValueError("final is only for compact tensordict batches")
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
-        known, count = self.known, next(iter(columns.values())).shape[0]
+        known = self.known
+        count = next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        source, later = None, None
+        source = None
+        later = None
         if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
             if source is not None and known.later is not None:
@@ -234,11 +243,15 @@ class ColumnStorage(Storage):
             )
         if skip:
             self.warn_left_out(skip)
-            columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
+            columns = {key: column[skip:] for key, column in columns.items()}
+            count = count - skip
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
             if usual and self.pool is not None and source is not None and later is not None:
-                marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+                if self.lanes:
+                    marked = self._marker_columns(columns, keys, count)
+                else:
+                    marked = columns
                 pairs = source[known.now], later, self.pool.row_bytes
                 cut = Fragments.read(marked, keys, None, pairs)
                 tails = self.pool.tails(columns, None, cut.lasts)
@@ -248,7 +261,10 @@ class ColumnStorage(Storage):
             return self._prepare_compact(structure, columns, count, late, keys, skip)
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        marked = columns if keys is None or not self.lanes else self._marker_columns(columns, keys, count)
+        if keys is None or not self.lanes:
+            marked = columns
+        else:
+            marked = self._marker_columns(columns, keys, count)
         fragments = None if keys is None else Fragments.read(marked, keys)
         if keys is not None and fragments is not None and keys.in_order:
             compared = known.compared
@@ -267,9 +283,8 @@ class ColumnStorage(Storage):
         """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
         row = check_final(final, columns, len(batch))
         late = row >= skip
-        final = (
-            Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()}) if skip else final
-        )
+        if skip:
+            final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
         kept = batch[skip:] if skip else batch
         ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
@@ -297,10 +312,14 @@ class ColumnStorage(Storage):
         ``skip`` is the number of rows that were left out before them.
         """
         from_final: Columns = {} if final is None else final.next
-        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+        if self.lanes:
+            marked = self._marker_columns(columns, keys, count)
+        else:
+            marked = columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
-            now, later = columns.get(key), columns.get(next_name)
+            now = columns.get(key)
+            later = columns.get(next_name)
             if key in from_final:
                 continue
             if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
@@ -324,7 +343,8 @@ class ColumnStorage(Storage):
             self._check_columns(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns, self._own_keys)
-            self.pool, self.known = pool, None
+            self.pool = pool
+            self.known = None
         return Rows(count, stored, fragments, tails, source)
 
     def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
@@ -342,7 +362,8 @@ class ColumnStorage(Storage):
             self.columns = self._make_columns(
                 {key: (column.dtype, column.shape[1:]) for key, column in columns.items()}
             )
-            self.structure, self.known = structure, None
+            self.structure = structure
+            self.known = None
             return
         for key, column in columns.items():
             kept = self.columns.get(key)
@@ -365,7 +386,10 @@ class ColumnStorage(Storage):
         host = (self.known or self._find_known()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
-            written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
+            if host.write_found(slot, rows.source, rows.count):
+                written = host.columns
+            else:
+                written = ()
         elif host is not None:
             written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
@@ -385,7 +409,10 @@ class ColumnStorage(Storage):
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         for key, values in rows.columns.items():
-            chosen = values if at is None else values.index_select(0, at.to(values.device))
+            if at is None:
+                chosen = values
+            else:
+                chosen = values.index_select(0, at.to(values.device))
             self.columns[key].put(slots, chosen)
 
     @override
@@ -393,7 +420,9 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         assert rows.fragments is not None
-        known, source, pool = self.known or self._find_known(), rows.source, self.pool
+        known = self.known or self._find_known()
+        source = rows.source
+        pool = self.pool
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
@@ -433,9 +462,10 @@ class ColumnStorage(Storage):
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns, (self.known or self._find_known()).memory)
-        fixed = (
-            set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
-        )
+        if keys is None:
+            fixed = set()
+        else:
+            fixed = {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # Check all entries before writing any: an error changes nothing.
@@ -472,7 +502,8 @@ class ColumnStorage(Storage):
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
             )
-        known, pool = self.known, None if follow is None else self.pool
+        known = self.known
+        pool = None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
         columns: Columns = {}
@@ -574,7 +605,8 @@ class ColumnStorage(Storage):
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
         if "like" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        lanes, own = torch.Size(state["lanes"]), self.lanes if self.columns else None
+        lanes = torch.Size(state["lanes"])
+        own = self.lanes if self.columns else None
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
@@ -595,7 +627,8 @@ class ColumnStorage(Storage):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        columns, pool = self.columns_like(state), state["pool"]
+        columns = self.columns_like(state)
+        pool = state["pool"]
         if state["columns"].keys() != columns.keys():
             raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")
         if any(key not in columns or next_key(key) in columns for key in pool) or (
@@ -624,7 +657,8 @@ class ColumnStorage(Storage):
             return
         new = not self.columns
         if new:
-            before, self.lanes = self.lanes, torch.Size(state["lanes"])
+            before = self.lanes
+            self.lanes = torch.Size(state["lanes"])
             try:
                 self.columns = self._make_columns(state["like"])
             finally:
@@ -636,7 +670,8 @@ class ColumnStorage(Storage):
             # replace the column without a copy. Only for TensorColumn itself: a subclass may store rows
             # elsewhere, for example in a file.
             if new and self.own_column is None and type(column) is TensorColumn:
-                values, own = saved["values"], column.data
+                values = saved["values"]
+                own = column.data
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
                     column.data = values
                     continue
@@ -662,4 +697,6 @@ class ColumnStorage(Storage):
 
 def _kind_of(column: Column) -> str:
     """Return the kind of a column, for saved tables and errors; memory and file columns are the same kind."""
-    return "" if isinstance(column, TensorColumn) else f" in a {column.saved_as}"
+    if isinstance(column, TensorColumn):
+        return ""
+    return f" in a {column.saved_as}"

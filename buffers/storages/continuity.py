@@ -130,7 +130,8 @@ def check_followed(
     if rows == len(fragments.lasts) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
         return
     if isinstance(compared, Compared) and source is not None and compared.pairs is not None:
-        at, keys = _broken(fragments, compared.pairs, source), compared.keys
+        at = _broken(fragments, compared.pairs, source)
+        keys = compared.keys
     else:
         given = compared.keys if isinstance(compared, Compared) else compared
         keys = tuple(key for key in given if key in batch and next_key(key) in batch)
@@ -233,7 +234,9 @@ def _row_with(values: Mapping[NestedKey, Tensor], batch: Columns) -> int | None:
         for key, value in values.items()
     ]
     rows = torch.stack(equal).all(0).nonzero()
-    return int(rows[0]) if len(rows) else None
+    if len(rows):
+        return int(rows[0])
+    return None
 
 
 class Compared(NamedTuple):
@@ -266,7 +269,10 @@ class Compared(NamedTuple):
             order = keys
             if not all(key in there and next_key(key) in there for key in keys):
                 return cls(len(storage.not_compared), keys, None, order)
-            rows = [plain.pair(key, next_key(key)) for key in keys] if plain else []
+            if plain:
+                rows = [plain.pair(key, next_key(key)) for key in keys]
+            else:
+                rows = []
         else:
             order = (*keys, *(key for key in pool.pairs if key not in keys))
             if not pool.plain or not all(key in there for key in order):
@@ -291,7 +297,10 @@ class LinkCheck:
         self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows, found: Array
     ) -> None:
         assert rows.fragments is not None
-        self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
+        self.storage = storage
+        self.pool = pool
+        self.ring = ring
+        self.rows = rows
         self.fragments = rows.fragments
         self.before, self.slots, self.agree = found
 
@@ -301,7 +310,8 @@ class LinkCheck:
         if not len(at):
             return
         if self.pool is not None:
-            columns, tails = self.rows.columns, self.rows.tails
+            columns = self.rows.columns
+            tails = self.rows.tails
             self.agree[:] = self.pool.compare_heads(
                 self.ring, self.fragments, self.before, columns, tails, keys
             )
@@ -331,7 +341,10 @@ class LinkCheck:
             ValueError: a fragment does not continue the trajectory that its id names.
         """
         for key in keys:
-            wrong = unlike[self._find_false(key, unlike)] if len(unlike) else unlike
+            if len(unlike):
+                wrong = unlike[self._find_false(key, unlike)]
+            else:
+                wrong = unlike
             if not len(wrong):
                 continue
             trusted = self._is_trusted(key)
@@ -339,7 +352,8 @@ class LinkCheck:
                 self.storage.not_compared.add(key)
                 continue
             if trusted and named:
-                row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])
+                row = int(self.fragments.firsts[wrong[0]])
+                traj = int(self.fragments.ids[wrong[0]])
                 raise ValueError(
                     f"row {row} of the batch has the id of trajectory {traj} but does not continue it: its {key!r} is "
                     f"not the {next_key(key)!r} of the last stored row with that id. If two collectors write, "
@@ -351,7 +365,8 @@ class LinkCheck:
         """Which of the fragments ``at`` have another value than a next value that is known; bool."""
         said, came = self._expected_and_actual(key, at)
         false = _values_differ(said, came).numpy(force=True)
-        stored, given = self.storage.columns.get(NEXT_KNOWN), self.rows.columns.get(NEXT_KNOWN)
+        stored = self.storage.columns.get(NEXT_KNOWN)
+        given = self.rows.columns.get(NEXT_KNOWN)
         if stored is not None and given is not None:
             false &= self._rows_before(stored, given, at).reshape(-1).numpy(force=True)
         return np.asarray(false)
@@ -363,7 +378,8 @@ class LinkCheck:
             name = next_key(key)
             said = self._rows_before(self.storage.columns[name], self.rows.columns[name], at)
         else:
-            tails, before = self.rows.tails[key], self.before[at]
+            tails = self.rows.tails[key]
+            before = self.before[at]
             said = take_rows(tails, _rows_on(tails, np.maximum(-2 - before, 0)))
             outer = np.flatnonzero(before >= 0)
             entries = torch.from_numpy(self.ring.tail_entries(before[outer]))
@@ -387,12 +403,14 @@ class LinkCheck:
 
         Rows of the batch are checked, or else the latest stored ones.
         """
-        columns, lasts = self.rows.columns, self.fragments.lasts
+        columns = self.rows.columns
+        lasts = self.fragments.lasts
         inside = np.ones(self.rows.count, np.bool_)
         inside[lasts] = False
         at = _rows_on(columns[key], np.flatnonzero(inside))
         if self.pool is None and len(at):
-            now, later = columns[key], columns[next_key(key)]
+            now = columns[key]
+            later = columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
         # In a compact batch rows inside fragments are equal by construction; check only where a run continues
         # in the next batch.
@@ -428,4 +446,6 @@ def _values_differ(said: Tensor, came: Tensor) -> Tensor:
     if not said.is_floating_point():
         return differ(said, came)
     wrong = said.double().ne(came.double()).logical_and_(~said.isnan())
-    return wrong if wrong.ndim == 1 else wrong.flatten(1).any(1)
+    if wrong.ndim == 1:
+        return wrong
+    return wrong.flatten(1).any(1)

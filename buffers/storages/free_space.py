@@ -66,11 +66,13 @@ def shown_size(count: int) -> str:
     >>> shown_size(1000), shown_size(3 << 29)
     ('1000 bytes', '1.5 GiB')
     """
-    size, unit = float(count), "bytes"
+    size = float(count)
+    unit = "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
-        size, unit = size / 1024, larger
+        size = size / 1024
+        unit = larger
     return f"{size:.4g} {unit}"
 
 
@@ -85,9 +87,14 @@ def _group_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # cgroup version 2
-            top, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
+            top = root
+            limit = "memory.max"
+            usage = "memory.current"
+            cached = "inactive_file"
         elif "memory" in controllers.split(","):
-            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top = root / "memory"
+            limit = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
             cached = "total_inactive_file"
         else:
             continue
@@ -95,7 +102,8 @@ def _group_limits(
         # The group and all its ancestors, because each may have a limit; "max" or a missing file means no limit.
         for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
             with suppress(OSError, ValueError):
-                most, used = int((group / limit).read_text()), int((group / usage).read_text())
+                most = int((group / limit).read_text())
+                used = int((group / usage).read_text())
                 statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
                 # The file cache counts as free, because it is released on demand.
                 yield most - used + int(statistics.get(cached, 0))

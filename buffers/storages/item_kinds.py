@@ -63,7 +63,9 @@ def structure_to_plain(structure: Structure | None) -> Any:
         return ["tensordicts", structure.inner]
     if isinstance(structure, Trees):  # as an example tree that contains the numbers of its leaves
         return ["tree", pytree.tree_unflatten(list(range(structure.spec.num_leaves)), structure.spec)]
-    return None if structure is None else ["tensors"]
+    if structure is None:
+        return None
+    return ["tensors"]
 
 
 def structure_from_plain(plain: Any) -> Structure | None:
@@ -236,7 +238,9 @@ def stacked(items: list[Any]) -> Any:
         return items
     if all(isinstance(item, TensorDictBase) for item in items):
         same = len({(item.batch_size, _forms(item)) for item in items}) == 1
-        return batched(items) if same else items
+        if same:
+            return batched(items)
+        return items
     trees = [pytree.tree_leaves(item) for item in items]
     if not all(tree and all(isinstance(leaf, Tensor) for leaf in tree) for tree in trees):
         return items
@@ -280,7 +284,9 @@ def apart(batch: object, most: int | None = None) -> tuple[list[Any], int]:
 
 
 def _left_out(items: int, most: int | None) -> int:
-    return 0 if most is None else max(0, items - most)
+    if most is None:
+        return 0
+    return max(0, items - most)
 
 
 def dense(batch: object) -> Any:
@@ -322,7 +328,9 @@ def one_row(item: object) -> Any:
 
 def map_rows(batch: object, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to a tensordict, or to each tensor of a tree."""
-    return change(batch) if isinstance(batch, TensorDictBase) else pytree.tree_map(change, batch)
+    if isinstance(batch, TensorDictBase):
+        return change(batch)
+    return pytree.tree_map(change, batch)
 
 
 def as_tensor(leaf: object) -> Any:
@@ -379,7 +387,9 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
 
 def shown(key: NestedKey) -> str:
     """Format a key for an error message."""
-    return "the data" if key == VALUE else f"batch[{key!r}]"
+    if key == VALUE:
+        return "the data"
+    return f"batch[{key!r}]"
 
 
 def collate(samples: Any) -> Any:

@@ -62,7 +62,8 @@ class ListStorage(Storage):
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        numbers, chosen = slots.tolist(), range(rows.count) if at is None else at.tolist()
+        numbers = slots.tolist()
+        chosen = range(rows.count) if at is None else at.tolist()
         self._items.extend([None] * (max(numbers, default=-1) + 1 - len(self._items)))
         for slot, i in zip(numbers, chosen, strict=True):
             item = rows.items[i]

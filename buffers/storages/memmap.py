@@ -36,7 +36,9 @@ from flatroll.layout.keys import NestedKey, as_tuple
 #: Errors of reserving space: the disk is full, or the file system cannot reserve.
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-_LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files next to those of the columns
+# files next to those of the columns
+_LOCK = "ring.lock"
+_COUNTERS = "ring.counters"
 _COUNTER_BYTES = 4096  # size of the ring's counters: one page
 
 
@@ -114,9 +116,15 @@ class LazyMemmapStorage(ColumnStorage):
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
-        self.scratch_dir = None if scratch_dir is None else file_path("scratch_dir", scratch_dir).absolute()
+        if scratch_dir is None:
+            self.scratch_dir = None
+        else:
+            self.scratch_dir = file_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
-        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        if auto_cleanup is None:
+            self.auto_cleanup = scratch_dir is None
+        else:
+            self.auto_cleanup = auto_cleanup
         self.folder: Path | None = None  # folder of the files, once they exist
         # uint8: the ring's counters in a file; None before the first extend.
         self._counters: Array | None = None
@@ -133,9 +141,15 @@ class LazyMemmapStorage(ColumnStorage):
         if not self.frame_stack:
             instead.append("frame_stack for images")
         names = file_names(like)
-        folder = Path(tempfile.gettempdir()) if self.scratch_dir is None else self.scratch_dir
+        if self.scratch_dir is None:
+            folder = Path(tempfile.gettempdir())
+        else:
+            folder = self.scratch_dir
         made = self.scratch_dir is None or not folder.exists()
-        old = [] if self.scratch_dir is None else self._refuse_old(_files(folder, names.values()))
+        if self.scratch_dir is None:
+            old = []
+        else:
+            old = self._refuse_old(_files(folder, names.values()))
         # Old files are removed first and free their space: st_blocks counts 512-byte blocks in use.
         check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
         if self.scratch_dir is None:
@@ -152,7 +166,8 @@ class LazyMemmapStorage(ColumnStorage):
             (folder / _LOCK).touch(mode=0o600)
             columns: dict[NestedKey, Column] = {}
             for key, (dtype, shape) in like.items():
-                path, stack = folder / names[key], self.frame_stack.get(key)
+                path = folder / names[key]
+                stack = self.frame_stack.get(key)
                 if stack is None:
                     columns[key] = MappedColumn(path, self.capacity, dtype, shape)
                 else:
@@ -393,7 +408,8 @@ class FileLock:
     def __exit__(self, *error: object) -> None:
         import fcntl
 
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             # Closing alone is not enough if a fork has a copy of the descriptor.
             fcntl.flock(file, fcntl.LOCK_UN)

@@ -42,7 +42,10 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
     assert final.row is not None
     for root, value in final.next.items():
         column = columns[root]
-        rows = torch.arange(len(column), device=column.device) if at is None else at
+        if at is None:
+            rows = torch.arange(len(column), device=column.device)
+        else:
+            rows = at
         following = column.index_select(0, (rows + 1).clamp_(max=len(column) - 1))
         hidden = rows == len(column) - 1
         if known is not None:
@@ -52,7 +55,10 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
         # The indices of final's rows within `rows`, which contains them all in ascending order.
-        places = final.row if at is None else torch.searchsorted(rows, final.row)
+        if at is None:
+            places = final.row
+        else:
+            places = torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
     return result
@@ -169,7 +175,8 @@ class NextPool:
         """Store next observations that no row will hold (`Storage.keep_next`); :meth:`compare_heads` gave ``agree``."""
         pool, kept, released = index.keep(before, agree)
         # The remaining tails get free entries, which become readable once the rows are published.
-        taken, size = pool[kept], index.pool_size
+        taken = pool[kept]
+        size = index.pool_size
         for column in self.entries.values():
             column.grow(size)
         if self.plain and all(tails[key].is_cpu and tails[key].is_contiguous() for key in self.pairs):
@@ -179,7 +186,8 @@ class NextPool:
             target = np.array([values.data_ptr() for values in self.tensors], np.int64)
             scatter(source, target, self.row_bytes, kept, taken)
             return pool, released
-        where, at = torch.from_numpy(taken), torch.from_numpy(kept)
+        where = torch.from_numpy(taken)
+        at = torch.from_numpy(kept)
         # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)

@@ -68,7 +68,10 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
     >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
     tensor([0, 5])
     """
-    parted = [as_numbers("index", part) for part in places] if isinstance(places, tuple) else []
+    if isinstance(places, tuple):
+        parted = [as_numbers("index", part) for part in places]
+    else:
+        parted = []
     places = torch.stack(parted, -1) if parted else as_numbers("index", places)
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # already slots
@@ -92,12 +95,15 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
         )
-    used, width = ring.used, lanes.numel()
+    used = ring.used
+    width = lanes.numel()
     # Compute integers and slices; apply masks and rarer kinds of indices to a list of all slots.
     if isinstance(index, slice):
         chosen = range(used // width)[index]
         steps = torch.arange(len(chosen)) * chosen.step + chosen.start
-        return (steps.unsqueeze(1) * width + torch.arange(width)).view(-1, *lanes) if lanes else steps
+        if lanes:
+            return (steps.unsqueeze(1) * width + torch.arange(width)).view(-1, *lanes)
+        return steps
     places = index
     if type(index) is int or (isinstance(index, list) and all(type(part) is int for part in index)):
         places = torch.tensor(index, dtype=torch.int64)
@@ -110,7 +116,10 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         dims = len(lanes) + 1
         for place, part in enumerate(index):
             # After "...", parts are counted from the end.
-            at = place if ... not in index[:place] else dims + place - len(index)
+            if ... not in index[:place]:
+                at = place
+            else:
+                at = dims + place - len(index)
             if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
                 raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
     try:
@@ -133,4 +142,6 @@ def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
     if slots.ndim == 0:
         return map_rows(data, lambda leaf: leaf[0])
     shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
-    return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))
+    if len(shape) == 1:
+        return data
+    return map_rows(data, lambda leaf: leaf.unflatten(0, shape))

@@ -163,7 +163,9 @@ class Storage(Facts, ABC):
         owner = self._owner
         if owner is not None:
             return len(owner)
-        return 0 if self._alone is None else len(self._alone)
+        if self._alone is None:
+            return 0
+        return len(self._alone)
 
     def __bool__(self) -> bool:
         return True  # even if it is empty
@@ -200,7 +202,8 @@ class Storage(Facts, ABC):
         else:
             owner.enter_process()
             slots = slots_at(index, owner.ring, self.lanes)
-            drawn, strict = slots.reshape(-1), not isinstance(index, slice)
+            drawn = slots.reshape(-1)
+            strict = not isinstance(index, slice)
 
             def draw_again(ring: Ring) -> Draw:
                 return ring.draw_slots(drawn, strict, self.compact_obs)
@@ -213,7 +216,9 @@ class Storage(Facts, ABC):
             )
             rows = draw.slots
         if isinstance(values, list):
-            return values if slots.ndim else values[0]
+            if slots.ndim:
+                return values
+            return values[0]
         return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
 
     def set(self, index: object, data: object) -> None:
@@ -247,7 +252,10 @@ class Storage(Facts, ABC):
                 "a storage with ndim > 1 or compact_obs=True can be written only by a ReplayBuffer"
             )
         ring = self._alone or Ring(self.max_size)
-        slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
+        if isinstance(index, slice):
+            slots = torch.arange(self.max_size)[index]
+        else:
+            slots = torch.as_tensor(index)
         if slots.dtype is torch.bool:
             slots = slots.nonzero().squeeze(1)
         rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
@@ -300,7 +308,9 @@ class Storage(Facts, ABC):
     @property
     def most_rows(self) -> int:
         """The largest value to which ``max_size`` may be rounded up once the lanes are known."""
-        return self.max_size if self.ndim == 1 or self.lanes else 2 * self.max_size - 1
+        if self.ndim == 1 or self.lanes:
+            return self.max_size
+        return 2 * self.max_size - 1
 
     def room(self, lanes: torch.Size) -> int:
         """Return ``max_size`` for this many lanes: the requested one, rounded up to whole steps of all lanes."""

@@ -101,7 +101,10 @@ class Encodings:
         if key in self.sparse:
             return SparseColumn(rows, shape, dtype, device)
         if key in self.frame_stack:
-            make = partial(ZstdColumn, device=device) if key in self.codec else None
+            if key in self.codec:
+                make = partial(ZstdColumn, device=device)
+            else:
+                make = None
             return FrameColumn(rows, self.frame_stack[key], shape, dtype, device, make)
         if key in self.codec:
             return ZstdColumn(rows, shape, dtype, device)
@@ -167,7 +170,8 @@ class LazyTensorStorage(ColumnStorage):
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         self._encodings = Encodings(frame_stack, codec, sparse)
-        self.frame_stack, self.codec = self._encodings.frame_stack, self._encodings.codec
+        self.frame_stack = self._encodings.frame_stack
+        self.codec = self._encodings.codec
         self.sparse = self._encodings.sparse
         self.shares = bool(self.frame_stack)
 
@@ -261,7 +265,9 @@ class TensorStorage(ColumnStorage):
 
     @override
     def __len__(self) -> int:
-        return super().__len__() if self._given is None else self.capacity
+        if self._given is None:
+            return super().__len__()
+        return self.capacity
 
     @override
     def get(self, index: Any) -> Any:
@@ -299,7 +305,8 @@ class TensorStorage(ColumnStorage):
             return super().prepare(batch, final, keys, whole)
         self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
-        self._first_columns, self._given = {}, None
+        self._first_columns = {}
+        self._given = None
         return rows
 
     @override
@@ -314,4 +321,6 @@ def _copy_shared_rows(leaf: Any) -> Any:
     if leaf.layout is not torch.strided:
         return leaf
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.clone(memory_format=torch.contiguous_format) if leaf.numel() > extent else leaf
+    if leaf.numel() > extent:
+        return leaf.clone(memory_format=torch.contiguous_format)
+    return leaf

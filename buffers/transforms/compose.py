@@ -140,7 +140,9 @@ class Compose(Transform):
     def __getitem__(self, index: int | slice) -> "TransformLike | Compose":
         """Member ``index``; or several members, the same objects, as a `Compose`."""
         members: Sequence[TransformLike] = self._transforms
-        return Compose(*members[index]) if isinstance(index, slice) else members[index]
+        if isinstance(index, slice):
+            return Compose(*members[index])
+        return members[index]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._transforms))})"

@@ -113,7 +113,8 @@ class SelectTransform(Transform):
     def __init__(self, *selected_keys: NestedKey, keep_rewards: bool = True, keep_dones: bool = True) -> None:
         super().__init__()
         self.selected_keys = _check_keys("selected_keys", selected_keys)
-        self.keep_rewards, self.keep_dones = keep_rewards, keep_dones
+        self.keep_rewards = keep_rewards
+        self.keep_dones = keep_dones
 
     def __repr__(self) -> str:
         return f"SelectTransform({', '.join(map(repr, self.selected_keys))})"
@@ -144,7 +145,8 @@ class ExcludeTransform(Transform):
 
     def __init__(self, *excluded_keys: NestedKey, inverse: bool = False) -> None:
         super().__init__()
-        self.excluded_keys, self.inverse = _check_keys("excluded_keys", excluded_keys), inverse
+        self.excluded_keys = _check_keys("excluded_keys", excluded_keys)
+        self.inverse = inverse
 
     def __repr__(self) -> str:
         inverse = ", inverse=True" if self.inverse else ""
@@ -152,11 +154,15 @@ class ExcludeTransform(Transform):
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``td`` without the named entries; with ``inverse``, ``td`` itself."""
-        return td if self.inverse else batch_of(self, td).exclude(*self.excluded_keys)
+        if self.inverse:
+            return td
+        return batch_of(self, td).exclude(*self.excluded_keys)
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``td`` itself; with ``inverse``, without the named entries."""
-        return batch_of(self, td).exclude(*self.excluded_keys) if self.inverse else td
+        if self.inverse:
+            return batch_of(self, td).exclude(*self.excluded_keys)
+        return td
 
 
 def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:

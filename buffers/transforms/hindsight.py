@@ -104,14 +104,19 @@ class HindsightTransform(Transform):
         for name, given in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
             if given is not None or name == "reward_fn":
                 function(name, given, "a function of (achieved_goal, desired_goal, info)")
-        self.reward_fn, self.terminated_fn, self.as_numpy = reward_fn, terminated_fn, as_numpy
-        self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
+        self.reward_fn = reward_fn
+        self.terminated_fn = terminated_fn
+        self.as_numpy = as_numpy
+        self.goal_selection_strategy = goal_selection_strategy
+        self.n_sampled_goal = n_sampled_goal
         flags(as_numpy=as_numpy)
         need_keys(reward_key=reward_key)
         need_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
         self.info_keys = keys_argument("info_keys", info_keys)
-        self.goal_key, self.achieved_goal_key = goal_key, achieved_goal_key
-        self.reward_key, self.generator = under_next(reward_key), cpu_generator(generator)
+        self.goal_key = goal_key
+        self.achieved_goal_key = achieved_goal_key
+        self.reward_key = under_next(reward_key)
+        self.generator = cpu_generator(generator)
 
     def __repr__(self) -> str:
         return (
@@ -142,7 +147,8 @@ class HindsightTransform(Transform):
         """
         uniform = torch.rand(2, len(at), dtype=torch.float64, generator=generator).numpy()
         which = np.flatnonzero(uniform[0] < self.her_ratio)
-        at, count = at[which], count[which]
+        at = at[which]
+        count = count[which]
         lowest = {"future": at, "final": count - 1, "episode": np.zeros_like(at)}[
             self.goal_selection_strategy
         ]
@@ -166,7 +172,8 @@ class HindsightTransform(Transform):
         """
         goal_key, achieved = self._goal_keys(columns)
         device = columns[self.reward_key].device
-        rows, count = chosen[0].to(device), len(columns[self.reward_key])
+        rows = chosen[0].to(device)
+        count = len(columns[self.reward_key])
         columns[RELABELLED] = torch.zeros((count, 1), dtype=torch.bool, device=device).index_fill_(
             0, rows, True
         )
@@ -218,7 +225,8 @@ class HindsightTransform(Transform):
                 f"HindsightTransform takes flat batches [N], got {list(td.batch_size)}: flatten it first"
             )
         ends = run_ends(td).cpu()
-        at, lasts = steps_into_run(starts_from(ends)), ends.nonzero().squeeze(1)
+        at = steps_into_run(starts_from(ends))
+        lasts = ends.nonzero().squeeze(1)
         rows = torch.arange(len(td))
         left = lasts[torch.searchsorted(lasts, rows)] - rows  # number of rows that follow in the run
         which, positions = self.choose(at.numpy(), (at + left + 1).numpy(), self.generator)
@@ -240,7 +248,8 @@ class HindsightTransform(Transform):
         for name, given in (("desired_goal", self.goal_key), ("achieved_goal", self.achieved_goal_key)):
             nested: NestedKey = (OBSERVATION, name)
             found.append(given if given is not None else nested if nested in columns else name)
-        goal, achieved = found[0], next_key(found[1])
+        goal = found[0]
+        achieved = next_key(found[1])
         for key in (goal, achieved, self.reward_key, *self.info_keys):
             if key not in columns:
                 error = missing_marker(key, columns)
@@ -269,7 +278,8 @@ class HindsightTransform(Transform):
         wanted: Any = goals
         info: dict[NestedKey, Any] = {key: take_rows(columns[key], rows) for key in self.info_keys}
         if self.as_numpy:
-            reached, wanted = reached.numpy(force=True), goals.numpy(force=True)
+            reached = reached.numpy(force=True)
+            wanted = goals.numpy(force=True)
             info = {key: values.numpy(force=True) for key, values in info.items()}
         reward = columns[self.reward_key]
         values = self._check_result("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
@@ -283,9 +293,13 @@ class HindsightTransform(Transform):
         for key in (TERMINATED, DONE):
             if key not in columns:
                 raise missing_marker(key, columns)
-        terminated, done = columns[TERMINATED], columns[DONE]
+        terminated = columns[TERMINATED]
+        done = columns[DONE]
         # Without a truncated flag, a row that is done but not terminated was truncated.
-        truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
+        if TRUNCATED in columns:
+            truncated = columns[TRUNCATED]
+        else:
+            truncated = done & ~terminated
         flags = self._check_result(
             "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
         )

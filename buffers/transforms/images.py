@@ -83,7 +83,9 @@ class ToTensorImage(_ImageTransform):
             flags(from_int=from_int)
         if dtype is not None:
             expect("dtype", dtype, torch.dtype, "a torch dtype or None")
-        self.from_int, self.unsqueeze, self.shape_tolerant = from_int, unsqueeze, shape_tolerant
+        self.from_int = from_int
+        self.unsqueeze = unsqueeze
+        self.shape_tolerant = shape_tolerant
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
@@ -94,7 +96,10 @@ class ToTensorImage(_ImageTransform):
         Raises:
             ValueError: the images look like ``[..., 3, H, W]`` already.
         """
-        scale = not value.is_floating_point() if self.from_int is None else self.from_int
+        if self.from_int is None:
+            scale = not value.is_floating_point()
+        else:
+            scale = self.from_int
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
                 f"ToTensorImage takes [..., H, W, C], and images {list(value.shape)} look like [..., C, H, W]: pass "
@@ -105,7 +110,9 @@ class ToTensorImage(_ImageTransform):
         value = value.to(self.dtype)
         if scale:
             value = value / 255
-        return value.unsqueeze(0) if self.unsqueeze and value.ndim == 3 else value
+        if self.unsqueeze and value.ndim == 3:
+            return value.unsqueeze(0)
+        return value
 
 
 class Resize(_ImageTransform):
@@ -159,7 +166,10 @@ class Resize(_ImageTransform):
             return value
         # Integers up to 2 ** 24 are exact in float32; larger ones need float64. float16 has no kernel on some
         # devices.
-        wide = torch.float64 if value.dtype in (torch.int32, torch.int64, torch.float64) else torch.float32
+        if value.dtype in (torch.int32, torch.int64, torch.float64):
+            wide = torch.float64
+        else:
+            wide = torch.float32
         images = value.reshape(-1, *value.shape[-3:]).to(wide)
         smooth = self.interpolation in ("bilinear", "bicubic")
         resized = interpolate(images, (self.w, self.h), mode=self.interpolation, antialias=smooth)

@@ -31,7 +31,9 @@ from flatroll.layout.keys import (
     under_next,
 )
 
-STEPS, GAMMA, NONTERMINAL = STEPS_TO_NEXT_OBS, "gamma", "nonterminal"
+STEPS = STEPS_TO_NEXT_OBS
+GAMMA = "gamma"
+NONTERMINAL = "nonterminal"
 
 
 class NStep(Transform):
@@ -51,7 +53,10 @@ class NStep(Transform):
         self._n_steps = whole_number("n_steps", n_steps)
         need_keys(optional=True, done_key=done_key, mask_key=mask_key)
         rewards = "reward" if reward_keys is None else reward_keys
-        rewards = [rewards] if isinstance(rewards, str) else key_names("reward_keys", rewards)
+        if isinstance(rewards, str):
+            rewards = [rewards]
+        else:
+            rewards = key_names("reward_keys", rewards)
         if not rewards:
             raise ValueError("reward_keys must name at least one entry, got an empty list")
         self.reward_keys = [under_next(key) for key in rewards]
@@ -109,7 +114,10 @@ class NStep(Transform):
             changed[(*path, f"original_{name}")] = columns[key]
         changed |= rewards
         done = changed.get(self.done_key)
-        nonterminal = torch.ones_like(steps, dtype=torch.bool) if done is None else ~done.reshape(-1, 1)
+        if done is None:
+            nonterminal = torch.ones_like(steps, dtype=torch.bool)
+        else:
+            nonterminal = ~done.reshape(-1, 1)
         if (mask := columns.get(self.mask_key)) is not None:
             nonterminal &= mask.reshape(-1, 1)
         # gamma ** k in float64, then as float32, or float64 if the rewards are.
@@ -146,7 +154,10 @@ class NStep(Transform):
         sums: Columns = {}
         for key in self.reward_keys:
             values = window[key].reshape(rows, n, *window[key].shape[1:])
-            dtype = values.dtype if values.is_floating_point() else torch.float32
+            if values.is_floating_point():
+                dtype = values.dtype
+            else:
+                dtype = torch.float32
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
             shape = (-1, n, *[1] * (values.ndim - 2))
             sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
@@ -187,7 +198,8 @@ class NStep(Transform):
         shape = td.batch_size
         # Row b of [*B, T] becomes rows b * T ... b * T + T - 1, and its last one ends a run.
         if td.batch_dims > 1:
-            td, ends = td.reshape(shape.numel()), ends.reshape(-1)
+            td = td.reshape(shape.numel())
+            ends = ends.reshape(-1)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -210,7 +222,9 @@ class NStep(Transform):
         result = td.clone(recurse=False).exclude(DELTA)
         for key, column in changed.items():
             result.set(key, column)
-        return result if len(shape) == 1 else result.reshape(shape)
+        if len(shape) == 1:
+            return result
+        return result.reshape(shape)
 
     def _per_agent(
         self, td: TensorDictBase, done: Tensor, final: object, more: object, **keys: NestedKey
@@ -220,7 +234,12 @@ class NStep(Transform):
         shape = done.shape[:-1] if done.shape[-1] == 1 else done.shape
         lacking = [key for key, column in td.items(True, True) if column.shape[: len(shape)] != shape]
         if lacking or final is not None or more is not None:
-            name = lacking[0] if lacking else "final" if final is not None else "the sample"
+            if lacking:
+                name = lacking[0]
+            elif final is not None:
+                name = "final"
+            else:
+                name = "the sample"
             raise ValueError(
                 f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, but "
                 f"{name!r} does not have one row for each: give each row one done flag, or leave it out with .exclude"
@@ -278,7 +297,8 @@ class MultiStep(NStep):
         is_init_key: NestedKey = IS_INIT,
     ) -> None:
         super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
-        self.traj_key, self.is_init_key = traj_key, is_init_key
+        self.traj_key = traj_key
+        self.is_init_key = is_init_key
 
     def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
         """Return the n-step batch; ``td`` stays unchanged.

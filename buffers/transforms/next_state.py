@@ -63,8 +63,11 @@ class NextStateReconstructor(Transform):
         expect("fill_value", fill_value, (int, float), "a number")
         super().__init__(roots, [next_key(key) for key in roots])
         self.keys = self.in_keys
-        self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
-        self.fill_value, self.strict = fill_value, strict
+        self.traj_key = traj_key
+        self.done_key = done_key
+        self.step_count_key = step_count_key
+        self.fill_value = fill_value
+        self.strict = strict
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""

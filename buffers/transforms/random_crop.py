@@ -58,8 +58,10 @@ class RandomCropTensorDict(Transform):
         need_keys(init_key=init_key)
         need_keys(optional=True, mask_key=mask_key)
         whole_number("sample_dim", sample_dim, -(2**31), 2**31)
-        self.sample_dim, self.generator = sample_dim, cpu_generator(generator)
-        self.mask_key, self.init_key = mask_key, init_key
+        self.sample_dim = sample_dim
+        self.generator = cpu_generator(generator)
+        self.mask_key = mask_key
+        self.init_key = init_key
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """Return copies of the crops: ``td`` with ``sub_seq_len`` steps along ``sample_dim``.
@@ -74,7 +76,8 @@ class RandomCropTensorDict(Transform):
             ValueError: a trajectory is too short, the real steps do not come first, ``td`` has no such dimension, or
                 is a flat sample.
         """
-        shape, length = list(td.batch_size), self.sub_seq_len
+        shape = list(td.batch_size)
+        length = self.sub_seq_len
         if ends is not None and len(shape) < 2:
             raise ValueError(
                 f"RandomCropTensorDict needs samples [*B, T] of whole trajectories, got {shape}: extend the buffer "

@@ -118,11 +118,15 @@ class Transform(nn.Module):
     ) -> None:
         super().__init__()
         self.in_keys = keys_argument("in_keys", in_keys)
-        self.out_keys = list(self.in_keys) if out_keys is None else keys_argument("out_keys", out_keys)
+        if out_keys is None:
+            self.out_keys = list(self.in_keys)
+        else:
+            self.out_keys = keys_argument("out_keys", out_keys)
         self.in_keys_inv = keys_argument("in_keys_inv", in_keys_inv)
-        self.out_keys_inv = (
-            list(self.in_keys_inv) if out_keys_inv is None else keys_argument("out_keys_inv", out_keys_inv)
-        )
+        if out_keys_inv is None:
+            self.out_keys_inv = list(self.in_keys_inv)
+        else:
+            self.out_keys_inv = keys_argument("out_keys_inv", out_keys_inv)
 
     @property
     def look_ahead(self) -> int:
@@ -211,7 +215,9 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
-    return changed if changed is not None else _check_returned(transform, changed)
+    if changed is not None:
+        return changed
+    return _check_returned(transform, changed)
 
 
 def apply_inverses(
@@ -369,5 +375,8 @@ def insert_transform(
 def check_transform(transform: object, name: str = "transform") -> None:
     """Raise TypeError unless ``transform``, passed as the argument ``name``, is a function or has ``forward``."""
     if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
-        got = f"the class {transform.__name__}" if isinstance(transform, type) else type(transform).__name__
+        if isinstance(transform, type):
+            got = f"the class {transform.__name__}"
+        else:
+            got = type(transform).__name__
         raise TypeError(f"{name} must have forward(td) or be a function of td, got {got}")

@@ -50,7 +50,8 @@ ActionSpace = Literal["categorical", "one-hot"]
 _SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
 
 #: Written by n-step transforms: the number of summed rewards, and the discount over them.
-STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
+STEPS = "steps_to_next_obs"
+DISCOUNT = "gamma"
 
 
 class OffPolicyLoss(LossModule):
@@ -182,7 +183,8 @@ class OffPolicyLoss(LossModule):
             observed: keys of the observations whose next ones the loss evaluates.
         """
         inputs = self.inputs_of(batch)
-        unknown, finite = None, []
+        unknown = None
+        finite = []
         if get_entry(batch, NEXT_KNOWN) is not None:
             unknown = ~marker(batch, NEXT_KNOWN)
         for key in observed:
@@ -211,7 +213,9 @@ class OffPolicyLoss(LossModule):
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
         flag = self.entry(inputs, "terminated")  # the error says what writes the entry
         key = self.key("terminated")
-        return flat_column(flag, inputs.batch, key) if flag.dtype is torch.bool else marker(inputs.batch, key)
+        if flag.dtype is torch.bool:
+            return flat_column(flag, inputs.batch, key)
+        return marker(inputs.batch, key)
 
     def ends(self, inputs: LossInputs) -> Tensor:
         """Return which rows are the last of their run; bool ``[*B]``."""
@@ -220,7 +224,8 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        batch, columns = inputs.readable, {}
+        batch = inputs.readable
+        columns = {}
         for key in keys:
             column = get_entry(batch, key)
             # require() says what writes the entry.
@@ -234,12 +239,13 @@ class OffPolicyLoss(LossModule):
         NaN and unknown next observations are replaced by the row's own values, so that no NaN reaches a network; such
         rows do not count.
         """
-        batch, columns = inputs.readable, {}
+        batch = inputs.readable
+        columns = {}
         for key in keys:
             column = get_entry(batch, next_key(key))
-            column = (
-                require(batch, next_key(key)) if column is None else column
-            )  # require() says what writes the entry
+            # require() says what writes the entry
+            if column is None:
+                column = require(batch, next_key(key))
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -263,7 +269,8 @@ class OffPolicyLoss(LossModule):
             KeyError: a critic writes no such entry.
             ValueError: it has another shape.
         """
-        key, values = self.tensor_keys[self.value_name], []
+        key = self.tensor_keys[self.value_name]
+        values = []
         per_action = self.value_name == "action_value"
         for network in cast(Iterable[Any], networks):
             value = call_for(network, batch, key)
@@ -294,13 +301,15 @@ class OffPolicyLoss(LossModule):
             inputs: the batch.
             next_value: value of the next state, ``[*B]``; any number where terminated or unknown.
         """
-        batch, next_value = inputs.batch, next_value.detach()
+        batch = inputs.batch
+        next_value = next_value.detach()
         reward = self.entry(inputs, "reward")
         if not reward.is_floating_point():
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
-        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
+        if self.reward_scale is not None:
+            reward = self.reward_scale.scaled(reward)
         terminated = self.terminated(inputs)
         steps = get_entry(batch, STEPS)
         if self.lmbda == 0.0:
@@ -377,10 +386,15 @@ class OffPolicyLoss(LossModule):
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None if unused or missing."""
         key = self.key("priority_weight")
-        column = get_entry(inputs.batch, key) if self.use_prioritized_weights else None
+        if self.use_prioritized_weights:
+            column = get_entry(inputs.batch, key)
+        else:
+            column = None
         if column is None and self.use_prioritized_weights is True:
             column = require(inputs.batch, key)  # the error says what writes the entry
-        return None if column is None else flat_column(column, inputs.batch, key)
+        if column is None:
+            return None
+        return flat_column(column, inputs.batch, key)
 
     @override
     def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -105,7 +105,9 @@ class NetworkParameters:
         network = getattr(loss, self.network_name, None)
         if network is None:  # not delayed: the network is its own target
             of = getattr(loss, self.network_name.removeprefix("target_"), None)
-            return None if of is None else cast(Any, TensorDict.from_module(of)).data
+            if of is None:
+                return None
+            return cast(Any, TensorDict.from_module(of)).data
         params: Any = TensorDict.from_module(network, as_module=True)
         actor = getattr(loss, "actor_network", None)
         if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
@@ -207,13 +209,18 @@ class LossModule(TensorDictModuleBase):
         `UpdateStep.epochs` and compiled updates pass nothing else to the loss, so a subclass that reads more adds it.
         """
         made_of = [base_sample_key(key) for key in self.keys_of("action")]
-        legal = [under_next(self.key("action_mask"))] if "action_mask" in self.tensor_keys else []
+        if "action_mask" in self.tensor_keys:
+            legal = [under_next(self.key("action_mask"))]
+        else:
+            legal = []
         return [*legal, *made_of, *self.optional_keys]
 
     @property
     def readable_keys(self) -> list[Any]:
         """All entries that the loss may read; none where a subclass does not name its :attr:`in_keys`."""
-        return self._readable_keys if self._in_keys else []
+        if self._in_keys:
+            return self._readable_keys
+        return []
 
     def __call__(self, tensordict: Any = None, *args: Any, **entries: Any) -> Any:
         """Compute the losses: see the class for the two ways to call it."""
@@ -231,13 +238,17 @@ class LossModule(TensorDictModuleBase):
                 checks.blame_entries(self, tensordict, self.readable_keys, error)
                 raise
         selected = self._out_keys_apparent
-        return losses if selected is self._out_keys else losses.select(*selected)
+        if selected is self._out_keys:
+            return losses
+        return losses.select(*selected)
 
     @property
     def _tuple_keys(self) -> list[Any]:
         """What a call by keyword returns."""
         chosen: list[Any] = self._out_keys_apparent
-        return chosen[: self.tuple_length] if chosen is self._out_keys else chosen
+        if chosen is self._out_keys:
+            chosen = chosen[: self.tuple_length]
+        return chosen
 
     # converts keyword arguments to a tensordict, and the result to a tuple
     @dispatch(source="_keyword_keys", dest="_tuple_keys")  # type: ignore[untyped-decorator]
@@ -294,7 +305,8 @@ class LossModule(TensorDictModuleBase):
         checks.need_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        keys, mask = self.tensor_keys, None
+        keys = self.tensor_keys
+        mask = None
         for key in (keys["mask"], keys["valid"]):
             if get_entry(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
@@ -309,7 +321,10 @@ class LossModule(TensorDictModuleBase):
                     "is 0: draw longer slices or burn in fewer rows"
                 )
         padded = real is not None and get_entry(batch, keys["mask"]) is not None
-        readable = zero_padding(batch, keys["mask"], self.in_keys) if padded else batch
+        if padded:
+            readable = zero_padding(batch, keys["mask"], self.in_keys)
+        else:
+            readable = batch
         return LossInputs(batch, readable, mask, real=real)
 
     @property
@@ -320,12 +335,16 @@ class LossModule(TensorDictModuleBase):
 
     def key(self, name: str) -> NestedKey:
         """Return the key set for ``name`` in :meth:`set_keys`, or its default."""
-        return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
+        if name in _UNDER_NEXT:
+            return under_next(self.tensor_keys[name])
+        return self.tensor_keys[name]
 
     def keys_of(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
         key = self.key(name)
-        return key if isinstance(key, list) else [key]
+        if isinstance(key, list):
+            return key
+        return [key]
 
     def entry(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.
@@ -350,7 +369,9 @@ class LossModule(TensorDictModuleBase):
     def column(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the entry for ``name``, ``[*B]`` or ``[*B, 1]``, as ``[*B]``, 0 where the mask is False."""
         column = flat_column(self.entry(inputs, name), inputs.batch, self.key(name))
-        return column if inputs.mask is None else zero_masked(column, inputs.mask)
+        if inputs.mask is None:
+            return column
+        return zero_masked(column, inputs.mask)
 
     def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:
         """Reduce the loss of each row, ``[*B]`` or ``[*B, 1]``, according to ``reduction``.
@@ -374,7 +395,9 @@ class LossModule(TensorDictModuleBase):
         if self.reduction == "mean":
             return masked_mean(loss, inputs.mask, weights)
         counted = zero_masked(loss if weights is None else loss * weights, inputs.mask)
-        return counted.sum() if self.reduction == "sum" else counted
+        if self.reduction == "sum":
+            return counted.sum()
+        return counted
 
     def register_coeff_buffer(
         self,
@@ -407,7 +430,10 @@ class LossModule(TensorDictModuleBase):
             finite = False
         if not finite:
             raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
-        number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if isinstance(value, Tensor):
+            number = value.detach()
+        else:
+            number = torch.tensor(float(value))
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), None)
         else:
@@ -512,7 +538,8 @@ class Frozen:
     """A network with detached parameters, for ``torch.compile``, which does not support :func:`frozen`."""
 
     def __init__(self, network: TensorDictModuleBase) -> None:
-        self.network, self.out_keys = network, network.out_keys
+        self.network = network
+        self.out_keys = network.out_keys
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Call the network with its parameters detached."""

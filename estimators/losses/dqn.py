@@ -116,8 +116,12 @@ class DQNLoss(OffPolicyLoss):
         if not isinstance(value_network, TensorDictModuleBase):
             value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
         self.value_network: TensorDictModuleBase = value_network
-        self.target_value_network = target_copy(self.value_network) if delay_value else None
-        self.delay_value, self.double_dqn = delay_value, double_dqn
+        if delay_value:
+            self.target_value_network = target_copy(self.value_network)
+        else:
+            self.target_value_network = None
+        self.delay_value = delay_value
+        self.double_dqn = double_dqn
         self.action_space: ActionSpace | None = action_space_of(action_space)
         self.set_keys()
 
@@ -154,14 +158,20 @@ class DQNLoss(OffPolicyLoss):
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
-        online, target, reads = self.value_network, self.target_value_network, self._network_inputs
-        target, observed = online if target is None else target, reads.observed
+        online = self.value_network
+        target = self.target_value_network
+        reads = self._network_inputs
+        target = online if target is None else target
+        observed = reads.observed
         if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
         with torch.no_grad():  # double DQN: the network selects the next action, its copy evaluates it
             after = self.next_entries(inputs, observed)
-            choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
+            if self.double_dqn:
+                choice = self.critic_values([online], after, "value_network")[0]
+            else:
+                choice = None
             (next_value,) = self.critic_values([target], after, "value_network")
             legal = self._legal(inputs)
             return value, next_state_value(masked(next_value, legal), masked(choice, legal))

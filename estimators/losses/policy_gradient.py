@@ -218,7 +218,8 @@ def weighted_entropy(
     >>> weighted_entropy(parts, {("arm", "action"): 0.5, ("leg", "action_log_prob"): 0.1})
     tensor([1.5000])
     """
-    left, total = dict(coefficients), None
+    left = dict(coefficients)
+    total = None
     for key, entropy in entropies.items():
         *path, last = as_tuple(key)
         names = (key, unravel_key((*path, f"{last}_log_prob")))
@@ -353,9 +354,11 @@ class PolicyGradientLoss(LossModule):
             self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
         self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
-        self.entropy_bonus, self.samples_mc_entropy = entropy_bonus, samples_mc_entropy
+        self.entropy_bonus = entropy_bonus
+        self.samples_mc_entropy = samples_mc_entropy
         self.loss_critic_type: Distance = loss_critic_type
-        self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
+        self.normalize_advantage = normalize_advantage
+        self.separate_losses = separate_losses
         self.functional = functional
         # bypass nn.Module.__setattr__: the estimator's networks are not submodules
         self.__dict__["value_estimator"] = None
@@ -384,10 +387,17 @@ class PolicyGradientLoss(LossModule):
         """
         super().set_keys(**cast(Any, keys))
         with_critic = self.critic_network is not None and self.critic_coeff is not None
-        critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2] if with_critic else ()
-        actor, critic = cast(Any, self.actor_network), self.critic_network
+        if with_critic:
+            critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2]
+        else:
+            critic_reads = ()
+        actor = cast(Any, self.actor_network)
+        critic = self.critic_network
         written = set(getattr(actor, "out_keys", ()))
-        of_critic = [] if critic is None else [key for key in critic.in_keys if key not in written]
+        if critic is None:
+            of_critic = []
+        else:
+            of_critic = [key for key in critic.in_keys if key not in written]
         of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
         read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
         if self.value_estimator is not None:
@@ -481,9 +491,13 @@ class PolicyGradientLoss(LossModule):
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
-            actions, log_probs = self.keys_of("action"), []
+            actions = self.keys_of("action")
+            log_probs = []
             for key, part in parts.items():
-                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
+                if key is None:
+                    key = actions[0]
+                else:
+                    key = part_key(key, actions, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
                     raise self.missing(inputs, key, ACTION)
@@ -524,7 +538,8 @@ class PolicyGradientLoss(LossModule):
         """Return the reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
-        after_actor = after_actor.detach() if self.separate_losses else after_actor
+        if self.separate_losses:
+            after_actor = after_actor.detach()
         apart = (
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
@@ -537,11 +552,14 @@ class PolicyGradientLoss(LossModule):
                 "holds the value with set_keys(value=...)"
             )
         value = flat_column(column, inputs.batch, key)
-        diagnostics, most = {}, self.clip_value
+        diagnostics = {}
+        most = self.clip_value
         if self.with_diagnostics:
             # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps avoids
             # division by 0
-            free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
+            free = value.detach()
+            aim = target.detach()
+            tiny = torch.finfo(target.dtype).eps
             left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
             diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
         if most is None and inputs.mask is None and self.reduction == "mean":
@@ -599,7 +617,10 @@ class PPOLoss(PolicyGradientLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        numbers = ratio_statistics(log_ratio.detach(), inputs.mask) if self.with_diagnostics else {}
+        if self.with_diagnostics:
+            numbers = ratio_statistics(log_ratio.detach(), inputs.mask)
+        else:
+            numbers = {}
         return log_ratio.exp() * -advantage, numbers
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
@@ -614,7 +635,9 @@ class PPOLoss(PolicyGradientLoss):
                 raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
         log_ratio = log_prob - sampled
-        return log_ratio if inputs.mask is None else zero_masked(log_ratio, inputs.mask)
+        if inputs.mask is None:
+            return log_ratio
+        return zero_masked(log_ratio, inputs.mask)
 
 
 class ClipPPOLoss(PPOLoss):
@@ -693,13 +716,17 @@ class ClipPPOLoss(PPOLoss):
         if "clip_epsilon" in self._buffers:
             low = high = as_number(self.clip_epsilon)
         else:
-            low, high = as_number(self.clip_epsilon_low), as_number(self.clip_epsilon_high)
+            low = as_number(self.clip_epsilon_low)
+            high = as_number(self.clip_epsilon_high)
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
-        least, most = log1p(-low), log1p(high)  # log(1 - low), log(1 + high)
+        # log(1 - low), log(1 + high)
+        least = log1p(-low)
+        most = log1p(high)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: from above if A >= 0, from below
         # if A < 0. Clamp the logarithm, before exp: otherwise an overflowing ratio has a NaN gradient at the
         # limit (inf * 0).
-        free, negative = log_ratio.detach(), advantage < 0
+        free = log_ratio.detach()
+        negative = advantage < 0
         lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
         highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
         loss = log_ratio.clamp(lowest, highest).exp() * -advantage
@@ -777,7 +804,9 @@ class KLPENPPOLoss(PPOLoss):
                 "actor_network must have build_dist_from_params, like a ProbabilisticTensorDictSequential, "
                 f"got {type(self.actor_network).__name__}"
             )
-        self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
+        self.dtarg = dtarg
+        self.increment = increment
+        self.decrement = decrement
         self.samples_mc_kl = samples_mc_kl
         self.register_coeff_buffer("beta", beta, device=options.get("device"))
         self._beta_at_first = float(beta)
@@ -802,14 +831,16 @@ class KLPENPPOLoss(PPOLoss):
             if inputs.batch.get(key, None) is None:
                 hint = ". It says how the actions were sampled: the policy must write it when it acts"
                 raise self.missing(inputs, key, hint=hint)
-        sampled, current = components(actor.build_dist_from_params(inputs.batch)), components(dist)
+        sampled = components(actor.build_dist_from_params(inputs.batch))
+        current = components(dist)
         pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
         divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
         loss = loss + self.beta * divergence
         if self.training:  # update beta for the next call: see the class
-            larger, smaller = self.beta * self.increment, self.beta * self.decrement
+            larger = self.beta * self.increment
+            smaller = self.beta * self.decrement
             steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
             # a new tensor, not an in-place change: the graph of this loss keeps the old beta
             self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)
@@ -923,7 +954,10 @@ class ReinforceLoss(PolicyGradientLoss):
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
         self.delay_value = delay_value
-        self.target_critic_network = target_copy(critic) if delay_value and critic else None
+        if delay_value and critic:
+            self.target_critic_network = target_copy(critic)
+        else:
+            self.target_critic_network = None
 
     @override
     def objective(

@@ -122,7 +122,8 @@ class SoftActorCritic(OffPolicyLoss):
         for name, limit in (("alpha_init", alpha_init), ("min_alpha", min_alpha), ("max_alpha", max_alpha)):
             if limit is not None or name == "alpha_init":
                 number(name, cast(float, limit))
-        low, high = min_alpha or 0.0, math.inf if max_alpha is None else max_alpha
+        low = min_alpha or 0.0
+        high = math.inf if max_alpha is None else max_alpha
         if not 0.0 <= low <= alpha_init <= high or alpha_init <= 0.0:
             raise ValueError(
                 "alpha_init must be above 0 and between min_alpha and max_alpha, "
@@ -130,7 +131,10 @@ class SoftActorCritic(OffPolicyLoss):
             )
         self.actor_network = actor_network
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
-        self.target_actor_network = target_copy(actor_network) if delay_actor else None
+        if delay_actor:
+            self.target_actor_network = target_copy(actor_network)
+        else:
+            self.target_actor_network = None
         self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
         # the logarithm is trained, so alpha stays positive
         log_alpha = torch.tensor(math.log(alpha_init))
@@ -139,7 +143,9 @@ class SoftActorCritic(OffPolicyLoss):
         else:
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
         self._bounds = math.log(low) if low else -math.inf, math.log(high)
-        self.delay_actor, self.delay_qvalue, self.separate_losses = delay_actor, delay_qvalue, separate_losses
+        self.delay_actor = delay_actor
+        self.delay_qvalue = delay_qvalue
+        self.separate_losses = separate_losses
         if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
@@ -192,13 +198,16 @@ class SoftActorCritic(OffPolicyLoss):
             KeyError: an entry is missing; the message names what writes it.
         """
         inputs = self.transitions(tensordict, self._observed)
-        actor, critics, targets = self.actor_network, self.qvalue_network, self.target_qvalue_network
+        actor = self.actor_network
+        critics = self.qvalue_network
+        targets = self.target_qvalue_network
         targets = critics if targets is None else targets
         with torch.no_grad():
             if self._bounds != (-math.inf, math.inf):
                 self.log_alpha.clamp_(*self._bounds)  # an optimizer step may exceed min_alpha, max_alpha
             alpha = as_number(self.alpha)
-            after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
+            after = self.next_entries(inputs, self._observed)
+            delayed = self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
         work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
@@ -214,7 +223,8 @@ class SoftActorCritic(OffPolicyLoss):
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
-        aim = self._auto_target_entropy(inputs, values[0]) if isinstance(aim, str) else aim
+        if isinstance(aim, str):
+            aim = self._auto_target_entropy(inputs, values[0])
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -228,7 +238,9 @@ class SoftActorCritic(OffPolicyLoss):
     def _detach_shared(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: detach parameters shared with the actor from the value losses."""
         shared = self.separate_losses
-        return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
+        if shared:
+            return frozen(shared_parameters(network, self.actor_network))
+        return nullcontext()
 
     def _value_losses(
         self, inputs: LossInputs, work: TensorDictBase, dist: Distribution, alpha: float
@@ -359,10 +371,12 @@ class SACLoss(SoftActorCritic):
         if self.value_network is None:
             return {}
         with torch.no_grad():
-            delayed, critics = self.target_actor_network, self.target_qvalue_network
+            delayed = self.target_actor_network
+            critics = self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
             with_action = work if delayed is None else shallow_copy(work)
-            dist = dist if delayed is None else distribution(delayed, with_action)
+            if delayed is not None:
+                dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(self.value_network):
@@ -387,7 +401,9 @@ class SACLoss(SoftActorCritic):
 
     def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
-        copy, actions, log_probs = shallow_copy(work), self.keys_of("action"), []
+        copy = shallow_copy(work)
+        actions = self.keys_of("action")
+        log_probs = []
         for key, part in components(dist).items():
             if not part.has_rsample:
                 raise TypeError(
@@ -395,7 +411,10 @@ class SACLoss(SoftActorCritic):
                     "rsample: for discrete actions use DiscreteSACLoss"
                 )
             action, log_prob, _ = draw(part)
-            place = actions[0] if key is None else part_key(key, actions, self.actor_network)
+            if key is None:
+                place = actions[0]
+            else:
+                place = part_key(key, actions, self.actor_network)
             set_entry(copy, place, action)
             log_probs.append(joint(log_prob, work))
         # parts of an action are independent: their log-probabilities add up
@@ -405,7 +424,8 @@ class SACLoss(SoftActorCritic):
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        (with_action, log_prob), critics = self._sample_action(dist, work), self.qvalue_network
+        (with_action, log_prob) = self._sample_action(dist, work)
+        critics = self.qvalue_network
         # gradients flow through the critics into the action, but not into the critics' parameters
         if torch.compiler.is_compiling():
             value = self.minimum_value(
@@ -419,10 +439,14 @@ class SACLoss(SoftActorCritic):
     @override
     def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
         # minus the number of action dims of all parts
-        rows, dims = inputs.batch.batch_size.numel(), 0
+        rows = inputs.batch.batch_size.numel()
+        dims = 0
         for key in self.keys_of("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
-            leaves = [action] if isinstance(action, Tensor) else action.values(True, True)
+            if isinstance(action, Tensor):
+                leaves = [action]
+            else:
+                leaves = action.values(True, True)
             dims += sum(leaf.numel() for leaf in leaves) // rows
         return -float(dims)
 

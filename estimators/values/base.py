@@ -131,7 +131,8 @@ def chunks_from(options: EstimatorOptions) -> Chunks:
     >>> chunks_from({"num_chunk": 4})
     Chunks(size=None, number=4, dim=0)
     """
-    number, num_chunk = options.get("num_chunks"), options.get("num_chunk")
+    number = options.get("num_chunks")
+    num_chunk = options.get("num_chunk")
     if num_chunk is not None and number not in (None, num_chunk):
         raise ValueError(f"num_chunk is another name for num_chunks, got {num_chunk} and {number}")
     number = number if num_chunk is None else num_chunk
@@ -140,12 +141,14 @@ def chunks_from(options: EstimatorOptions) -> Chunks:
 
 def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
     """Check ``shifted``, its alias ``single_call``, and ``shifted_budget``."""
-    shifted, single_call = options.get("shifted", False), options.get("single_call")
+    shifted = options.get("shifted", False)
+    single_call = options.get("single_call")
     if not isinstance(shifted, bool):
         raise ValueError(f"shifted must be True or False, got {shifted!r}")
     if single_call is not None and shifted and not single_call:
         raise ValueError(f"single_call is another name for shifted, got {single_call} and {shifted}")
-    shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
+    shifted = shifted or bool(single_call)
+    budget = options.get("shifted_budget")
     if budget is not None and whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
             f"shifted_budget={budget} sets the length of the single call with shifted=True: pass shifted=True "
@@ -250,8 +253,10 @@ class ValueEstimator(TensorDictModuleBase):
         self.bootstrap_missing = one_of(
             "bootstrap_missing", options.get("bootstrap_missing", "error"), ("error", "current", "mask")
         )
-        self.standardize, self.average_rewards = standardize, average_rewards
-        self.group_key, self.time_dim = options.get("group_key"), options.get("time_dim")
+        self.standardize = standardize
+        self.average_rewards = average_rewards
+        self.group_key = options.get("group_key")
+        self.time_dim = options.get("time_dim")
         self.reward_scale = options.get("reward_scale")
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
@@ -260,7 +265,8 @@ class ValueEstimator(TensorDictModuleBase):
                 "average_rewards=True)"
             )
         self.number("gamma", gamma, options.get("device"))
-        self._warn_once, self._warn_of_order = WarnOnce(), WarnOnce()
+        self._warn_once = WarnOnce()
+        self._warn_of_order = WarnOnce()
         self._calls = 0
         self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
@@ -298,15 +304,20 @@ class ValueEstimator(TensorDictModuleBase):
         self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         #: The batch key of each entry, by its name in :attr:`tensor_keys`.
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
-        network, value = self.value_network, self.tensor_keys["value"]
+        network = self.value_network
+        value = self.tensor_keys["value"]
         #: The network for which the keys below are cached, and its inputs.
-        self._inputs = None if network is None else NetworkInputs.of(network, self.tensor_keys["is_init"])
+        if network is None:
+            self._inputs = None
+        else:
+            self._inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
         observed: list[Any] = [] if network is None else list(network.in_keys)
         values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
         read += [self.places[name] for name in _UNDER_NEXT]
         written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
-        self.in_keys, self.out_keys = read, written
+        self.in_keys = read
+        self.out_keys = written
         self._written: list[NestedKey] = list(written)
 
     @property
@@ -326,7 +337,9 @@ class ValueEstimator(TensorDictModuleBase):
     @property
     def _tuple_keys(self) -> list[Any]:
         """What a call by keyword returns: advantage and value target, or what select_out_keys() chose."""
-        return self.out_keys[:2] if self.out_keys == self._written else self.out_keys
+        if self.out_keys == self._written:
+            return self.out_keys[:2]
+        return self.out_keys
 
     @dispatch(dest="_tuple_keys")  # type: ignore[untyped-decorator]  # untyped; it makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -362,7 +375,8 @@ class ValueEstimator(TensorDictModuleBase):
         parameters = Parameters(params, target_params)
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
-        valid_key, valid = self.tensor_keys["valid"], values.valid
+        valid_key = self.tensor_keys["valid"]
+        valid = values.valid
         stale = get_entry(tensordict, valid_key) is not None  # an old one is there: remove it
         if valid is not None or self.shifted or stale:
             everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
@@ -408,25 +422,31 @@ class ValueEstimator(TensorDictModuleBase):
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
         time_dim = self.time_dim if time_dim is None else time_dim
         if time_dim is None:
-            time_dim = batch.names.index("time") if "time" in batch.names else last
+            if "time" in batch.names:
+                time_dim = batch.names.index("time")
+            else:
+                time_dim = last
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
-        series, chunks, factors = (
-            batch,
-            self.chunks,
-            {name: getattr(self, name) for name in self.factor_names},
-        )
+        series = batch
+        chunks = self.chunks
+        factors = {name: getattr(self, name) for name in self.factor_names}
         if dim != last:
             shape = require(batch, self.places["reward"], REWARD).shape
-            shape = torch.Size([*shape, 1]) if shape == batch.batch_size else shape
+            if shape == batch.batch_size:
+                shape = torch.Size([*shape, 1])
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
             chunks = chunks.transposed(last + 1, dim, last)
             series = batch.transpose(dim, last)
-            next_value = None if next_value is None else next_value.transpose(dim, last)
-        grad, mask_key = self.differentiable and torch.is_grad_enabled(), self.places["mask"]
+            if next_value is None:
+                next_value = None
+            else:
+                next_value = next_value.transpose(dim, last)
+        grad = self.differentiable and torch.is_grad_enabled()
+        mask_key = self.places["mask"]
         if get_entry(series, mask_key) is not None:
             read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
             series = zero_padding(series, mask_key, read)
@@ -443,7 +463,10 @@ class ValueEstimator(TensorDictModuleBase):
                     raise
         if dim != last:
             reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
-            valid = None if values.valid is None else values.valid.transpose(dim, last)
+            if values.valid is None:
+                valid = None
+            else:
+                valid = values.valid.transpose(dim, last)
             values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
         if self.check_finite:
             observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
@@ -460,13 +483,17 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None,
     ) -> tuple[Tensor, Tensor, Tensor, Values]:
         """Reward ``[*B, T, *F]``, and advantage, target and values of its shape, of a batch whose last dim is time."""
-        keys, network, dims = self.places, self.value_network, batch.batch_dims
+        keys = self.places
+        network = self.value_network
+        dims = batch.batch_dims
         reward: Tensor = require(batch, keys["reward"], REWARD)
         if not reward.is_floating_point():
             key = keys["reward"]
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-        reward = reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
-        reward = reward if self.reward_scale is None else self.reward_scale.scaled(reward)
+        if reward.shape == batch.batch_size:
+            reward = reward.unsqueeze(-1)
+        if self.reward_scale is not None:
+            reward = self.reward_scale.scaled(reward)
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
@@ -501,8 +528,14 @@ class ValueEstimator(TensorDictModuleBase):
             )
             values = state_values(values_of, next_value)
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
-            column = values.next_value if values.value.shape == reward.shape else values.value
-            words = "the batch must hold" if network is None else "value_network must write"
+            if values.value.shape == reward.shape:
+                column = values.next_value
+            else:
+                column = values.value
+            if network is None:
+                words = "the batch must hold"
+            else:
+                words = "value_network must write"
             raise ValueError(
                 f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
@@ -521,10 +554,14 @@ class ValueEstimator(TensorDictModuleBase):
         if steps is not None:  # the discount over all steps of an n-step row
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
-            gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+            if gamma.ndim:
+                gamma = factor_over("gamma", gamma, reward.shape, dims)
             # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
-        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
+        if self.average_rewards:
+            discounted = self._standardize(batch, reward, counted)
+        else:
+            discounted = reward
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -554,7 +591,8 @@ class ValueEstimator(TensorDictModuleBase):
         self._calls += 1
         if self._calls > 4 and self._calls % 16:
             return
-        keys, inputs = self.places, self._inputs
+        keys = self.places
+        inputs = self._inputs
         # With a single stream, the next value of a row comes from the next row.
         stream = self.shifted or (
             inputs is not None
@@ -620,9 +658,10 @@ def check_finite(
             raise ValueError(f"the reward of row {named} is {shown}")
         entries = {key: batch.get(key, None) for key in read}
         bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
-        of_input = (
-            f"{bad[0]!r} is not finite there" if bad else "the inputs of value_network are finite there"
-        )
+        if bad:
+            of_input = f"{bad[0]!r} is not finite there"
+        else:
+            of_input = "the inputs of value_network are finite there"
         raise ValueError(
             f"the value of the {words} of row {named} is {shown}, and {of_input}: "
             + ("fix the data" if bad else "value_network has diverged, or divides by zero")

@@ -101,8 +101,11 @@ class GAE(ValueEstimator):
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        gamma, lmbda, time = inputs.factors["gamma"], inputs.factors["lmbda"], inputs.time_dim
-        columns, shape = (inputs.reward, inputs.value, inputs.next_value), inputs.reward.shape
+        gamma = inputs.factors["gamma"]
+        lmbda = inputs.factors["lmbda"]
+        time = inputs.time_dim
+        columns = (inputs.reward, inputs.value, inputs.next_value)
+        shape = inputs.reward.shape
         numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
         if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
             # With one feature and time as the last other dim, the flattened series are contiguous, and
@@ -114,7 +117,8 @@ class GAE(ValueEstimator):
                 gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
             )
             return scanned[0].view(shape), scanned[1].view(shape)
-        values, flags = (inputs.value, inputs.next_value), (inputs.ends, inputs.terminated)
+        values = (inputs.value, inputs.next_value)
+        flags = (inputs.ends, inputs.terminated)
         return generalized_advantage_estimate(gamma, lmbda, *values, inputs.reward, *flags, time_dim=time)
 
 
@@ -165,7 +169,8 @@ class TD0Estimator(ValueEstimator):
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        gamma, columns = inputs.factors["gamma"], (inputs.next_value, inputs.reward, inputs.terminated)
+        gamma = inputs.factors["gamma"]
+        columns = (inputs.next_value, inputs.reward, inputs.terminated)
         target = td0_return_estimate(gamma, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
 
@@ -213,7 +218,8 @@ class TDLambdaEstimator(ValueEstimator):
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        gamma, lmbda = inputs.factors["gamma"], inputs.factors["lmbda"]
+        gamma = inputs.factors["gamma"]
+        lmbda = inputs.factors["lmbda"]
         columns = (inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
         target = td_lambda_return_estimate(gamma, lmbda, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
@@ -326,7 +332,8 @@ class VTrace(ValueEstimator):
                 number(name, threshold, least=0)
             elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
-        self.rho_thresh, self.c_thresh = rho_thresh, c_thresh
+        self.rho_thresh = rho_thresh
+        self.c_thresh = c_thresh
         self.set_keys()
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -362,12 +369,16 @@ class VTrace(ValueEstimator):
 
     def _log_prob(self, inputs: EstimatorInputs) -> Tensor:
         """Log-probability of each row's action under the actor, ``[*B, T]``, chunk by chunk."""
-        batch, is_init = inputs.batch, self.tensor_keys["is_init"]
-        actor, dims = NetworkInputs.of(self.actor_network, is_init), batch.batch_dims
+        batch = inputs.batch
+        is_init = self.tensor_keys["is_init"]
+        actor = NetworkInputs.of(self.actor_network, is_init)
+        dims = batch.batch_dims
         states = [key for key in actor.states if batch.get(key, None) is not None]
         columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
         actions = key_list(self.tensor_keys["action"])
-        ends, chunks, stops = inputs.at.ends.reshape(-1), inputs.chunks, None
+        ends = inputs.at.ends.reshape(-1)
+        chunks = inputs.chunks
+        stops = None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
             if not chunks.whole:  # a recurrent network must see each run in one chunk
@@ -379,10 +390,16 @@ class VTrace(ValueEstimator):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
             of_parts = []  # parts of an action are independent: their log-probabilities add up
             for key, dist in components(distribution(self.actor_network, part)).items():
-                key = actions[0] if key is None else part_key(key, actions, self.actor_network)
+                if key is None:
+                    key = actions[0]
+                else:
+                    key = part_key(key, actions, self.actor_network)
                 action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
                 base = get_entry(batch, base_sample_key(key))
-                base = None if base is None else flat_rows(base, dims)[start:stop]
+                if base is None:
+                    base = None
+                else:
+                    base = flat_rows(base, dims)[start:stop]
                 of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
             log_probs.append(reduce(torch.add, of_parts))
         return torch.cat(log_probs).view(batch.batch_size)

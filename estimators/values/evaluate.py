@@ -37,7 +37,8 @@ from flatroll.layout.tensordict_seam import call_network, get_entry
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
 #: Up to this many rows and bytes, copying the observations costs less than a second call of the network.
-_FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
+_FEW_ROWS = 4096
+_FEW_BYTES = 1 << 17
 
 
 def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
@@ -47,7 +48,9 @@ def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
 
 def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
     """Flatten all batch dims of a column into one."""
-    return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
+    if batch_dims == 1:
+        return column
+    return column.flatten(0, batch_dims - 1)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,16 @@ class Chunks:
             for start in range(first, max(rows, first + 1), size):  # an empty batch gives one empty chunk
                 yield start, min(start + size, rows)
             return
-        bounds, start, at = stops.tolist(), first, 0
+        bounds = stops.tolist()
+        start = first
+        at = 0
         while start < rows:
             # Add runs as long as the next one fits; bounds[at] is the stop of the last one.
             while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
                 at += 1
             yield start, bounds[at]
-            start, at = bounds[at], at + 1
+            start = bounds[at]
+            at = at + 1
 
 
 @dataclass(frozen=True)
@@ -240,13 +246,17 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
             asked to serve two sets of parameters, or n-step rows.
     """
-    batch, network, value = inputs.batch, inputs.network, None
+    batch = inputs.batch
+    network = inputs.network
+    value = None
     if network is None:
         value = require(batch, inputs.value_key)
-        next_value = require(batch, next_key(inputs.value_key)) if next_value is None else next_value
+        if next_value is None:
+            next_value = require(batch, next_key(inputs.value_key))
     elif inputs.skip_existing:
         value = batch.get(inputs.value_key, None)
-        next_value = batch.get(next_key(inputs.value_key), None) if next_value is None else next_value
+        if next_value is None:
+            next_value = batch.get(next_key(inputs.value_key), None)
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
@@ -293,27 +303,41 @@ def _row_by_row(
 
     It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
     """
-    at, chunks, now = inputs.at, inputs.chunks, inputs.parameters.now
-    then = now if inputs.parameters.following is None else inputs.parameters.following
+    at = inputs.at
+    chunks = inputs.chunks
+    now = inputs.parameters.now
+    if inputs.parameters.following is None:
+        then = now
+    else:
+        then = inputs.parameters.following
     one_call = value is None and now is then and chunks.whole
-    dim, spans = 0, iter([(0, len(at.ends))])
+    dim = 0
+    spans = iter([(0, len(at.ends))])
     if not chunks.whole or chunks.dim != 0:
         dim = chunks.along(inputs.batch.batch_dims)
         spans = chunks.spans(inputs.batch.shape[dim])
-    values, next_values = [] if value is None else [value], []  # one item per chunk
+    # one item per chunk
+    values = [] if value is None else [value]
+    next_values = []
     for start, stop in spans:
-        part, after, unknown, over = root, following, at.unknown, at.terminated
+        part = root
+        after = following
+        unknown = at.unknown
+        over = at.terminated
         if stop - start != over.shape[dim]:  # not all rows at once
             chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
             part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
-            unknown, over = None if unknown is None else unknown[chunk], over[chunk]
+            unknown = None if unknown is None else unknown[chunk]
+            over = over[chunk]
         after = {
             key: fill_missing(
                 column, part[key], unknown, partial(_warn_of_nan, inputs.warn, key, unknown, over)
             )
             for key, column in after.items()
         }
-        count, shape = len(over), over.shape  # of the chunk: count is where dim 0 is split below
+        # of the chunk: count is where dim 0 is split below
+        count = len(over)
+        shape = over.shape
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, then next observations, in a single call.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
@@ -332,7 +356,8 @@ def _flatten(
     inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
 ) -> Observations:
     """Return the observations with all batch dims flattened, and the other inputs of recurrent modules."""
-    batch, dims = inputs.batch, inputs.batch.batch_dims
+    batch = inputs.batch
+    dims = inputs.batch.batch_dims
     next_final = {} if final is None else final.next
     if final is not None and next_final and final.row is None:
         raise KeyError(
@@ -362,8 +387,12 @@ def _over_stream(
     inputs: ValueInputs, observations: Observations, parameters: TensorDictBase | None, value: Tensor | None
 ) -> Values:
     """Both values from one call over the extended stream; ``value`` of the rows, if it is known, is kept."""
-    at, network, valid = inputs.at, inputs.network, None
-    count, first, known = at.ends.numel(), 0, []
+    at = inputs.at
+    network = inputs.network
+    valid = None
+    count = at.ends.numel()
+    first = 0
+    known = []
     stream: Appended | Interleaved
     if inputs.shifted and inputs.shifted_budget is not None:
         stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.shifted_budget)
@@ -378,12 +407,14 @@ def _over_stream(
         else:
             stream = Appended(after, count)
             if value is not None:  # only the inserted places remain to be evaluated
-                first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
+                first = count
+                known = [flat_rows(value, inputs.batch.batch_dims)]
     evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     # The values at the places of the rows, and at the place after each.
     now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
-    now, next_value = now.reshape(shape), next_value.reshape(shape)
+    now = now.reshape(shape)
+    next_value = next_value.reshape(shape)
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
@@ -398,16 +429,25 @@ def _values_at_places(
 ) -> Tensor:
     """Return the network's output for the stream's places from ``first`` on, chunk by chunk."""
     assert inputs.network is not None
-    chunks, ends = inputs.chunks, inputs.at.ends.reshape(-1)
+    chunks = inputs.chunks
+    ends = inputs.at.ends.reshape(-1)
     # A recurrent network must see each run in one chunk.
-    stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
+    if inputs.network.recurrent and not chunks.whole:
+        stops = stream.stops(ends)
+    else:
+        stops = None
     # Rows per index of the dim that is split: all batch dims are flattened here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
-    module, key, values = inputs.network.module, inputs.value_key, []  # one item per chunk
+    # one item per chunk
+    module = inputs.network.module
+    key = inputs.value_key
+    values = []
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
-    return values[0] if len(values) == 1 else torch.cat(values)
+    if len(values) == 1:
+        return values[0]
+    return torch.cat(values)
 
 
 def _columns_at_places(
@@ -434,7 +474,9 @@ def _columns_at_places(
         return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
-    low, high = 0, len(places)  # range of the inserted places in this chunk
+    # range of the inserted places in this chunk
+    low = 0
+    high = len(places)
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
     local = places[low:high] - start  # indices within this chunk
@@ -452,7 +494,10 @@ def next_observations(
     """
     columns: Columns = {}
     # Rows that fall back to their own observation: the env hid the next one, it is not chosen, or final lacks it.
-    hidden = None if observations.unknown is None else observations.unknown[rows]
+    if observations.unknown is None:
+        hidden = None
+    else:
+        hidden = observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
     # Sources of next observations: columns by key, the index of each row in them, and the rows for which they
@@ -486,7 +531,10 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
             )
     if observations.nowhere and len(rows):
         key = observations.nowhere[0]
-        lost = "no final= came with it" if inputs.final is None else "final= holds none"
+        if inputs.final is None:
+            lost = "no final= came with it"
+        else:
+            lost = "final= holds none"
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run that is not "
             f"terminated the value of the row's own {key!r} is used as the next value. For exact values pass "
@@ -525,7 +573,9 @@ def fill_missing(
     if hidden is not None:
         rows = broadcast_like(hidden, column)
         bad = rows if bad is None else bad | rows
-    return column if bad is None else torch.where(bad, root, column)
+    if bad is None:
+        return column
+    return torch.where(bad, root, column)
 
 
 def _warn_of_nan(
@@ -533,7 +583,12 @@ def _warn_of_nan(
 ) -> None:
     """Warn about NaN in next observations, except in rows that are hidden or ``over``, which do not count."""
     # Rows with any NaN are reported.
-    silent = over if hidden is None else hidden if over is None else hidden | over
+    if hidden is None:
+        silent = over
+    elif over is None:
+        silent = hidden
+    else:
+        silent = hidden | over
     rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
     rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):

@@ -76,7 +76,8 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     Raises:
         ValueError: a row's next observation is the observation of a row other than the next one.
     """
-    count, size = at.ends.numel(), batch.batch_size
+    count = at.ends.numel()
+    size = batch.batch_size
     if count < 2:
         return
     every = max((count - 1) // _PAIRS, 1)
@@ -84,11 +85,14 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     behind: Any = slice(1, None, every)
     if len(size) > 1:
         numbers = np.arange(count)
-        here, behind = np.unravel_index(numbers[here], size), np.unravel_index(numbers[behind], size)
+        here = np.unravel_index(numbers[here], size)
+        behind = np.unravel_index(numbers[behind], size)
     follows: Array = at.ends.numpy()[here]
-    unequal, columns = np.zeros_like(follows), list[tuple[Tensor, Tensor]]()
+    unequal = np.zeros_like(follows)
+    columns = list[tuple[Tensor, Tensor]]()
     for key in observed:
-        root, after = get_entry(batch, key), get_entry(batch, next_key(key))
+        root = get_entry(batch, key)
+        after = get_entry(batch, next_key(key))
         if root is not None and after is not None and root.shape == after.shape and root.dtype == after.dtype:
             columns.append((root, after))
             unequal |= (_bits(after)[here] != _bits(root)[behind]).reshape(len(follows), -1).any(1)

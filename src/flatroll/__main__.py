@@ -143,7 +143,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)
-    return 1 if any(finding.severity == "error" for finding in findings) else 0
+    if any(finding.severity == "error" for finding in findings):
+        return 1
+    return 0
 
 
 def run_inspect_folder(arguments: argparse.Namespace) -> int:
@@ -165,7 +167,10 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
     print(report.text)
     for line in report.damage:
         print(f"damaged: {line}")
-    checked = "all rows were checked" if arguments.verify else "--verify also checks the rows"
+    if arguments.verify:
+        checked = "all rows were checked"
+    else:
+        checked = "--verify also checks the rows"
     print(f"{len(report.damage)} damaged; {checked}")
     if arguments.picture is not None:
         try:
@@ -173,7 +178,9 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(f"--picture {arguments.picture}: {error}") from None
         print(f"histograms saved to {arguments.picture}")
-    return 1 if report.damage else 0
+    if report.damage:
+        return 1
+    return 0
 
 
 def exported_by(path: Path) -> str | None:
@@ -219,14 +226,17 @@ def run_bench(arguments: argparse.Namespace) -> int:
     failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 def run_compile(arguments: argparse.Namespace) -> int:
     """Compile and cache the Numba kernels by running each kind of buffer and estimator once on a few rows."""
     import torch
 
-    begun, threads = time.perf_counter(), torch.get_num_threads()
+    begun = time.perf_counter()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # frames are read by a kernel only then
     try:
         use_batches()
@@ -280,7 +290,8 @@ def use_batches() -> None:
                     buffer.update_priority(torch.arange(3), torch.rand(3))
             buffer.dumps(f"{folder}/{number}")
             buffer.loads(f"{folder}/{number}")
-    x, ends = torch.rand(8, 1), torch.ones(8, 1, dtype=torch.bool)
+    x = torch.rand(8, 1)
+    ends = torch.ones(8, 1, dtype=torch.bool)
     estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
     estimators.vtrace_advantage_estimate(0.99, x, x, x, x, x, ends)
     estimators.reward2go(x, ends, 0.99)

@@ -185,7 +185,10 @@ def play(
         record.starts.append(copied(stream.first))
         for name, flag in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             getattr(record, name).append(record.keep(name, flag))
-        final = info.get("final_obs") if record.mode == AutoresetMode.SAME_STEP else None
+        if record.mode == AutoresetMode.SAME_STEP:
+            final = info.get("final_obs")
+        else:
+            final = None
         record.final.append(None if final is None else record.keep("info['final_obs']", final))
         record.infos.append(info)
     return record
@@ -246,13 +249,13 @@ def _check_tree(
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
-        entries = (
-            list(range(len(tree)))
-            if isinstance(tree, tuple)
-            else list(tree)
-            if isinstance(tree, dict)
-            else []
-        )
+        if isinstance(tree, tuple):
+            entries = list(range(len(tree)))
+        else:
+            if isinstance(tree, dict):
+                entries = list(tree)
+            else:
+                entries = []
         if set(entries) != set(parts):
             kind = type(tree).__name__
             yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
@@ -357,7 +360,10 @@ def _info_faults(num_envs: int, info: dict[Any, Any]) -> Iterator[str]:
         is_array = isinstance(flags, np.ndarray | Tensor)
         is_bool = is_array and str(flags.dtype).endswith("bool")
         if not is_bool or tuple(flags.shape) != (num_envs,):
-            came = f"{flags.dtype} {tuple(flags.shape)}" if is_array else type(flags).__name__
+            if is_array:
+                came = f"{flags.dtype} {tuple(flags.shape)}"
+            else:
+                came = type(flags).__name__
             yield (
                 f"info[{key!r}] must be bool {(num_envs,)}, one flag for each env that has info[{key[1:]!r}], it is "
                 f"{came}"
@@ -454,7 +460,8 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     mask = np.arange(env.num_envs) == 0 if agents is None else agents[1] == 0
     if mask.all():
         return
-    options, given = {"reset_mask": mask}, mask.copy()
+    options = {"reset_mask": mask}
+    given = mask.copy()
     obs, info = env.reset()
     random = np.random.default_rng(0)
     action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
@@ -493,7 +500,8 @@ def _suspicions(record: Record) -> Iterator[str]:
 def _silent_resets(record: Record) -> Iterator[str]:
     """Find ordinary steps that jump from far outside into the bounding box of all first observations."""
     obs = np.stack([_features(tree) for tree in record.obs])
-    first, ended = record.first(), record.ended()
+    first = record.first()
+    ended = record.ended()
     starts = obs[first]
     # bool [steps + 1, E]: inside the bounding box of all first observations; step lengths [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)

@@ -145,8 +145,13 @@ class _Run:
                 if self.problems:
                     break
 
-                valid = np.ones(count, bool) if self.stream.valid is None else copied(self.stream.valid)
-                paid, over, cut = copied(reward), copied(terminated), copied(truncated)
+                if self.stream.valid is None:
+                    valid = np.ones(count, bool)
+                else:
+                    valid = copied(self.stream.valid)
+                paid = copied(reward)
+                over = copied(terminated)
+                cut = copied(truncated)
                 for i in np.flatnonzero(valid):
                     columns: dict[NestedKey, npt.NDArray[Any]] = {REWARD: paid[i]}
                     for marker in self.markers:
@@ -181,7 +186,10 @@ class _Run:
             is_array = isinstance(entry, np.ndarray | Tensor)
             numbers = is_array and (isinstance(entry, Tensor) or entry.dtype.kind in "biuf")
             if not numbers or tuple(entry.shape[:1]) != (self.env.num_envs,):
-                came = f"{entry.dtype} of shape {tuple(entry.shape)}" if is_array else type(entry).__name__
+                if is_array:
+                    came = f"{entry.dtype} of shape {tuple(entry.shape)}"
+                else:
+                    came = type(entry).__name__
                 self.problems.append(
                     f"{place} must be numbers with one row for each of {self.env.num_envs} envs, and is {came} after "
                     f"{method}"
@@ -238,7 +246,10 @@ def _compare(runs: dict[str, _Run], first_env: int = 0) -> list[str]:
                 total += 1
                 if all(same(values[0], value) for value in values[1:]):
                     continue
-                end = ", whose step ended the episode," if any(each[0].flags) else ""
+                if any(each[0].flags):
+                    end = ", whose step ended the episode,"
+                else:
+                    end = ""
                 listed = ", ".join(
                     f"{value.tolist()} ({name})" for name, value in zip(runs, values, strict=True)
                 )

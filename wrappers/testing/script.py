@@ -101,7 +101,8 @@ class Script:
     @property
     def observation_space(self) -> spaces.Space[Any]:
         """The space of one env's observation."""
-        image, code = spaces.Box(0, 255, (3, 2, 2), np.uint8), spaces.Discrete(1_000_000)
+        image = spaces.Box(0, 255, (3, 2, 2), np.uint8)
+        code = spaces.Discrete(1_000_000)
         vector = spaces.Box(-np.inf, np.inf, (3,), np.float32)
         nested = spaces.Dict({"code": code, "image": image})
         table: dict[ObsKind, spaces.Space[Any]] = {
@@ -118,7 +119,8 @@ class Script:
     @property
     def action_space(self) -> spaces.Space[Any]:
         """The space of one env's action."""
-        discrete, box = spaces.Discrete(5), spaces.Box(-1.0, 1.0, (2,), np.float32)
+        discrete = spaces.Discrete(5)
+        box = spaces.Box(-1.0, 1.0, (2,), np.float32)
         both = spaces.Dict({"move": box, "press": discrete})
         return {"discrete": discrete, "box": box, "dict": both}[self.action]
 
@@ -130,7 +132,8 @@ def encode(kind: ObsKind, env: Array, episode: Array, step: Array) -> Any:
     array([10203])
     """
     if kind == "dict":
-        code, image = encode("discrete", env, episode, step), encode("uint8", env, episode, step)
+        code = encode("discrete", env, episode, step)
+        image = encode("uint8", env, episode, step)
         return {"policy": encode("float32", env, episode, step), "critic": {"code": code, "image": image}}
     if kind == "tuple":
         return encode("float32", env, episode, step), encode("discrete", env, episode, step)
@@ -178,7 +181,8 @@ class Clock:
         reuse: bool = False,  # return every observation in the same memory, as some envs do
     ) -> None:
         self.obs: ObsKind = script.obs
-        self._reuse, self._shown = reuse, None
+        self._reuse = reuse
+        self._shown = None
         self.env = put(np.arange(script.num_envs) if index is None else np.array(index))
         codes = [[_ENDS.index(end) for end in row] for row in script.table("ends")]
         # Episode k of env e is entry k % period[e] of row e of a table [E, longest row] padded with zeros.
@@ -265,11 +269,16 @@ def expected_rows(
     gap = AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP
     table: list[tuple[Any, ...]] = []
     for env in range(script.num_envs):
-        at, episode, step = 0, 0, 0
+        at = 0
+        episode = 0
+        step = 0
         while at < steps:
-            length, end = script.length(env, episode), script.end(env, episode)
-            over, cut = step + 1 == length, step + 1 == max_steps
-            terminated, truncated = over and end != "truncated", (over and end != "terminated") or cut
+            length = script.length(env, episode)
+            end = script.end(env, episode)
+            over = step + 1 == length
+            cut = step + 1 == max_steps
+            terminated = over and end != "truncated"
+            truncated = (over and end != "terminated") or cut
             reward = 100 * episode + step + 1  # as in `Clock.advance`
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut

@@ -47,8 +47,10 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
     def __init__(
         self, script: Script, index: int = 0, *, reuse_buffer: bool = False, record_actions: bool = False
     ) -> None:
-        self.script, self.index = script, index
-        self.observation_space, self.action_space = script.observation_space, script.action_space
+        self.script = script
+        self.index = index
+        self.observation_space = script.observation_space
+        self.action_space = script.action_space
         self.actions: list[Any] = []
         self._record = record_actions
         self.clock = Clock(script, np.asarray, index, reuse_buffer)
@@ -107,17 +109,26 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         expect("script", script, Script, "a Script")
         flags(final_info=final_info, reuse_buffer=reuse_buffer, record_actions=record_actions)
-        self.script, self.num_envs = script, script.num_envs
+        self.script = script
+        self.num_envs = script.num_envs
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         if autoreset_mode is not None and not isinstance(autoreset_mode, AutoresetMode):
             one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
-        self._mode = AutoresetMode.SAME_STEP if autoreset_mode is None else AutoresetMode(autoreset_mode)
-        self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
+        if autoreset_mode is None:
+            self._mode = AutoresetMode.SAME_STEP
+        else:
+            self._mode = AutoresetMode(autoreset_mode)
+        if autoreset_mode is None:
+            self.metadata = {}
+        else:
+            self.metadata = {"autoreset_mode": self._mode}
         self.actions: list[Any] = []
-        self._final_obs, self._reuse, self._record = final_obs, reuse_buffer, record_actions
+        self._final_obs = final_obs
+        self._reuse = reuse_buffer
+        self._record = record_actions
         self._final_info = final_info
         self.clock = Clock(script, np.asarray)
         self._done = np.zeros(self.num_envs, np.bool_)
@@ -137,19 +148,25 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Make one vector step in the declared mode."""
-        leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
+        # one row for each env
+        if self.script.action == "dict":
+            leaf = actions["press"]
+        else:
+            leaf = actions
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
         if self._record:
             self.actions.append(actions)
-        clock, pending = self.clock, self._done
+        clock = self.clock
+        pending = self._done
         if self._mode == AutoresetMode.DISABLED and pending.any():
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
             clock.begin(pending)
         # Rows that ended in the previous step do not move: NEXT_STEP only resets them.
         reward, terminated, truncated = clock.advance(~pending)
-        done, last = terminated | truncated, {}
+        done = terminated | truncated
+        last = {}
         if self._mode == AutoresetMode.SAME_STEP:
             # Before the next episodes begin.
             final: Any = clock.observe()
@@ -160,7 +177,8 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
                 if self._final_obs == "dense":
                     final = self._show(4, final)
                 else:
-                    trees, final = final, np.full(self.num_envs, None, dtype=object)
+                    trees = final
+                    final = np.full(self.num_envs, None, dtype=object)
                     for i in np.flatnonzero(done):
                         final[i] = row(trees, int(i))
                 last |= {"final_obs": final, "_final_obs": done.copy()}
@@ -260,15 +278,20 @@ class ScriptedTorchEnv:
         autoreset: bool = True,
         declare: bool = True,
     ) -> None:
-        self.script, self.num_envs, self.device = script, script.num_envs, torch.device(device)
+        self.script = script
+        self.num_envs = script.num_envs
+        self.device = torch.device(device)
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
         self.metadata = {"autoreset_mode": mode} if declare else {}
-        self.unwrapped, self.actions, self.closed = self, list[Any](), False
-        self._final_obs, self._autoreset = final_obs, autoreset
+        self.unwrapped = self
+        self.actions = list[Any]()
+        self.closed = False
+        self._final_obs = final_obs
+        self._autoreset = autoreset
         self.clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
         self._final = self.clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
@@ -351,8 +374,10 @@ class ScriptedRslEnv:
             )
         self._env = ScriptedTorchEnv(script, device=device, final_obs="absent")
         self._style = style
-        self.num_envs, self.device = script.num_envs, self._env.device
-        self.num_obs, self.num_actions = 3, 2
+        self.num_envs = script.num_envs
+        self.device = self._env.device
+        self.num_obs = 3
+        self.num_actions = 2
         self.max_episode_length = max(max(row) for row in script.table("lengths"))
         self.cfg: dict[str, Any] = {}
         self.dones_buf = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
@@ -367,7 +392,9 @@ class ScriptedRslEnv:
 
     def get_observations(self) -> Any:
         """Return the current observations."""
-        return self._obs if self._style == "tensordict" else (self._obs, self.extras)
+        if self._style == "tensordict":
+            return self._obs
+        return (self._obs, self.extras)
 
     def reset(self) -> Any:
         """Start the next episode in all envs; return (obs, extras)."""
@@ -381,7 +408,10 @@ class ScriptedRslEnv:
         return self._show(obs), reward, self.dones_buf, self.extras
 
     def _show(self, obs: Tensor) -> Any:
-        self._obs = TensorDict({"policy": obs}, [self.num_envs]) if self._style == "tensordict" else obs
+        if self._style == "tensordict":
+            self._obs = TensorDict({"policy": obs}, [self.num_envs])
+        else:
+            self._obs = obs
         return self._obs
 
     def close(self) -> None:

@@ -53,7 +53,9 @@ class ScriptedGame:
     render_mode = None
 
     def __init__(self, game: int = 0, episodes: Sequence[Plan] = _EPISODES, *, mask: bool = False) -> None:
-        self.game, self.episodes, self.mask = game, episodes, mask
+        self.game = game
+        self.episodes = episodes
+        self.mask = mask
         self.possible_agents = sorted({name for plan in episodes for name in plan})
         self.agents: list[str] = []
         self.state_space = spaces.Box(-1, 1e6, (3,), np.float32)
@@ -65,7 +67,8 @@ class ScriptedGame:
             )
         self._lives = dict.fromkeys(self.possible_agents, -1)  # each agent's life, counted from 0
         self._steps = dict.fromkeys(self.possible_agents, 0)  # the agent's steps in that life
-        self._episode, self._time = -1, 0
+        self._episode = -1
+        self._time = 0
         for plan in episodes:
             _check(plan)
 
@@ -89,14 +92,16 @@ class ScriptedGame:
             lives = self.episodes[episode % len(self.episodes)].get(agent, ())
             if life < len(lives):
                 return lives[life]
-            life, episode = life - len(lives), episode + 1
+            life = life - len(lives)
+            episode = episode + 1
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Results, dict[str, dict[str, Any]]]:
         """Begin the next episode, or with a seed the first one."""
         self._episode = 0 if seed is not None else self._episode + 1
-        self._time, self.agents = 0, []
+        self._time = 0
+        self.agents = []
         for name in self.possible_agents:
             earlier = (self.episodes[k % len(self.episodes)].get(name, ()) for k in range(self._episode))
             self._lives[name] = sum(map(len, earlier)) - 1
@@ -107,11 +112,13 @@ class ScriptedGame:
         """Step the agents that are present."""
         if sorted(actions) != sorted(self.agents):
             raise KeyError(f"actions must be those of {self.agents}, got {sorted(actions)}")
-        acting, self._time = self.agents, self._time + 1
+        acting = self.agents
+        self._time = self._time + 1
         rewards = {
             name: float(action) + 10 * self.possible_agents.index(name) for name, action in actions.items()
         }
-        terminations, truncations = dict.fromkeys(acting, False), dict.fromkeys(acting, False)
+        terminations = dict.fromkeys(acting, False)
+        truncations = dict.fromkeys(acting, False)
         self.agents = []
         for name in acting:
             self._steps[name] += 1

@@ -25,8 +25,11 @@ class DiskColumn(Column):
     """
 
     def __init__(self, take: "weakref.WeakMethod[Take]", key: NestedKey, form: Form) -> None:
-        self._take, self._key, self._form = take, key, form
-        self.dtype, self.shape = form.dtype, form.shape
+        self._take = take
+        self._key = key
+        self._form = form
+        self.dtype = form.dtype
+        self.shape = form.shape
 
     @override
     def take(self, slots: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ class Form:
     by_address = True
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.dtype, self.shape = dtype, torch.Size(shape)
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
 
     @property
     def row_bytes(self) -> int:
@@ -140,7 +141,8 @@ class ZstdForm(Form):
 
     @override
     def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
-        memory, lengths = column.values.numpy(), column.lengths.numpy()
+        memory = column.values.numpy()
+        lengths = column.lengths.numpy()
         heads = np.flatnonzero(lengths)  # first row of each block, which extends to the next such row
         stops = np.append(heads[1:], len(lengths))
         into = target.view(len(target), -1).view(torch.uint8).numpy()
@@ -149,19 +151,19 @@ class ZstdForm(Form):
         order = np.argsort(which, kind="stable")
         for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # the rows of each block
             block = which[asked[0]]
-            head, count = heads[block], stops[block] - heads[block]
-            data, places, local = (
-                memory[ends[head] - lengths[head] : ends[head]],
-                at[asked],
-                rows[asked] - head,
-            )
+            head = heads[block]
+            count = stops[block] - heads[block]
+            data = memory[ends[head] - lengths[head] : ends[head]]
+            places = at[asked]
+            local = rows[asked] - head
             whole = len(asked) == count and bool(
                 (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
             )
             # Slices need most blocks as a whole: decode those directly into the target.
-            room = (
-                into[places[0] : places[0] + count] if whole else np.empty((count, self.row_bytes), np.uint8)
-            )
+            if whole:
+                room = into[places[0] : places[0] + count]
+            else:
+                room = np.empty((count, self.row_bytes), np.uint8)
             self._decompress(decompressor, data, room)
             if not whole:
                 into[places] = room[local]

@@ -54,7 +54,8 @@ class Layout(NamedTuple):
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
             }
-            pairs, seams = [column_key(name) for name in noted["pairs"]], sorted(set(noted["seams"]))
+            pairs = [column_key(name) for name in noted["pairs"]]
+            seams = sorted(set(noted["seams"]))
             if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
                 raise ValueError("pairs or seams")
             for form in forms.values():
@@ -72,8 +73,6 @@ def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
     """Describe how column names differ from those of ``layout``; None if they match."""
     expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
     found = set(columns)
-    return (
-        None
-        if not found or found == expected
-        else f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"
-    )
+    if not found or found == expected:
+        return None
+    return f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"

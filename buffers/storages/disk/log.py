@@ -40,7 +40,8 @@ class _Block:
     """Rows ``first ... first + rows - 1`` in memory, and the next observations that none of them holds."""
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
-        self.first, self.limit = first, first + rows
+        self.first = first
+        self.limit = first + rows
         # One allocation for all columns, each aligned to a cache line: only large allocations get huge pages,
         # and page faults of small pages cost more than the copy.
         sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
@@ -78,7 +79,10 @@ class RowLog:
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
-        self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
+        self.folder = folder
+        self.rule = rule
+        self.capacity = capacity
+        self.layout = layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
         # Other folders that this run has saved to or loaded, and what it knows of them.
@@ -90,7 +94,8 @@ class RowLog:
         self._named = 0  # number of the first row that the version does not name
         self._held = 0  # number of the next row when the rows were last held
         # _turn guards the blocks, the pieces and the thread's orders; _disk guards the folder.
-        self._turn, self._disk = threading.Lock(), threading.RLock()
+        self._turn = threading.Lock()
+        self._disk = threading.RLock()
         self._begun = self.end  # first row of the latest append
         self._unfinished = False  # whether that append was interrupted
         self.thread: threading.Thread | None = None
@@ -111,7 +116,8 @@ class RowLog:
         """Raise an error of the thread since the last call; ValueError if the log is closed."""
         if self.closed:
             raise self._is_closed()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         blocks = self._blocks  # read once, because the thread removes full blocks
@@ -142,13 +148,16 @@ class RowLog:
             )
         if self._unfinished or first < self.end:
             self._take_back(first)
-        self._begun, self._unfinished = first, True
-        count, done = len(next(iter(columns.values()))), 0
+        self._begun = first
+        self._unfinished = True
+        count = len(next(iter(columns.values())))
+        done = 0
         while done < count:
             blocks = self._blocks  # read once, because the thread removes full blocks
-            block = (
-                blocks[-1] if blocks and blocks[-1].limit > first + done else self._new_block(first + done)
-            )
+            if blocks and blocks[-1].limit > first + done:
+                block = blocks[-1]
+            else:
+                block = self._new_block(first + done)
             fit = min(block.limit - first - done, count - done)
             at = first + done - block.first
             for key, values in columns.items():
@@ -217,7 +226,9 @@ class RowLog:
                     self._note()  # no version names the files any more, so they are removed
             finally:
                 with self._turn:
-                    self._blocks, self.end, self._begun = (), first, first
+                    self._blocks = ()
+                    self.end = first
+                    self._begun = first
                 self._refresh()
 
     def cut(self, row: int) -> None:
@@ -283,7 +294,8 @@ class RowLog:
             OSError: the disk is full or failed; the rows stay as they were, those in memory, too.
         """
         with self._disk:
-            before, seams = self.layout, [*layout.seams, end]
+            before = self.layout
+            seams = [*layout.seams, end]
             try:
                 if before is None:
                     self.layout = Layout(layout.forms, layout.pairs, [])
@@ -299,10 +311,15 @@ class RowLog:
                     self.closed = self.folder.load().version != number
                     raise
             except BaseException:
-                self.layout, self._noted = before, False
+                self.layout = before
+                self._noted = False
                 raise
             with self._turn:
-                self._blocks, self.end, self._begun, self._due, self._error = (), end, end, 0, None
+                self._blocks = ()
+                self.end = end
+                self._begun = end
+                self._due = 0
+                self._error = None
             self._refresh()
             with suppress(OSError):  # otherwise a later version removes the files
                 self._note()  # no version names the files of the previous rows any more, so they are removed
@@ -391,7 +408,8 @@ class RowLog:
                     self._write(end)
                 except BaseException as error:  # any error is kept for the next writer to raise
                     with self._turn:
-                        self._error, self._done = error, True
+                        self._error = error
+                        self._done = True
                     return
 
     def _write(self, end: int) -> None:
@@ -430,7 +448,8 @@ class RowLog:
     def _encode_rows(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""
         assert self.layout is not None
-        low, high = first - block.first, stop - block.first
+        low = first - block.first
+        high = stop - block.first
         columns: dict[str, Tensor | Ragged] = {
             column_name(key): form.encode(block.columns[key][low:high])
             for key, form in self.layout.forms.items()
@@ -446,7 +465,10 @@ class RowLog:
         lengths[-1] = 1
         for key in self.layout.pairs:
             parts = [tails[key] for _, tails in block.tails]
-            values = torch.cat(parts).index_select(0, torch.from_numpy(inside)) if parts else None
+            if parts:
+                values = torch.cat(parts).index_select(0, torch.from_numpy(inside))
+            else:
+                values = None
             ends = [] if values is None else [values]
             if follows:
                 ends.append(self._row(stop, key))
@@ -463,7 +485,8 @@ class RowLog:
         if self.layout is None:
             return
         with self._turn:
-            segments, end = self.folder.segments, self.folder.end
+            segments = self.folder.segments
+            end = self.folder.end
             self._blocks = tuple(block for block in self._blocks if block.limit > end or not segments)
             first = self._blocks[0].first if self._blocks else end
             mapped: dict[str, Piece] = {}

@@ -37,7 +37,10 @@ class Piece:
         forms: Mapping[NestedKey, Form],
         segment: Segment | None = None,
     ) -> None:
-        self.first, self.end, self.columns, self.segment = first, end, columns, segment
+        self.first = first
+        self.end = end
+        self.columns = columns
+        self.segment = segment
         # Of ragged columns: the number of values up to and including each row, int64.
         self.ends: dict[NestedKey, Array] = {}
         self.source, self.running = np.zeros((2, len(forms)), np.int64)
@@ -73,7 +76,8 @@ class Pieces:
     """
 
     def __init__(self, pieces: Sequence[Piece], forms: Mapping[NestedKey, Form]) -> None:
-        self.pieces, self.forms = tuple(pieces), dict(forms)
+        self.pieces = tuple(pieces)
+        self.forms = dict(forms)
         self.end = pieces[-1].end if pieces else 0
         self.firsts: Array = np.array([piece.first for piece in pieces] + [self.end], np.int64)
         shape = len(pieces), len(self.forms)
@@ -136,8 +140,10 @@ class Pieces:
         """Fill ``target`` with the rows of an entry that files hold compressed."""
         which = np.searchsorted(self.firsts, rows, "right") - 1
         for number in np.unique(which).tolist():
-            piece, at = self.pieces[number], np.flatnonzero(which == number)
-            column, local = piece.columns[key], rows[at] - piece.first
+            piece = self.pieces[number]
+            at = np.flatnonzero(which == number)
+            column = piece.columns[key]
+            local = rows[at] - piece.first
             if isinstance(column, Ragged):
                 try:
                     self.forms[key].decode(column, piece.ends[key], local, target, at)

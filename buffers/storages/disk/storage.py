@@ -135,7 +135,8 @@ class DiskStorage(ColumnStorage):
             hint = "None for no limit"
             number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
         flags(read_only=read_only, sync=sync, verify=verify)
-        self.read_only, self._process = read_only, os.getpid()
+        self.read_only = read_only
+        self._process = os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
@@ -255,7 +256,9 @@ class DiskStorage(ColumnStorage):
     @override
     def bytes_per_row(self) -> int:
         stats = self._log.folder.stats()
-        return stats["bytes"] // stats["rows"] if stats["rows"] else super().bytes_per_row
+        if stats["rows"]:
+            return stats["bytes"] // stats["rows"]
+        return super().bytes_per_row
 
     def _read_layout(self, folder: Folder) -> Layout | None:
         """What the folder notes of its rows; None if it is new."""
@@ -320,7 +323,7 @@ class DiskStorage(ColumnStorage):
 
     def _form(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Form:
         """The form that the options give an entry."""
-        kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
+        kind = FrameForm if key in self.frame_stack else (ZstdForm if key in self.codec else Form)
         return kind(dtype, shape)
 
     def _column(self, key: NestedKey, form: Form) -> DiskColumn:
@@ -335,7 +338,9 @@ class DiskStorage(ColumnStorage):
         if not self.read_only and self._log.unflushed:
             self._writable()
             self._log.settle()  # rows of a buffer that no longer exists
-        layout, pieces, self._offset = self._log.layout, self._log.pieces, self._log.end
+        layout = self._log.layout
+        pieces = self._log.pieces
+        self._offset = self._log.end
         if layout is None or not len(pieces):
             return
         self._use_layout(layout)
@@ -354,7 +359,8 @@ class DiskStorage(ColumnStorage):
                         self._batch = piece, max(low, first)
                         write(self._columns_of(piece, max(low, first), high), None)
         finally:
-            self.filling, self._batch = False, None
+            self.filling = False
+            self._batch = None
         self._cut()
         if not self.read_only:
             self._log.cut(pieces.end)
@@ -415,7 +421,8 @@ class DiskStorage(ColumnStorage):
                 raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
             low = first - piece.first
             cuts = column.lengths[low : low + count] > 0
-            begin, number = int(column.lengths[:low].sum()), int(column.lengths[low : low + count].sum())
+            begin = int(column.lengths[:low].sum())
+            number = int(column.lengths[low : low + count].sum())
             tails[key] = column.values[begin : begin + number]
         fragments = Fragments.read(columns, keys or BoundaryKeys.probe(batch), cuts)
         ends = {len(values) for values in tails.values()} | {len(fragments.lasts)}
@@ -426,7 +433,9 @@ class DiskStorage(ColumnStorage):
     @property
     def _forms(self) -> dict[NestedKey, Form]:
         layout = self._log.layout
-        return {} if layout is None else layout.forms
+        if layout is None:
+            return {}
+        return layout.forms
 
     @override
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
@@ -461,7 +470,10 @@ class DiskStorage(ColumnStorage):
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
         # The ring's next row. If Ctrl-C interrupted a write, the ring has not counted the last rows of the log.
         first = self._log.end - (self._log.end - self._offset - slot) % self.capacity
-        lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
+        if rows.fragments is None or not rows.tails:
+            lasts = np.zeros(0, np.int64)
+        else:
+            lasts = rows.fragments.lasts
         self._log.append(rows.columns, lasts, rows.tails, first)
 
     @override
@@ -486,7 +498,10 @@ class DiskStorage(ColumnStorage):
             return self._take(slots, keys)
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
-        asked = None if keys is None else (keys - set(names.values())) | set(pairs)
+        if keys is None:
+            asked = None
+        else:
+            asked = (keys - set(names.values())) | set(pairs)
         # Read the rows and their next rows together, so that rows in both are decoded only once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))
@@ -494,7 +509,8 @@ class DiskStorage(ColumnStorage):
             slots, [key for key in self.columns if key not in pairs and (asked is None or key in asked)]
         )
         for key in pairs:
-            rows, later = both[key][: len(slots)], both[key][len(slots) :]
+            rows = both[key][: len(slots)]
+            later = both[key][len(slots) :]
             if follow.patch.shape[1]:
                 at, entries = follow.patch
                 put_rows(later, at, self.pool.entries[key].take(entries))
@@ -554,7 +570,8 @@ class DiskStorage(ColumnStorage):
             ValueError: the rows do not match the tables.
         """
         log = tables["log"]
-        offset, noted = log["offset"], log["layout"]
+        offset = log["offset"]
+        noted = log["layout"]
         # offset is negative if the ring skipped the rest of a round and the files did not.
         if type(offset) is not int or not 0 <= offset + ring.head <= offset + ring.written < MOST_ROWS:
             raise damaged(f"its rows are shifted by {offset!r}")
@@ -568,7 +585,8 @@ class DiskStorage(ColumnStorage):
             raise damaged("its rows have other entries than its description lists")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than its description says")
-        head, end = offset + ring.head, offset + ring.written
+        head = offset + ring.head
+        end = offset + ring.written
         check_rows((head, end), (version.head, version.end))
         if text := columns_differ(version.columns, layout):
             raise damaged(text)

@@ -125,13 +125,17 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         home = Path.home() / ".cache/flatroll" / self.kind
-        self.root = home if root is None else file_path("root", root).expanduser().absolute()
+        if root is None:
+            self.root = home
+        else:
+            self.root = file_path("root", root).expanduser().absolute()
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
         progress = options.get("progress")
         flags(**named, progress=False if progress is None else progress)
         if (writer := options.get("writer")) is not None:
             expect("writer", writer, Writer, "a Writer")
-        download, fetch = options.pop("download", True), options.pop("fetch", None)
+        download = options.pop("download", True)
+        fetch = options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
                 raise ValueError("pass fetch or download_url, not both")
@@ -151,10 +155,14 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             self._check_facts()
         else:
             if not self.kind or not download:
-                instead = "pass download=True" if self.kind else "convert() makes one"
+                if self.kind:
+                    instead = "pass download=True"
+                else:
+                    instead = "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
             self._make(fetch, overwrite=download == "force", **encoded)
-        self._options, self._rows_asked = options, batch_size
+        self._options = options
+        self._rows_asked = batch_size
         self._open()
 
     def _open(self) -> None:
@@ -166,11 +174,15 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.split_trajs = bool(options.pop("split_trajs", False))
         if options.get("writer") is None:
             options["writer"] = ImmutableDatasetWriter()
-        size, longest = self._rows_asked, 0
+        size = self._rows_asked
+        longest = 0
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
-            size = None if size is None else whole_number("batch_size", size) * longest
+            if size is None:
+                size = None
+            else:
+                size = whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
         if not len(self):
@@ -225,7 +237,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Raise ValueError if the folder is of another kind of set, or was made with other options."""
         if not self.kind:
             return
-        made, asked = Folder(self.data_path).load().extra, self._facts()
+        made = Folder(self.data_path).load().extra
+        asked = self._facts()
         for name in ("kind", "options"):
             if name in made and made[name] != asked.get(name):
                 raise ValueError(
@@ -237,7 +250,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetched-", dir=self.root) as name:
             folder = Path(name)
-            found = self._fetch(folder) if fetch is None else fetch(self.dataset_id, folder)
+            if fetch is None:
+                found = self._fetch(folder)
+            else:
+                found = fetch(self.dataset_id, folder)
             source = folder if found is None else found
             try:
                 convert(

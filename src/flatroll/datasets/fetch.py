@@ -32,7 +32,8 @@ def fetch_url(
     if url.partition(":")[0] not in ("http", "https", "file"):
         raise ValueError(f"url must begin with http:, https: or file:, got {url!r}")
     target = Path(path)
-    target = target / url.rstrip("/").rpartition("/")[2] if target.is_dir() else target
+    if target.is_dir():
+        target = target / url.rstrip("/").rpartition("/")[2]
     beside = target.with_name(f".{target.name}.part")
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:

@@ -120,7 +120,10 @@ class _PieceMemory:
         # Whether the next entries of all batches so far are views of the root entries, so that the files can
         # leave them out.
         self.shifted = bool(self.roots) and self._views(like)
-        self.left_out = {next_key(key) for key in self.roots} if self.shifted else set()
+        if self.shifted:
+            self.left_out = {next_key(key) for key in self.roots}
+        else:
+            self.left_out = set()
         stored = [row for key, row in rows.items() if key not in self.left_out]
         self.rows = max(1, piece_bytes // max(1, sum(row.shape[1:].numel() * row.itemsize for row in stored)))
         self.used = 0
@@ -169,8 +172,10 @@ class _PieceMemory:
 
     def piece(self) -> RowPiece:
         """Return the gathered rows and start over."""
-        rows, ends = self.used, torch.tensor(self.ends, dtype=torch.int64)
-        self.used, self.ends = 0, []
+        rows = self.used
+        ends = torch.tensor(self.ends, dtype=torch.int64)
+        self.used = 0
+        self.ends = []
         if not self.shifted:
             return RowPiece({key: column[:rows] for key, column in self.columns.items()})
         columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
@@ -215,7 +220,9 @@ def _by_key(
 
 
 def _tensor(value: Tensor | Array) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.from_numpy(value.copy())
 
 
 def _put(target: Tensor, first: int, end: int, value: Tensor | Array) -> None:
@@ -333,10 +340,12 @@ def place_beside(target: Path) -> tuple[Path, Path]:
 
 def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """Choose the layout from the first rows of a data set."""
-    rows, pairs = piece.columns, list(piece.tails)
+    rows = piece.columns
+    pairs = list(piece.tails)
     if not pairs:
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
-        piece, pairs = RowPiece(rows), state_pairs(rows)
+        piece = RowPiece(rows)
+        pairs = state_pairs(rows)
     if not any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
         pairs = []
     if pairs and not piece.tails:
@@ -377,7 +386,10 @@ def _encode(piece: RowPiece, layout: Layout) -> dict[str, Tensor | Ragged]:
 
 def _lasts(piece: RowPiece, pairs: list[NestedKey]) -> Array:
     """Numbers of the rows whose next observation is not that of the row after."""
-    cuts = piece.cuts() if piece.tails else NextPool(pairs).cuts(piece.columns, None)
+    if piece.tails:
+        cuts = piece.cuts()
+    else:
+        cuts = NextPool(pairs).cuts(piece.columns, None)
     return Fragments.read(piece.columns, _boundary_keys(piece.columns), cuts).lasts
 
 

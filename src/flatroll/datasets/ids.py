@@ -26,7 +26,8 @@ def _all(names: str, tails: str, versions: str = "0") -> list[str]:
     ]
 
 
-_ROBOTS, _HANDS = "halfcheetah hopper walker2d ant", "pen hammer relocate door"
+_ROBOTS = "halfcheetah hopper walker2d ant"
+_HANDS = "pen hammer relocate door"
 _BULLET = "bullet-halfcheetah bullet-hopper bullet-walker2d bullet-ant"
 _MAZES = "umaze umaze-diverse medium-play medium-diverse large-play large-diverse"
 _LEVELS = "random medium expert medium-replay medium-expert"

@@ -47,14 +47,18 @@ def preprocess(
     progress: bool | None,
 ) -> None:
     """Write the rows of the folder ``source``, changed by ``fn``, to ``dest``; see `BaseDatasetExperienceReplay`."""
-    dest, bounds = dest.absolute(), _bounds(source, num_chunks, num_frames)
+    dest = dest.absolute()
+    bounds = _bounds(source, num_chunks, num_frames)
     if dest.exists() and dest != source.absolute():
         raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
     parts = dest.parent / f".{dest.name}.parts"
     stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
     first = parts / str(bounds[0][0])
     # Remove pieces made by another function or from other rows, and pieces that a dead process was removing.
-    there = [path for path in parts.iterdir() if path.name.isdigit()] if parts.exists() else []
+    if parts.exists():
+        there = [path for path in parts.iterdir() if path.name.isdigit()]
+    else:
+        there = []
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
     # The first piece determines the rows' form; it is created here.
@@ -98,7 +102,11 @@ class _Work:
     def __init__(
         self, rows: Any, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
     ) -> None:
-        self.rows, self.fn, self.parts, self.stamp, self.layout = rows, fn, parts, stamp, layout
+        self.rows = rows
+        self.fn = fn
+        self.parts = parts
+        self.stamp = stamp
+        self.layout = layout
         self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep their form
 
     def do(self, piece: list[int]) -> int:
@@ -156,7 +164,10 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
     """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
     folder = Folder(path)
     rows = folder.recover()  # the rows that a buffer over the folder has; the buffer numbers them from 0
-    end = len(rows) if num_frames is None else min(len(rows), whole_number("num_frames", num_frames))
+    if num_frames is None:
+        end = len(rows)
+    else:
+        end = min(len(rows), whole_number("num_frames", num_frames))
     if num_chunks is None:
         spans = [
             (max(part.first - rows.start, 0), min(part.end - rows.start, end)) for part in folder.segments
@@ -180,7 +191,9 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return type(value).__name__, repr(value)
     if id(value) in within or len(within) > _DEEPEST:
-        return "above" if id(value) in within else secrets.token_hex(8)
+        if id(value) in within:
+            return "above"
+        return secrets.token_hex(8)
     within = (*within, id(value))
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -254,7 +267,10 @@ class RowsDataset(IterableDataset[TensorDictBase]):
     """
 
     def __init__(self, open_rows: OpenRows, path: Path, batch_size: int, shuffle: bool) -> None:
-        self.open_rows, self.path, self.batch_size, self.shuffle = open_rows, path, batch_size, shuffle
+        self.open_rows = open_rows
+        self.path = path
+        self.batch_size = batch_size
+        self.shuffle = shuffle
         self._passes = 0  # number of passes begun in this process: persistent workers keep their seed
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -266,9 +282,10 @@ class RowsDataset(IterableDataset[TensorDictBase]):
         generator.manual_seed((int(seed) + self._passes) % 2**63)
         self._passes += 1
         bounds = _bounds(self.path)
-        order = (
-            torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
-        )
+        if self.shuffle:
+            order = torch.randperm(len(bounds), generator=generator)
+        else:
+            order = torch.arange(len(bounds))
         of_file = torch.randint(2**62, (len(bounds),), generator=generator).tolist()
         rows = self.open_rows(self.path)
         for number in order[worker::workers].tolist():

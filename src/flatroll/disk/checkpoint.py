@@ -22,7 +22,8 @@ Others: TypeAlias = Mapping[str, Any]
 #: Applies a version that was read and checked.
 Apply: TypeAlias = Callable[[], None]
 
-_FACTOR, _LEAST = 2000, 2**28  # limits of compressed tables: bytes per row, and total bytes
+_FACTOR = 2000  # limits of compressed tables: bytes per row
+_LEAST = 2**28  # and total bytes
 
 
 class SaveOptions(NamedTuple):
@@ -117,7 +118,8 @@ class Checkpoint:
     ) -> None:
         self.path = file_path("path", path).absolute()  # absolute: the working directory may change
         flags(rng=rng, sync=sync, overwrite=overwrite)
-        self._buffer, self._rng = buffer, rng
+        self._buffer = buffer
+        self._rng = rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}
         self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
@@ -140,7 +142,9 @@ class Checkpoint:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
         if self._buffer is not None:
             return self._buffer.saved_versions(self.path)
-        return Folder(self.path).versions() if self.path.is_dir() else []
+        if self.path.is_dir():
+            return Folder(self.path).versions()
+        return []
 
     def save(self, **extra: Any) -> int:
         """Publish a version; return its number.
@@ -227,9 +231,12 @@ class Checkpoint:
                         "leave it out with load(partial=True)"
                     )
                 left = ["buffer"]
-            others, self._folder = tree["others"], folder
+            others = tree["others"]
+            self._folder = folder
         try:
-            states, generators, extra = others["parts"], others["rng"], others["extra"]
+            states = others["parts"]
+            generators = others["rng"]
+            extra = others["extra"]
         except KeyError:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
         try:
@@ -241,7 +248,10 @@ class Checkpoint:
             lacks = self._parts.keys() - states.keys()
             if lacks or (left and not partial):
                 named = str(sorted(map(str, states)))[:400]
-                part = "" if lacks else ", or leave the others out with load(partial=True)"
+                if lacks:
+                    part = ""
+                else:
+                    part = ", or leave the others out with load(partial=True)"
                 raise ValueError(
                     f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
                     f"with the same parts{part}"

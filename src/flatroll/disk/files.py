@@ -28,7 +28,8 @@ _AT_ONCE = 1 << 30
 _SYSTEM = ctypes.CDLL(None)  # the C library
 _ADDRESS = ctypes.c_void_p
 # AT_FDCWD and the exchange flag for renameat2 (Linux) and renameatx_np (macOS).
-_THIS_FOLDER, _EXCHANGE = -100 if sys.platform == "linux" else -2, 2
+_THIS_FOLDER = -100 if sys.platform == "linux" else -2
+_EXCHANGE = 2
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
@@ -163,7 +164,8 @@ def read_into(descriptor: int, position: int, target: Buffer) -> None:
         count = os.preadv(descriptor, [rest[:_AT_ONCE]], position)
         if not count:
             raise EOFError("the file ends too early")
-        rest, position = rest[count:], position + count
+        rest = rest[count:]
+        position = position + count
 
 
 def map_file(descriptor: int, size: int) -> Tensor:
@@ -205,7 +207,8 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
         OSError: the disk is full or failed. The file is removed: a retry must write it again, since the system may
             drop what a failed fsync did not write.
     """
-    temporary, path = folder / f"{name}{TEMPORARY}", folder / name
+    temporary = folder / f"{name}{TEMPORARY}"
+    path = folder / name
     made = [temporary]
     try:
         descriptor = create(temporary)
@@ -305,7 +308,8 @@ class SteadyFile(io.RawIOBase):
 
     @override
     def readinto(self, target: Any, /) -> int:
-        first, view = self._position, memoryview(target).cast("B")
+        first = self._position
+        view = memoryview(target).cast("B")
         view = view[: max(0, self._end - first)]
         view[:] = bytes(len(view))
         done = 0
@@ -313,7 +317,8 @@ class SteadyFile(io.RawIOBase):
             while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
                 done += got
         for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view
-            begin, end = max(at, first), min(at + len(data), first + len(view))
+            begin = max(at, first)
+            end = min(at + len(data), first + len(view))
             if begin < end:
                 view[begin - first : end - first] = data[begin - at : end - at]
         self._position += len(view)

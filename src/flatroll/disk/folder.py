@@ -68,10 +68,14 @@ class Listing(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "Listing":
         """List a folder; FileNotFoundError or NotADirectoryError if it is not a folder."""
-        rows, versions, others, foreign = [], [], [], []
+        rows = []
+        versions = []
+        others = []
+        foreign = []
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
-            rows_name, manifest = RowsName.parse(final), MANIFEST.fullmatch(final)
+            rows_name = RowsName.parse(final)
+            manifest = MANIFEST.fullmatch(final)
             if final == LOCK or STATE.fullmatch(final) or (final != name and (rows_name or manifest)):
                 others.append(name)
             elif rows_name is not None:
@@ -184,7 +188,10 @@ class Folder:
             expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
         if max_bytes is not None:
             whole_number("max_bytes", max_bytes, 0)
-        self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
+        self._write = write
+        self._sync = sync
+        self._log = log
+        self._overwrite = overwrite
         self._unsettled = False  # whether names of published rows may not be synced yet
         self._keep = whole_number("keep", keep)
         self._whole = Size(
@@ -196,7 +203,9 @@ class Folder:
         self._lock: tuple[int, int] | None = None  # descriptor, and the process that locked it
         self._damaged: set[int] = set()  # unreadable versions
         self._known: set[Version] = set()  # versions that this run knows
-        self._kept, self._named, self.version = [], [], None
+        self._kept = []
+        self._named = []
+        self.version = None
         self._loaded = False
         self.forget_rows()
         if self.path.is_dir() or not write:
@@ -235,7 +244,8 @@ class Folder:
     def close(self) -> None:
         """Release the lock; published versions stay."""
         if self._lock is not None:
-            (descriptor, process), self._lock = self._lock, None
+            (descriptor, process) = self._lock
+            self._lock = None
             try:
                 # Unlock even if processes forked in the meantime also have the descriptor.
                 if process == os.getpid():
@@ -294,7 +304,10 @@ class Folder:
             if number is not None:
                 there = self.versions()
                 if whole_number("version", number) not in there:
-                    listed = f"versions {', '.join(map(str, there))}" if there else "none"
+                    if there:
+                        listed = f"versions {', '.join(map(str, there))}"
+                    else:
+                        listed = "none"
                     raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
             damage: dict[int, str] = {}
             # List again each time: a writer may publish and remove versions.
@@ -359,7 +372,9 @@ class Folder:
             if verify and (damage := damaged_rows(segments)):
                 raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
             if manifest is None:
-                self._kept, self._named, self.version = [], [], None
+                self._kept = []
+                self._named = []
+                self.version = None
                 self.forget_rows()
             else:
                 self._take(manifest, [])
@@ -367,7 +382,9 @@ class Folder:
             if segments:
                 self._columns, self.end = segments[-1].schema, segments[-1].end
                 self.head = max(self.head, segments[0].first)
-            self._loaded, self._admitted, self._begun = True, False, False
+            self._loaded = True
+            self._admitted = False
+            self._begun = False
             return range(self.head, self.end)
 
     def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
@@ -381,7 +398,8 @@ class Folder:
             IndexError: the folder does not have all of them.
             DamagedFileError: they are not those that were written; the message names the file.
         """
-        first, end = self.head if first is None else first, self.end if end is None else end
+        first = self.head if first is None else first
+        end = self.end if end is None else end
         if not self.head <= first <= end <= self.end:
             raise IndexError(f"rows [{first}, {end}) requested, available are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
@@ -424,7 +442,8 @@ class Folder:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
             except DamagedFileError as error:  # merging would give damaged rows a valid checksum
                 warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
-                merged, parts = len(self._segments), []
+                merged = len(self._segments)
+                parts = []
             begin = self._segments[merged].first if parts else first
             self._publish_rows([*parts, columns], slice(merged, None), begin, first + size.rows)
 
@@ -531,7 +550,9 @@ class Folder:
             for segment in segments:
                 name = RowsName(segment.first, segment.end, line, 0)
                 adopted.append(own.get(segment.contents) or segment.share(self.path, name, synced=self._sync))
-            self._unsettled, self._line, self._segments = True, line, adopted
+            self._unsettled = True
+            self._line = line
+            self._segments = adopted
             self._columns = adopted[-1].schema if adopted else {}
             self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)
 
@@ -553,7 +574,8 @@ class Folder:
 
     def forget_rows(self) -> None:
         """Start over: the next version has only rows appended from now on. Older versions are kept as usual."""
-        self._segments, self._columns = [], {}
+        self._segments = []
+        self._columns = {}
         self.head = self.end = 0
         self._line = secrets.token_hex(4)
         self._number = 1  # of the next file of rows
@@ -567,7 +589,10 @@ class Folder:
         """Before the first change, raise an error if the folder is open only for reading, or holds something that this
         run has not loaded; with ``change`` also remove the rows after the version that this run continues from."""
         if self._lock is None:
-            state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
+            if self._write:
+                state = "closed"
+            else:
+                state = "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
         if not self._admitted:
             listing = Listing.of(self.path)
@@ -582,7 +607,10 @@ class Folder:
                 self._loaded or left_over or not (listing.rows or listing.versions)
             )
             if unknown and not self._overwrite:
-                there = f"version {listing.versions[0]}" if listing.versions else "rows"
+                if listing.versions:
+                    there = f"version {listing.versions[0]}"
+                else:
+                    there = "rows"
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
                     "to another folder, or start again with overwrite=True"
@@ -603,8 +631,10 @@ class Folder:
         header, chunks = encode_segment(name, parts)
         files.publish(self.path, str(name), chunks, synced=self._sync, named=self._log)
         self._unsettled |= not self._log
-        segment, unused = Segment(self.path, name, header), self._segments[old]
-        head, reached = self.head if self._segments else first, end if old.stop is None else self.end
+        segment = Segment(self.path, name, header)
+        unused = self._segments[old]
+        head = self.head if self._segments else first
+        reached = end if old.stop is None else self.end
         # One assignment, which Ctrl-C cannot split, and before files are removed: no row is published twice.
         self._segments[old], self._columns, self.head, self.end = [segment], segment.schema, head, reached
         if unused:
@@ -727,7 +757,10 @@ class Folder:
     def _read_version(self, manifest: Manifest) -> LoadedVersion:
         """Read and check all files that a manifest names."""
         segments = tuple(self._open_rows(manifest))
-        tensors = tensor_file.read_all(self.path, *manifest.state) if manifest.state else {}
+        if manifest.state:
+            tensors = tensor_file.read_all(self.path, *manifest.state)
+        else:
+            tensors = {}
         return LoadedVersion(
             manifest.version,
             manifest.tree,
@@ -751,7 +784,9 @@ class Folder:
         self.version, self._line = manifest.version, manifest.version.line
         self._known.add(manifest.version)
         self.head, self.end = manifest.head, manifest.end
-        self._loaded, self._admitted, self._begun = True, False, False
+        self._loaded = True
+        self._admitted = False
+        self._begun = False
 
     def _find_rows(
         self, listing: Listing, *, settled: bool, strict: bool
@@ -778,15 +813,19 @@ class Folder:
                 return sum(name.end - name.first for name in chain), line
 
             line = max({name.line for name in listing.rows}, key=reach, default="")
-            candidates, first = {name for name in listing.rows if name.line == line}, None
+            candidates = {name for name in listing.rows if name.line == line}
+            first = None
             schema: Schema = {}
         else:
-            line, schema = manifest.version.line, manifest.columns
+            line = manifest.version.line
+            schema = manifest.columns
             # A merged file may begin within the version's rows; a file that ends within them adds nothing.
             later = {name for name in listing.rows if name.line == line and name.end > manifest.end}
-            candidates, first = {*known, *later}, named[0].first if named else manifest.end
+            candidates = {*known, *later}
+            first = named[0].first if named else manifest.end
         segments: list[Segment] = []
-        end, total = first or 0, 0
+        end = first or 0
+        total = 0
         for name in chain_of_names(candidates, first):
             try:
                 segment = known.get(name) or Segment.open(self.path, name, mapped=not self._write)
@@ -803,7 +842,8 @@ class Folder:
                 raise ValueError(
                     f"loading from {self.path} would read {total:,} bytes, max_bytes is {self._max_bytes:,}"
                 )
-            schema, end = segment.schema, segment.end
+            schema = segment.schema
+            end = segment.end
         behind = min((name.first for name in candidates if name.first > end), default=None)
         if behind is not None:
             lose(
@@ -869,12 +909,17 @@ def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
     1
     """
     last = len(sizes) - 1
-    first, rows, total, largest = last, 0, 0, 0
+    first = last
+    rows = 0
+    total = 0
+    largest = 0
     for position in range(last, -1, -1):
         size = sizes[position]
         if size.rows >= whole.rows or size.bytes >= whole.bytes:
             break
-        rows, total, largest = rows + size.rows, total + size.bytes, max(largest, size.bytes)
+        rows = rows + size.rows
+        total = total + size.bytes
+        largest = max(largest, size.bytes)
         if position < last and total >= FAN_IN * largest:
             first = position
         if rows >= whole.rows or total >= whole.bytes:

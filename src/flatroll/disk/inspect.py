@@ -27,8 +27,12 @@ _PLAIN = {key: key for key in (*_FLAGS, _IDS, _REWARD)}
 # The corresponding keys in folders of `TrajectoryReplayBuffer`.
 _LANE = ("_trajectory", "lane")
 _STORED = {_LANE: _IDS, ("_trajectory", "done"): _DONE, ("rewards",): _REWARD, _REWARD: _REWARD}
-_BINS, _BAR = 10, 40  # lines of a histogram, and characters of its longest bar
-_BLUE, _GREEN, _RED = "#0072b2", "#009e73", "#d55e00"  # colour-blind safe
+_BINS = 10  # lines of a histogram
+_BAR = 40  # and characters of its longest bar
+# colour-blind safe
+_BLUE = "#0072b2"
+_GREEN = "#009e73"
+_RED = "#d55e00"
 
 
 class Trajectories(NamedTuple):
@@ -126,7 +130,8 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     damage += [str(warning.message) for warning in caught]
     if verify:
         damage += [text for text in damaged_rows(folder.segments) if not any(text in line for line in damage)]
-    count, stats = folder.end - folder.head, folder.stats()
+    count = folder.end - folder.head
+    stats = folder.stats()
     total = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
     rows = _rows(folder.head, folder.end)
     lines = [f"{path}: {rows}, {total}", *(lines_of_versions or ["no version: rows alone"])]
@@ -173,7 +178,10 @@ def save_picture(report: Report, file: Path) -> None:
     if report.trajectories is None:
         raise ValueError("there are no trajectories to draw")
     lengths, returns, _ = report.trajectories
-    shown = {"length": lengths} if returns is None else {"length": lengths, "return": returns}
+    if returns is None:
+        shown = {"length": lengths}
+    else:
+        shown = {"length": lengths, "return": returns}
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     figure.suptitle(report.title)
     top, *below = figure.subplot_mosaic([["log"] * len(shown), list(shown)], height_ratios=(1, 2)).values()
@@ -189,7 +197,10 @@ def _draw_log(axes: Any, report: Report) -> None:
     for place, version in enumerate(bars, 1):
         axes.barh(place, version.end - version.first, left=version.first, height=0.6, color=_GREEN)
     for number, part in enumerate(report.files):
-        colour = _RED if any(part.name in line for line in report.damage) else _BLUE
+        if any(part.name in line for line in report.damage):
+            colour = _RED
+        else:
+            colour = _BLUE
         axes.barh(
             0, part.end - part.first, left=part.first, height=0.6, color=colour, alpha=1 - number % 2 * 0.4
         )
@@ -205,7 +216,8 @@ def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
     if (
         len(values) and whole and float(values.max() - values.min()) < 1e6
     ):  # whole numbers: bins centred on them
-        low, high = int(values.min()), int(values.max())
+        low = int(values.min())
+        high = int(values.max())
         edges: Any = torch.arange(low, high + 2 + (high - low) // 30, 1 + (high - low) // 30).numpy() - 0.5
     else:
         edges = 30
@@ -234,7 +246,9 @@ def _plain(axes: Any) -> None:
 
 def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], list[str]]:
     """A line for each version, its rows, and what is wrong with them."""
-    lines, stretches, damage = [], [], []
+    lines = []
+    stretches = []
+    damage = []
     folder = Folder(path)
     for number in folder.versions():
         try:
@@ -257,7 +271,10 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
 
 
 def _version_line(manifest: Manifest) -> str:
-    state = f", state of {manifest.state.size:,} bytes" if manifest.state else ""
+    if manifest.state:
+        state = f", state of {manifest.state.size:,} bytes"
+    else:
+        state = ""
     facts = manifest.extra.items() if isinstance(manifest.extra, dict) else [("note", manifest.extra)]
     extra = "".join(f", {name}: {value}" for name, value in facts if value is not None)
     return (
@@ -277,7 +294,9 @@ def _short(value: Any) -> str:
 
 def _rows(head: int, end: int) -> str:
     count = end - head
-    return f"rows {head} to {end - 1} ({count:,} row{'s' * (count != 1)})" if count else "no rows"
+    if count:
+        return f"rows {head} to {end - 1} ({count:,} row{'s' * (count != 1)})"
+    return "no rows"
 
 
 def _table(columns: Schema) -> list[str]:
@@ -318,7 +337,8 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     )
     ends = run_ends(batch)
     starts = starts_from(ends)
-    first_rows, last_rows = starts.nonzero().squeeze(-1), ends.nonzero().squeeze(-1)
+    first_rows = starts.nonzero().squeeze(-1)
+    last_rows = ends.nonzero().squeeze(-1)
     run_of_row = starts.cumsum(0) - 1
     done = columns.get(_DONE)
     joins = _number_trajectories(columns, first_rows, last_rows)
@@ -336,12 +356,15 @@ def _number_trajectories(
     columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor
 ) -> Tensor:
     """Return the trajectory number of each run, int64 ``[runs]``, in order of the trajectories' first runs."""
-    ids, done, is_init = columns.get(_IDS), columns.get(_DONE), columns.get(_INIT)
+    ids = columns.get(_IDS)
+    done = columns.get(_DONE)
+    is_init = columns.get(_INIT)
     runs = torch.arange(len(first_rows))
     if ids is None or is_init is None:  # no marker links a run to an earlier one
         return runs
     order = ids[first_rows].argsort(stable=True)  # group the runs of each id, in order
-    before, after = order[:-1], order[1:]
+    before = order[:-1]
+    after = order[1:]
     goes_on = (ids[first_rows[before]] == ids[first_rows[after]]) & ~is_init[first_rows[after]]
     if done is not None:
         goes_on &= ~done[last_rows[before]]
@@ -356,13 +379,17 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     finite = values[values.isfinite()].double()
     if not len(finite):
         return [f"{name}: none that is finite"]
-    low, high = float(finite.min()), float(finite.max())
+    low = float(finite.min())
+    high = float(finite.max())
     lines = [f"{name}: {low:g} to {high:g}, mean {float(finite.mean()):g}"]
     if not bool(torch.isfinite(finite.max() - finite.min())):
         return lines
     whole = bool((finite == finite.round()).all()) and high - low < 2**53
     # Whole numbers get bins of a whole width: the smallest for which ten bins are enough.
-    width = float(int(high - low) // _BINS + 1) if whole else (high - low) / _BINS
+    if whole:
+        width = float(int(high - low) // _BINS + 1)
+    else:
+        width = (high - low) / _BINS
     places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
     counts = torch.bincount(places).tolist()
     digits = len(str(max(counts)))

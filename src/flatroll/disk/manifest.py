@@ -115,7 +115,8 @@ def read_manifest(folder: Path, number: int) -> Manifest:
             raise DamagedFileError(f"{size:,} bytes, more than the {MOST_BYTES:,} allowed")
         memory = bytearray(size)
         files.read_into(descriptor, 0, memory)
-        text, at = bytes(memory), len(_BEFORE_CHECKSUM)
+        text = bytes(memory)
+        at = len(_BEFORE_CHECKSUM)
         end = at + len(_NO_CHECKSUM)
         checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
         if not text.startswith(_BEFORE_CHECKSUM) or text[at:end] != f"{checksum:08x}".encode():
@@ -149,7 +150,9 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
 
     Names and the line become paths, now or with the next save: they are those that this package gives.
     """
-    head, end, number = _count(fields["head"]), _count(fields["end"]), _count(fields["version"])
+    head = _count(fields["head"])
+    end = _count(fields["end"])
+    number = _count(fields["version"])
     line = fields["line"]
     if not isinstance(line, str) or re.fullmatch(LINE, line) is None:
         raise ValueError(f"its line {line!r} is invalid")
@@ -165,7 +168,8 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
         name = RowsName.parse(record.name)
         if name is None or position not in (None, name.first):
             raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
-        first, position = name.first if first is None else first, name.end
+        first = name.first if first is None else first
+        position = name.end
     if end != (head if position is None else position) or not (0 if first is None else first) <= head <= end:
         raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
     columns: Schema = {}
@@ -200,7 +204,8 @@ def depth(value: Json) -> int:
     >>> depth(3), depth([]), depth({"a": [1, [2]]})
     (0, 1, 3)
     """
-    level, deepest = [value], -1
+    level = [value]
+    deepest = -1
     while level and deepest <= DEEPEST + 1:
         inner: list[Json] = []
         for item in level:
@@ -208,5 +213,6 @@ def depth(value: Json) -> int:
                 inner.extend(item.values() or [None])
             elif isinstance(item, (list, tuple)):
                 inner.extend(item or [None])
-        level, deepest = inner, deepest + 1
+        level = inner
+        deepest = deepest + 1
     return deepest

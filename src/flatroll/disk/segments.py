@@ -81,7 +81,10 @@ def column_name(key: NestedKey) -> str:
         part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") or "%" for part in as_tuple(key)
     ]
     name = "/".join(parts)
-    return "%5F_metadata__" if name == "__metadata__" else name  # safetensors has another use for that name
+    # safetensors has another use for that name
+    if name == "__metadata__":
+        return "%5F_metadata__"
+    return name
 
 
 def column_key(name: str) -> NestedKey:
@@ -221,7 +224,9 @@ class Segment:
     """
 
     def __init__(self, folder: Path, name: RowsName, header: Header) -> None:
-        self.folder, self.name, self.header = folder, name, header
+        self.folder = folder
+        self.name = name
+        self.header = header
         self.first, self.end, self.rows = name.first, name.end, name.end - name.first
         self.record = FileRecord(str(name), header.size, header.checksum)
         self.schema: Schema = {}
@@ -389,10 +394,13 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
     }
     pieces: dict[str, list[Ragged]] = {name: [] for name in schema if name not in plain}
     for segment in segments:
-        low, high = max(first, segment.first), min(end, segment.end)
+        low = max(first, segment.first)
+        high = min(end, segment.end)
         if low >= high:
             continue
-        begin, stop, whole = low - segment.first, high - segment.first, segment.rows == high - low
+        begin = low - segment.first
+        stop = high - segment.first
+        whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
         for name, column in segment.read(targets if whole else {}).items():
             if isinstance(column, Ragged):

@@ -153,13 +153,16 @@ class Packer:
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self._pairs: list[Any] = []
         self.tree: Any = ["dict", self._pairs]
-        self._compress, self._host, self._codec = compress, host, "zstd"
+        self._compress = compress
+        self._host = host
+        self._codec = "zstd"
         try:
             import zstandard
 
             self._shrink: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=1).compress
         except ImportError:
-            self._codec, self._shrink = "zlib", partial(zlib.compress, level=1)
+            self._codec = "zlib"
+            self._shrink = partial(zlib.compress, level=1)
 
     def add(self, name: str, value: Any) -> None:
         """Pack a value under a name; the errors are those of `pack`."""
@@ -227,7 +230,10 @@ class Packer:
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
             for name in value.keys()  # noqa: SIM118
         ]
-        device = [] if self._host or value.device is None else [str(value.device)]
+        if self._host or value.device is None:
+            device = []
+        else:
+            device = [str(value.device)]
         return ["tensordict", list(value.batch_size), pairs, *device]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
@@ -273,7 +279,9 @@ class _Unpacker:
     """Rebuilds values, checking their descriptions first."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-        self._tensors, self._left, self._items = tensors, max_bytes, 0
+        self._tensors = tensors
+        self._left = max_bytes
+        self._items = 0
 
     def value(self, value: Any, depth: int) -> Any:
         """Return the value of a JSON form; ValueError if it is damaged."""
@@ -310,29 +318,31 @@ class _Unpacker:
                     ordered._metadata = self.value(metadata, depth)
                 return ordered
             case ["tensor", name, dtype, shape]:
-                kind, size = _dtype(dtype), _shape(shape)
+                kind = _dtype(dtype)
+                size = _shape(shape)
                 if (stored := self._tensors.get(name)) is not None and stored.device.type != "cpu":
                     return stored.clone().view(kind).view(size)
                 memory = self._memory(name, math.prod(size) * kind.itemsize)
-                return (
-                    torch.from_numpy(memory).view(kind).view(size)
-                    if len(memory)
-                    else torch.empty(size, dtype=kind)
-                )
+                if len(memory):
+                    return torch.from_numpy(memory).view(kind).view(size)
+                return torch.empty(size, dtype=kind)
             case ["array", name, descr, shape]:
-                array_dtype, size = _numpy_dtype(descr), _shape(shape)
+                array_dtype = _numpy_dtype(descr)
+                size = _shape(shape)
                 return (
                     self._memory(name, math.prod(size) * array_dtype.itemsize).view(array_dtype).reshape(size)
                 )
             case ["number", descr, str(text)]:
-                number_dtype, number = _numpy_dtype(descr), bytes.fromhex(text)
+                number_dtype = _numpy_dtype(descr)
+                number = bytes.fromhex(text)
                 if len(number) != number_dtype.itemsize:
                     raise damaged(
                         f"its tree has a number of {len(number)} bytes, expected {number_dtype.itemsize}"
                     )
                 return np.frombuffer(number, number_dtype)[0]
             case ["jagged", values, offsets]:
-                rows, bounds = self.value(values, depth), self.value(offsets, depth)
+                rows = self.value(values, depth)
+                bounds = self.value(offsets, depth)
                 if (
                     not isinstance(rows, Tensor)
                     or not isinstance(bounds, Tensor)
@@ -425,7 +435,10 @@ def _shape(sizes: Any) -> torch.Size:
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the dtype that the tree names; raise a flatroll error if there is none."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name) else None
+    if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name):
+        dtype = getattr(torch, name, None)
+    else:
+        dtype = None
     if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
         raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
     return dtype
@@ -464,7 +477,9 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
     elif codec == "zstd":
         zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
-        reader, pieces, total = zstandard.ZstdDecompressor().stream_reader(packed), list[bytes](), 0
+        reader = zstandard.ZstdDecompressor().stream_reader(packed)
+        pieces = list[bytes]()
+        total = 0
         try:
             # In pieces, so that a damaged size does not cause a huge allocation.
             while total <= size and (piece := reader.read(2**20)):

@@ -158,7 +158,8 @@ def encode(
     kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
     for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
-        dtype, shape = pieces[0].dtype, tuple(pieces[0].shape)
+        dtype = pieces[0].dtype
+        shape = tuple(pieces[0].shape)
         called = dtype_name(dtype)
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
@@ -180,7 +181,9 @@ def encode(
     own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
-    crc, at, first = zlib.crc32(text), len(_BEFORE_CHECKSUM), _LENGTH + len(text)
+    crc = zlib.crc32(text)
+    at = len(_BEFORE_CHECKSUM)
+    first = _LENGTH + len(text)
     text = text[:at] + f"{crc:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
     entries = {name: replace(entry, begin=first + entry.begin) for name, entry in found.items()}
     header = Header(entries, dict(metadata), crc, first + position)
@@ -359,7 +362,8 @@ def parse_header(text: bytes, size: int) -> Header:
 def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> Entry:
     """Parse an entry of a header's table; ValueError if it is invalid."""
     begin, end = values["data_offsets"]
-    shape, stored = values["shape"], BY_STORED[values["dtype"]]
+    shape = values["shape"]
+    stored = BY_STORED[values["dtype"]]
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"invalid shape {shape} or bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:

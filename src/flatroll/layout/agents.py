@@ -70,7 +70,9 @@ def agents_of(
         )
     whole = here == torch.zeros_like(here).index_copy_(0, group, acted)
     if t is None:
-        return index if partial else index[whole]
+        if partial:
+            return index
+        return index[whole]
     wanted = torch.as_tensor(t, dtype=torch.int64, device=steps.device)
     places = torch.searchsorted(numbers, wanted).clamp_(max=max(len(numbers) - 1, 0))
     if not len(numbers) or not bool((numbers[places] == wanted).all()):
@@ -81,4 +83,6 @@ def agents_of(
             "collect batches of whole steps"
         )
     found: Tensor = index[places]
-    return found[found >= 0] if found.ndim == 1 else found
+    if found.ndim == 1:
+        return found[found >= 0]
+    return found

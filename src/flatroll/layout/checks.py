@@ -63,11 +63,16 @@ def shown(value: object) -> str:
     ("'3'", 'a torch.float32 Tensor of shape (2, 3)', 'list')
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        place = f" on {value.device}" if isinstance(value, torch.Tensor) and not value.is_cpu else ""
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            place = f" on {value.device}"
+        else:
+            place = ""
         sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
         return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
     text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else type(value).__name__
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    return type(value).__name__
 
 
 def whole_number(name: str, value: object, least: int = 1, most: int | None = None, *, hint: str = "") -> int:
@@ -97,7 +102,10 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         and value <= (2**63 - 1 if most is None else most)
     ):
         return int(value)
-    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if most is None:
+        limits = f"of at least {least}"
+    else:
+        limits = f"from {least} to {most}"
     limits += ", of 64 bits" if most is None and isinstance(value, int) and value >= 2**63 else ""
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
@@ -170,7 +178,9 @@ def did_you_mean(got: object, known: Iterable[object]) -> str:
     """
     names = {str(name): name for name in known}
     near = get_close_matches(str(got), names, 1)
-    return f"did you mean {names[near[0]]!r}?" if near else ""
+    if near:
+        return f"did you mean {names[near[0]]!r}?"
+    return ""
 
 
 def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
@@ -558,7 +568,8 @@ def blame_entries(
     ...
     TypeError: batch['reward'] must be a dense tensor of real numbers, got torch.complex64, torch.strided
     """
-    read, device = [], None
+    read = []
+    device = None
     for key in keys:
         column = batch.get(key, None)
         if column is not None:
@@ -601,7 +612,10 @@ def legal_options(
     [tensor([[True]]), tensor([[False,  True]])]
     """
     allowed = mask.bool()
-    parts = [allowed] if counts is None else list(allowed.split_with_sizes(list(counts), -1))
+    if counts is None:
+        parts = [allowed]
+    else:
+        parts = list(allowed.split_with_sizes(list(counts), -1))
     some = [part.any(-1, keepdim=True) for part in parts]
     if strict and mask.is_cpu and not torch.compiler.is_compiling():
         if all(bool(one.all()) for one in some):

@@ -24,7 +24,9 @@ def signed(column: Tensor) -> Tensor:
     tensor([-1], dtype=torch.int16)
     """
     other = _SIGNED.get(column.dtype)
-    return column if other is None else column.view(other)
+    if other is None:
+        return column
+    return column.view(other)
 
 
 def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -186,8 +188,12 @@ class RestoreNextObservation:
                 "flatroll.buffers.NextObservationDelta restores next observations in samples and takes no env, got "
                 f"{type(in_keys).__name__}: wrap the env in flatroll.wrappers.NextObservationDelta"
             )
-        self.in_keys = None if in_keys is None else [as_tuple(key) for key in key_names("in_keys", in_keys)]
-        self.delta_dtype, self.restore_dtype = floating_dtype("delta_dtype", delta_dtype), dtype
+        if in_keys is None:
+            self.in_keys = None
+        else:
+            self.in_keys = [as_tuple(key) for key in key_names("in_keys", in_keys)]
+        self.delta_dtype = floating_dtype("delta_dtype", delta_dtype)
+        self.restore_dtype = dtype
         self.drop_delta = drop_delta
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -198,7 +204,10 @@ class RestoreNextObservation:
                 no root observation.
         """
         deltas = td.get(DELTA, None)
-        present = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
+        if deltas is None:
+            present = []
+        else:
+            present = [as_tuple(key) for key in deltas.keys(True, True)]
         used = present if self.in_keys is None else self.in_keys
         missing = [key for key in used if key not in present]
         if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:

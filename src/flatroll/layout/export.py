@@ -213,7 +213,8 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
     for label in frame.columns:
-        name, column = str(label), frame[label].to_numpy()
+        name = str(label)
+        column = frame[label].to_numpy()
         found = _PART.fullmatch(name)
         if found is not None:
             wholes.setdefault(found["name"], column)  # keeps the order of the entries
@@ -258,7 +259,9 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
                 f"{items[0].dtype}; make arrays of them, frame[{name!r}] = [numpy.asarray(cell, float) for cell in "
                 f"frame[{name!r}]]"
             )
-    return np.stack(items) if items else np.empty((0, 0))
+    if items:
+        return np.stack(items)
+    return np.empty((0, 0))
 
 
 def _cell_array(cell: Any) -> Array | None:
@@ -269,7 +272,9 @@ def _cell_array(cell: Any) -> Array | None:
             array = np.stack([_cell_array(part) for part in array])  # type: ignore[misc]
     except (TypeError, ValueError):
         return None
-    return array if array.dtype.kind in "biufc" else None
+    if array.dtype.kind in "biufc":
+        return array
+    return None
 
 
 def _shape_of_parts(
@@ -278,7 +283,10 @@ def _shape_of_parts(
     """Return the shape of an entry split into columns; ValueError unless all columns exist."""
     present = set(places)
     axes = zip(*present, strict=False)
-    shape = tuple(max(axis) + 1 for axis in axes) if recorded is None else tuple(recorded[1])
+    if recorded is None:
+        shape = tuple(max(axis) + 1 for axis in axes)
+    else:
+        shape = tuple(recorded[1])
     wanted = set(np.ndindex(*shape))
     if present != wanted:
         odd = sorted(present ^ wanted)[0]
@@ -293,7 +301,9 @@ def _reshape(name: str, column: Array, shape: Sequence[int] | None, separator: s
     """Reshape a column to the recorded row shape, or to the shape that its name has in flat batches."""
     if shape is not None:
         return column.reshape(len(column), *shape)
-    return column[:, None] if column.ndim == 1 and name.split(separator)[-1] in _ONE_WIDE else column
+    if column.ndim == 1 and name.split(separator)[-1] in _ONE_WIDE:
+        return column[:, None]
+    return column
 
 
 def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
@@ -316,7 +326,8 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
     ```
     """
     pyarrow = optional_package("pyarrow", "arrow", "to_arrow")
-    fields, arrays = [], []
+    fields = []
+    arrays = []
     for name, array in to_numpy(batch, separator=separator).items():
         if array.dtype.kind == "c":
             raise TypeError(
@@ -354,7 +365,10 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
     if len(set(table.column_names)) < len(table.column_names):
         raise ValueError(f"columns must have unique names, got {table.column_names}")
     for field, chunks in zip(table.schema, table.columns, strict=True):
-        values = pyarrow.concat_arrays(chunks.chunks) if chunks.num_chunks else chunks.combine_chunks()
+        if chunks.num_chunks:
+            values = pyarrow.concat_arrays(chunks.chunks)
+        else:
+            values = chunks.combine_chunks()
         column = _arrow_column(pyarrow, field.name, values)
         record = (field.metadata or {}).get(_RECORD.encode())
         shape = None if record is None else _noted_shape(field.name, record)

@@ -82,7 +82,10 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
     """
     row = final.row
     if row is None or row.dtype is not torch.int64 or row.ndim != 1:
-        received = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
+        if row is None:
+            received = "nothing"
+        else:
+            received = f"{row.dtype} {tuple(row.shape)}"
         raise ValueError(
             f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
         )

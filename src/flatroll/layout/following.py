@@ -70,7 +70,8 @@ def _check_observations(
     rows = len(inside) + 1
     columns = dict[NestedKey, tuple[Tensor, Tensor]]()
     for key in observed:
-        root, later = batch.get(key, None), batch.get(next_key(key), None)
+        root = batch.get(key, None)
+        later = batch.get(next_key(key), None)
         pair = isinstance(root, Tensor) and isinstance(later, Tensor)
         if pair and root.is_cpu and root.shape == later.shape and root.dtype is later.dtype:
             columns[key] = root.detach().reshape(rows, -1), later.detach().reshape(rows, -1)

@@ -9,7 +9,8 @@ from flatroll.layout.export import optional_package
 _DEEPEST = 64  # maximum depth of groups
 # Limits of the decompressed size, to refuse decompression bombs: this many times the stored size (DEFLATE
 # reaches at most 1032), or this many bytes if that is more.
-_SMALLEST_SHARE, _LEAST = 1100, 2**20
+_SMALLEST_SHARE = 1100
+_LEAST = 2**20
 
 
 def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = False) -> dict[str, Any]:
@@ -76,7 +77,10 @@ def _check_dataset(place: str, dataset: Any, single: bool) -> int:
         raise TypeError(f"{place} must hold numbers or bools, got {dataset.dtype}")
     stored = int(dataset.id.get_storage_size())
     # Other libraries' filters compress small chunks more; unwritten chunks take no space.
-    most = max(stored * _SMALLEST_SHARE, _LEAST) if dataset.chunks and stored else stored
+    if dataset.chunks and stored:
+        most = max(stored * _SMALLEST_SHARE, _LEAST)
+    else:
+        most = stored
     if dataset.nbytes > most:
         raise ValueError(
             f"{place} claims {dataset.nbytes} bytes, the file holds {stored} for it: not all rows were written, or "

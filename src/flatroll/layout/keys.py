@@ -104,7 +104,9 @@ def as_tuple(key: NestedKey) -> tuple[str, ...]:
     >>> as_tuple("reward"), as_tuple(("next", "reward"))
     (('reward',), ('next', 'reward'))
     """
-    return (key,) if isinstance(key, str) else tuple(key)
+    if isinstance(key, str):
+        return (key,)
+    return tuple(key)
 
 
 def plain_key(key: NestedKey) -> NestedKey:
@@ -114,7 +116,9 @@ def plain_key(key: NestedKey) -> NestedKey:
     ('reward', ('next', 'reward'))
     """
     names = as_tuple(key)
-    return names[0] if len(names) == 1 else names
+    if len(names) == 1:
+        return names[0]
+    return names
 
 
 def key_list(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
@@ -125,7 +129,9 @@ def key_list(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
     """
     if keys is None:
         return []
-    return list(keys) if isinstance(keys, list) else [cast(NestedKey, keys)]
+    if isinstance(keys, list):
+        return list(keys)
+    return [cast(NestedKey, keys)]
 
 
 def next_key(key: NestedKey) -> tuple[str, ...]:
@@ -144,7 +150,9 @@ def under_next(key: NestedKey) -> tuple[str, ...]:
     (('next', 'reward'), ('next', 'reward'))
     """
     names = as_tuple(key)
-    return names if names[0] == NEXT else (NEXT, *names)
+    if names[0] == NEXT:
+        return names
+    return (NEXT, *names)
 
 
 def without_next(key: NestedKey) -> NestedKey:
@@ -258,7 +266,9 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return :func:`marker`, or None if the batch has no column ``key``."""
-    return None if batch.get(key, None) is None else marker(batch, key)
+    if batch.get(key, None) is None:
+        return None
+    return marker(batch, key)
 
 
 def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
@@ -307,7 +317,10 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     """
     need_rows(batch)
     next_entries = batch.get(NEXT, None)
-    next_names = set() if next_entries is None else {as_tuple(key) for key in next_entries.keys(True, True)}
+    if next_entries is None:
+        next_names = set()
+    else:
+        next_names = {as_tuple(key) for key in next_entries.keys(True, True)}
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)

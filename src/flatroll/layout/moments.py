@@ -89,7 +89,10 @@ class Moments(nn.Module):
         with torch.no_grad():
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
-                    chosen = None if counted is None else counted[start : start + _PART]
+                    if counted is None:
+                        chosen = None
+                    else:
+                        chosen = counted[start : start + _PART]
                     fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
             raise _not_finite(columns)
@@ -127,7 +130,8 @@ class Moments(nn.Module):
 
 def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of two parts together."""
-    (count, mean, var), (more, mean_of_more, var_of_more) = one, other
+    (count, mean, var) = one
+    (more, mean_of_more, var_of_more) = other
     total = count + more
     # With no rows on either side the share is 0 and nothing changes.
     share = more / torch.where(total > 0, total, 1.0)

@@ -45,12 +45,16 @@ def base_sample_key(action: NestedKey) -> NestedKey:
     >>> base_sample_key("action")
     ('base_sample', 'action')
     """
-    return ("base_sample", action) if isinstance(action, str) else ("base_sample", *action)
+    if isinstance(action, str):
+        return ("base_sample", action)
+    return ("base_sample", *action)
 
 
 def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
     """Return a composite distribution's parts by action key; any other distribution under the key None."""
-    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {None: dist}
+    if isinstance(dist, CompositeDistribution):
+        return dict(dist.dists)
+    return {None: dist}
 
 
 def draw(
@@ -135,16 +139,21 @@ def _transforms(dist: Distribution) -> list[Any]:
     """What turns a base sample into a sample, in this order."""
     if _is_independent(dist):
         return _transforms(dist.base_dist)
-    return [*_transforms(dist.base_dist), *_parts(dist)] if _is_transformed(dist) else []
+    if _is_transformed(dist):
+        return [*_transforms(dist.base_dist), *_parts(dist)]
+    return []
 
 
 def _root(dist: Distribution) -> Distribution | None:
     """The distribution of base samples; None where nothing transforms them."""
-    within, transformed = dist, False
+    within = dist
+    transformed = False
     while (changes := _is_transformed(within)) or _is_independent(within):
         transformed |= changes
         within = within.base_dist
-    return within if transformed else None
+    if transformed:
+        return within
+    return None
 
 
 def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +171,8 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
     for part in parts:
-        before, sample = sample, part(sample)
+        before = sample
+        sample = part(sample)
         slope = part.log_abs_det_jacobian(before, sample)
         log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
         dims += part.codomain.event_dim - part.domain.event_dim
@@ -180,7 +190,9 @@ def _inverse(dist: Distribution, sample: Tensor) -> Tensor:
 
 def _sum_last(x: Tensor, dims: int) -> Tensor:
     """The sum over the last ``dims`` dims."""
-    return x.sum(tuple(range(-dims, 0))) if dims else x
+    if dims:
+        return x.sum(tuple(range(-dims, 0)))
+    return x
 
 
 def _knows_base(dist: Distribution) -> TypeGuard[FromBase]:

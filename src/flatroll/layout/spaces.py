@@ -62,7 +62,9 @@ def column_name(entry: object) -> str:
     >>> column_name("eye"), column_name("step_count")
     ('eye', 'step_count_')
     """
-    return f"{entry}_" if entry in RESERVED else str(entry)
+    if entry in RESERVED:
+        return f"{entry}_"
+    return str(entry)
 
 
 def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":
@@ -99,13 +101,17 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
         if single.spaces.keys() != batched.spaces.keys():
             return single
         parts = {name: widest_space(part, batched[name]) for name, part in single.spaces.items()}
-        return single if all(parts[name] is part for name, part in single.items()) else spaces.Dict(parts)
+        if all(parts[name] is part for name, part in single.items()):
+            return single
+        return spaces.Dict(parts)
     if isinstance(single, spaces.Tuple) and isinstance(batched, spaces.Tuple):
         if len(single.spaces) != len(batched.spaces):
             return single
         each = [widest_space(part, rows) for part, rows in zip(single.spaces, batched.spaces, strict=True)]
         same = all(wide is part for wide, part in zip(each, single.spaces, strict=True))
-        return single if same else spaces.Tuple(each)
+        if same:
+            return single
+        return spaces.Tuple(each)
     ends = _ends_of(single)
     rows = _ends_of(batched)
     if ends is None or rows is None:
@@ -203,7 +209,9 @@ def mask_form(counts: Sequence[int], shape: Sequence[int]) -> MaskForm | None:
     combined = len(counts) > 1 and shape == counts
     if by_choice == combined:
         return None
-    return "options" if by_choice else "combinations"
+    if by_choice:
+        return "options"
+    return "combinations"
 
 
 def mask_shapes(space: "spaces.Space[Any]") -> str:
@@ -220,5 +228,8 @@ def mask_shapes(space: "spaces.Space[Any]") -> str:
     flat = f"({sum(counts)},)"
     if len(counts) == 1 or counts == (2, 2):
         return flat
-    by_choice = f" or {(len(counts), counts[0])}" if len(set(counts)) == 1 else ""
+    if len(set(counts)) == 1:
+        by_choice = f" or {(len(counts), counts[0])}"
+    else:
+        by_choice = ""
     return f"{flat}{by_choice}, the options of each choice, or {counts}, all combinations"

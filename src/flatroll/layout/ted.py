@@ -108,7 +108,10 @@ def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 DONE_KEYS: tuple[NestedKey, ...] = ("done", "truncated", "terminated")
 REWARD_KEYS: tuple[NestedKey, ...] = ("reward",)
-LENGTHS, COLUMNS, SHAPE, ROOT = "_lengths", "_columns", "_storage_shape", "_root"
+LENGTHS = "_lengths"
+COLUMNS = "_columns"
+SHAPE = "_storage_shape"
+ROOT = "_root"
 
 Names = tuple[str, ...]
 
@@ -248,18 +251,22 @@ class TED2Flat(Conversion):
             column = data.get(key)
             if not isinstance(column, Tensor) or column.is_nested:
                 raise TypeError(f"data[{key!r}] is not a dense tensor: leave it out with .exclude({key!r})")
-        slots, shift = data.batch_size[0], self.shift
+        slots = data.batch_size[0]
+        shift = self.shift
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")
         if self.is_full is False and shift is not None:
             kept: Any = data[:shift]
             data = kept
-        dims, roll = data.batch_dims, shift if shift and self.is_full else 0
+        dims = data.batch_dims
+        roll = shift if shift and self.is_full else 0
 
         def in_time_order(column: Tensor) -> Tensor:
             rows = column.roll(-roll, 0) if roll else column
             # [T, *B, *F] -> [T, L, *F] -> [L, T, *F] -> [L * T, *F]; one lane is only a view
-            return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1) if dims > 1 else rows
+            if dims > 1:
+                return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1)
+            return rows
 
         return data, in_time_order
 
@@ -268,7 +275,9 @@ class TED2Flat(Conversion):
         named = self.done_keys | self.reward_keys
         if key[0] == NEXT and plain_key(key[1:]) in named:
             return key[1:]
-        return (ROOT, *key) if plain_key(key) in named else key
+        if plain_key(key) in named:
+            return (ROOT, *key)
+        return key
 
 
 def _column(flat: TensorDict, key: Names, like: Tensor, rows: int) -> Tensor:
@@ -312,8 +321,11 @@ class Flat2TED(Conversion):
             ValueError: the entries do not fit each other, or ``out``.
         """
         shape, shift, is_full = _ring_state(data, self.shift_key, self.is_full_key)
-        slots, lanes, rows = shape[0], shape[1:].numel(), shape.numel()
-        own, names = {SHAPE, COLUMNS, LENGTHS, self.shift_key, self.is_full_key}, set(data.keys())
+        slots = shape[0]
+        lanes = shape[1:].numel()
+        rows = shape.numel()
+        own = {SHAPE, COLUMNS, LENGTHS, self.shift_key, self.is_full_key}
+        names = set(data.keys())
         entries = {as_tuple(key): data.get(key) for key in data.keys(True, True) if key not in own}
         ends = self._ends(data, slots, lanes, shift, is_full)
         shifted, moved = self._kinds(data, entries, rows)
@@ -357,7 +369,9 @@ class Flat2TED(Conversion):
                     put(key, torch.zeros_like(column))  # torchrl's form does not keep the root's flags
             else:
                 put(key[1:] if key[0] == ROOT else key, column)
-        return target if out is None else out
+        if out is None:
+            return target
+        return out
 
     def _ends(self, data: TensorDictBase, slots: int, lanes: int, shift: int, is_full: bool) -> Tensor:
         """The last rows of runs, bool ``[N]``, lane after lane in time order."""
@@ -402,7 +416,8 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
 
     shape = kept(SHAPE)
     sizes = torch.Size([shape] if isinstance(shape, int) else [int(size) for size in shape])
-    shift, is_full = kept(shift_key), bool(kept(is_full_key))
+    shift = kept(shift_key)
+    is_full = bool(kept(is_full_key))
     if not 0 <= int(shift) <= sizes[0]:
         raise ValueError(f"shift must be a slot from 0 to {sizes[0]}, got {shift}")
     return sizes, int(shift), is_full
@@ -412,7 +427,9 @@ def _memory(out: TensorDictBase, shape: torch.Size) -> TensorDictBase:
     """The first rows of ``out``, to be written."""
     if out.batch_size[0] < shape[0] or out.batch_size[1:] != shape[1:]:
         raise ValueError(f"out must have batch size {list(shape)} or more rows, got {list(out.batch_size)}")
-    return out if out.batch_size == shape else out[: shape[0]]
+    if out.batch_size == shape:
+        return out
+    return out[: shape[0]]
 
 
 _RUN = "traj_"

@@ -88,9 +88,13 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     place: Any = batch
     for name in (key,) if type(key) is str else key:
         if type(place) is not TensorDict or not USES_PRIVATES:
-            return None if place is None else batch.get(key, None)
+            if place is None:
+                return None
+            return batch.get(key, None)
         place = place._tensordict.get(name)
-    return place if place is None or isinstance(place, Tensor) else batch.get(key, None)
+    if place is None or isinstance(place, Tensor):
+        return place
+    return batch.get(key, None)
 
 
 def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
@@ -102,7 +106,8 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     tensor([0., 0.])
     """
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
-        rows, device = batch.batch_size, batch.device
+        rows = batch.batch_size
+        device = batch.device
         # Values that are tensordicts take the general path below.
         if (
             isinstance(value, Tensor)
@@ -158,8 +163,12 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None:
         return None
     if torch.compiler.is_compiling():  # torch.compile cannot compare dict views
-        return own if all(name in own and own[name] == value for name, value in plain.items()) else None
-    return own if plain.items() <= own.items() else None
+        if all(name in own and own[name] == value for name, value in plain.items()):
+            return own
+        return None
+    if plain.items() <= own.items():
+        return own
+    return None
 
 
 @cache
@@ -177,7 +186,9 @@ _SKIPS: Any = getattr(utils, "_skip_existing", None)
 
 def _mode_of(holder: Any, public: Callable[[], Any]) -> Any:
     """Return a mode of tensordict's without taking its lock: 0.1 µs instead of 1."""
-    return holder._mode if hasattr(holder, "_mode") else public()
+    if hasattr(holder, "_mode"):
+        return holder._mode
+    return public()
 
 
 def exchange_interaction_type(kind: InteractionType | None) -> InteractionType | None:
@@ -260,7 +271,8 @@ def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
 
 def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
     """Return whether a sampler is tensordict's or TorchRL's and draws one sample from torch's default generators."""
-    kind, own = type(sampler), sampler.__dict__
+    kind = type(sampler)
+    own = sampler.__dict__
     known = kind is ProbabilisticTensorDictModule or (
         kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
     )

@@ -90,7 +90,8 @@ def split_trajectories(
     flat = batch.reshape(starts.numel())
     if flat.get(mask_key, None) is not None:
         rows = marker(flat, mask_key).nonzero().squeeze(-1)
-        flat, starts = flat[rows].exclude(mask_key), starts[rows]
+        flat = flat[rows].exclude(mask_key)
+        starts = starts[rows]
     tensors = set(flat.keys(True, True))
     for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
         if key not in tensors:
@@ -177,7 +178,8 @@ def mark_cuts(
     """
     need_rows(batch)
     need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
-    done, truncated = marker(batch, done_key), marker(batch, truncated_key)
+    done = marker(batch, done_key)
+    truncated = marker(batch, truncated_key)
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done
     if batch.get(mask_key, None) is not None:
@@ -224,7 +226,8 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
     lengths = offsets.diff().tolist()
     if layout is torch.jagged:
         # One offsets tensor for all columns: torch compares jagged shapes by the identity of their offsets.
-        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        shortest = min(lengths, default=0)
+        longest = max(lengths, default=0)
         return flat.apply(
             lambda c: torch.nested.nested_tensor_from_jagged(
                 c, offsets, min_seqlen=shortest, max_seqlen=longest
@@ -252,10 +255,15 @@ def _unnest(parts: TensorDictBase) -> TensorDictBase:
 
     # total number of rows, from any column
     first = next(iter(parts.values(True, True)))
-    rows = len(first.values()) if first.layout is torch.jagged else sum(map(len, first.unbind()))
+    if first.layout is torch.jagged:
+        rows = len(first.values())
+    else:
+        rows = sum(map(len, first.unbind()))
     return cast(TensorDictBase, parts.apply(nested_values, batch_size=[rows]))
 
 
 def nested_values(column: Tensor) -> Tensor:
     """Return the values ``[N, *F]`` of a nested tensor, end to end; for the jagged layout, its own memory."""
-    return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())
+    if column.layout is torch.jagged:
+        return column.values()
+    return torch.cat(column.unbind())

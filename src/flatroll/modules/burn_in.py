@@ -72,13 +72,19 @@ class BurnIn:
         init_key: NestedKey = IS_INIT,
         done_key: NestedKey = DONE,
     ) -> None:
-        self.modules = list(modules) if isinstance(modules, Sequence) else [modules]
+        if isinstance(modules, Sequence):
+            self.modules = list(modules)
+        else:
+            self.modules = [modules]
         for module in self.modules:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
         self.burn_in = whole_number("burn_in", burn_in, 0)
         need_keys(init_key=init_key, done_key=done_key)
-        written = list(self._initial_states()) if out_keys is None else key_names("out_keys", out_keys)
+        if out_keys is None:
+            written = list(self._initial_states())
+        else:
+            written = key_names("out_keys", out_keys)
         self.out_keys = [without_next(key) for key in written]
         if not self.out_keys:
             raise ValueError(
@@ -135,7 +141,10 @@ class BurnIn:
         if ends is None:
             ends = run_ends(marked, is_init_key=self.init_key, done_key=self.done_key)
         stored = marked.get(self.init_key, None)
-        init = torch.zeros_like(ends) if stored is None else marker(marked, self.init_key).clone()
+        if stored is None:
+            init = torch.zeros_like(ends)
+        else:
+            init = marker(marked, self.init_key).clone()
         ends = ends.to(init.device, copy=True)
         ends[-1] = True
         # last row, length and first row of each slice, and the number of rows to burn in

@@ -392,9 +392,11 @@ class ActionMask(TensorDictModuleBase):
         mask = require(tensordict, mask_key)
         counts = (2,) * logits.shape[-1] if self.binary else self.counts
         mask = self._flatten(mask, logits, counts)
-        real = (
-            None if tensordict.get(MASK, None) is None else marker(tensordict, MASK)
-        )  # the padding may be empty
+        # the padding may be empty
+        if tensordict.get(MASK, None) is None:
+            real = None
+        else:
+            real = marker(tensordict, MASK)
         whole = legal_options(f"batch[{mask_key!r}]", mask, counts, strict=self.strict, real=real)
         lowest = torch.finfo(logits.dtype).min
         legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
@@ -414,9 +416,15 @@ class ActionMask(TensorDictModuleBase):
         if mask.shape == (*rows, options):
             return mask
         own = mask.shape[len(rows) :]
-        fits = math.prod(own) == options if counts is None else mask_form(counts, own) == "options"
+        if counts is None:
+            fits = math.prod(own) == options
+        else:
+            fits = mask_form(counts, own) == "options"
         if mask.shape[: len(rows)] != rows or not fits:
-            each = "two numbers for each flag" if self.binary else "one number for each action"
+            if self.binary:
+                each = "two numbers for each flag"
+            else:
+                each = "one number for each action"
             raise ValueError(
                 f"batch[{self.in_keys[1]!r}] must have shape {(*rows, options)}, {each}, got {tuple(mask.shape)}"
             )
@@ -536,11 +544,17 @@ def _masks_of(
         path: tuple[Any, ...] | None = leaves.get(as_tuple(key)[1:])
         part = None if path is None else part_of(action, path)
         counts = None if part is None else option_counts(part)
-        form = None if counts is None or shape is None else mask_form(counts, shape)
+        if counts is None or shape is None:
+            form = None
+        else:
+            form = mask_form(counts, shape)
         if path is not None and form is not None:
             found[path] = _Mask(key, form, shape)
         elif strict:
-            wanted = f"{part} (possible: {mask_shapes(part)})" if part is not None else f"a part of {action}"
+            if part is not None:
+                wanted = f"{part} (possible: {mask_shapes(part)})"
+            else:
+                wanted = f"a part of {action}"
             raise ValueError(
                 f"observation[{key!r}] must be a mask of {wanted}, got shape {shape}: give it such a shape, or pass "
                 "action_mask=False to make it an ordinary input, without effect on the actions"
@@ -549,7 +563,9 @@ def _masks_of(
 
 
 def _on_device(network: N, device: torch.device | str | None) -> N:
-    return network if device is None else network.to(torch_device("device", device))
+    if device is None:
+        return network
+    return network.to(torch_device("device", device))
 
 
 def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
@@ -654,7 +670,8 @@ class LocScale(nn.Module):
     def __init__(self, inputs: int, shape: tuple[int, ...], *, dependent: bool = False) -> None:
         super().__init__()
         size = math.prod(shape)
-        self.shape, self.dependent = tuple(shape), dependent
+        self.shape = tuple(shape)
+        self.dependent = dependent
         self.linear = _linear(inputs, 2 * size if dependent else size, gain=0.01)
         if not dependent:
             self.log_scale = nn.Parameter(torch.zeros(self.shape))
@@ -753,7 +770,8 @@ def _trunk_of(
     if action is not None:
         keys.append(ACTION)
         seen.append(action)
-    features, size = prefix + FEATURES, widths.pop() if recurrent is not None else 0
+    features = prefix + FEATURES
+    size = widths.pop() if recurrent is not None else 0
     body = Encoder(seen, widths, activation, cnn)
     if recurrent is None:
         return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size)
@@ -819,7 +837,10 @@ class Encoder(nn.Module):
 
     @override
     def forward(self, *entries: Tensor) -> Tensor:
-        weight = getattr(self.layers[0], "weight", None) if len(self.layers) else None
+        if len(self.layers):
+            weight = getattr(self.layers[0], "weight", None)
+        else:
+            weight = None
         if not isinstance(weight, Tensor):
             weight = next(self.parameters(), None)  # iterates over all modules: many times slower
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
@@ -857,7 +878,8 @@ class VectorEntry(nn.Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape, self.size = tuple(shape), math.prod(shape)
+        self.shape = tuple(shape)
+        self.size = math.prod(shape)
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -900,7 +922,8 @@ class ImageEntry(nn.Module):
 
     def __init__(self, shape: Sequence[int], cnn: Cnn, *, scaled: bool) -> None:
         super().__init__()
-        self.shape, self.scaled = tuple(shape), scaled
+        self.shape = tuple(shape)
+        self.scaled = scaled
         # Channel dims: the first and last of [stack, H, W, C], none of [H, W], and of three dims the smaller
         # of first and last.
         self.last = len(shape) == 3 and shape[-1] < shape[0]
@@ -929,7 +952,9 @@ class ImageEntry(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        return f"{self.shape}, divided by 255" if self.scaled else f"{self.shape}"
+        if self.scaled:
+            return f"{self.shape}, divided by 255"
+        return f"{self.shape}"
 
 
 def _small_cnn(channels: int, side: int) -> nn.Sequential:

@@ -58,7 +58,8 @@ class JointCategorical(Distribution):
         start: Tensor | int = 0,
     ) -> None:
         floating_tensor("logits", logits)
-        nvec, shape = sizes("nvec", nvec), sizes("shape", shape)
+        nvec = sizes("nvec", nvec)
+        shape = sizes("shape", shape)
         if not nvec or logits.shape[-1:] != (sum(nvec),):
             raise ValueError(
                 f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
@@ -326,9 +327,15 @@ def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
         return cast(Tensor, dist.sample(shape))
     except RuntimeError as error:
         for name, column in parameters.items():
-            bad = ~column.isfinite() if name != "scale" else ~(column.isfinite() & (column >= 0))
+            if name != "scale":
+                bad = ~column.isfinite()
+            else:
+                bad = ~(column.isfinite() & (column >= 0))
             if not column.is_meta and bool(bad.any()):
-                wanted = "finite" if name != "scale" else "finite and at least 0"
+                if name != "scale":
+                    wanted = "finite"
+                else:
+                    wanted = "finite and at least 0"
                 raise ValueError(
                     f"{name} must be {wanted}, but {int(bad.sum())} of {bad.numel()} numbers are not"
                 ) from error
@@ -349,7 +356,8 @@ class _IntoBounds(AffineTransform):
     def __init__(self, low: Tensor, high: Tensor, event_dims: int) -> None:
         # Halved before adding: the difference of the bounds may overflow.
         super().__init__(high / 2 + low / 2, high / 2 - low / 2, event_dim=event_dims)
-        self._low, self._high = low, high
+        self._low = low
+        self._high = high
 
     def _call(self, x: Tensor) -> Tensor:
         into: Tensor = self.loc + self.scale * x
@@ -389,14 +397,19 @@ class SquashedGaussian(TransformedDistribution):
         event_dims: int = 1,
     ) -> None:
         _check_normal(loc, scale, event_dims)
-        low, high = _bound("low", low, loc, event_dims), _bound("high", high, loc, event_dims)
+        low = _bound("low", low, loc, event_dims)
+        high = _bound("high", high, loc, event_dims)
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
-        self.loc, self.scale, self.low, self.high = loc, scale, low, high
+        self.loc = loc
+        self.scale = scale
+        self.low = low
+        self.high = high
         # Halved before adding: the difference of the bounds may overflow.
-        self._middle, self._half = high / 2 + low / 2, high / 2 - low / 2
+        self._middle = high / 2 + low / 2
+        self._half = high / 2 - low / 2
         dims = loc.ndim - event_dims
         self._event_axes = tuple(range(-event_dims, 0))
         # TransformedDistribution.__init__ would build and check transforms, which takes longer than drawing an action

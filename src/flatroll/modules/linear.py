@@ -27,7 +27,9 @@ class LinearRecurrence(StatefulModule):
     ) -> None:
         number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
         self.dropout = dropout
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,11 @@ class LinearRecurrence(StatefulModule):
             a, b = self.terms(layer, rows)
             # the first row of a run also adds a * h, with its stored state h
             from_first = torch.addcmul(b, a, first[:, layer])
-            turned = a.flip(0) if len(a) > 1 else a  # [1, H] is the same for all rows
+            # [1, H] is the same for all rows
+            if len(a) > 1:
+                turned = a.flip(0)
+            else:
+                turned = a
             after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
             rows = self._next_layer_rows(layer, rows, after[-1])
         return rows, (torch.stack(after, 1),)
@@ -135,7 +141,9 @@ class MinGRUModule(LinearRecurrence):
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
         # clone the last layer's states, so that an in-place activation on the output does not change them
-        return states.clone() if layer + 1 == self.num_layers else states
+        if layer + 1 == self.num_layers:
+            return states.clone()
+        return states
 
 
 class LinearRecurrentModule(LinearRecurrence):
@@ -204,4 +212,6 @@ class LinearRecurrentModule(LinearRecurrence):
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
         out: Tensor = self.outputs[layer](states) + self.skips[layer](rows)
-        return out if layer + 1 == self.num_layers else nn.functional.gelu(out)
+        if layer + 1 == self.num_layers:
+            return out
+        return nn.functional.gelu(out)

@@ -96,7 +96,10 @@ class set_recurrent_mode:
     def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
         # Losses and estimators enter this at every call with True and no burn-in, so skip the checks for both.
         self._mode = mode if isinstance(mode, bool) else named_mode("mode", mode)
-        self._burn_in = 0 if type(burn_in) is int and burn_in == 0 else whole_number("burn_in", burn_in, 0)
+        if type(burn_in) is int and burn_in == 0:
+            self._burn_in = 0
+        else:
+            self._burn_in = whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
             raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
         self._outer: list[tuple[bool | None, int]] = []
@@ -110,7 +113,8 @@ class set_recurrent_mode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the outer mode."""
-        current, outer = _MODE.value, self._outer.pop()
+        current = _MODE.value
+        outer = self._outer.pop()
         # another mode than the one entered: a different block is still open, so reset the mode
         _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
         if current is not self._mode and kind is None:

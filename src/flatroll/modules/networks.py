@@ -63,11 +63,17 @@ class _OfOperators(nn.RNNBase):
         """Map rows ``[B, T, input_size]`` and first states (default zeros) to outputs and final states."""
         shaped = isinstance(rows, Tensor) and rows.ndim == 3 and rows.shape[2] == self.input_size
         if not shaped or not rows.shape[1]:
-            shown = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            if isinstance(rows, Tensor):
+                shown = tuple(rows.shape)
+            else:
+                shown = type(rows).__name__
             raise ValueError(f"input must have shape [B, T, {self.input_size}], T at least 1, got {shown}")
         batch, steps = rows.shape[:2]
         shape = (self.num_layers, batch, self.hidden_size)
-        states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1) if first is None else first
+        if first is None:
+            states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1)
+        else:
+            states = first
         for state in states:
             if state.shape != shape:
                 raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")

@@ -47,11 +47,10 @@ class TensorDictPrimer:
     ) -> None:
         expect("primers", primers, Mapping, "a dict of initial states by key")
         shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
-        numbers = (
-            dict(default_value)
-            if isinstance(default_value, Mapping)
-            else dict.fromkeys(shaped, default_value)
-        )
+        if isinstance(default_value, Mapping):
+            numbers = dict(default_value)
+        else:
+            numbers = dict.fromkeys(shaped, default_value)
         for key, start in numbers.items():
             number("default_value", start, hint=f"it fills primers[{key!r}]")
         if set(numbers) != set(shaped):
@@ -83,7 +82,8 @@ class TensorDictPrimer:
 
 def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     """A tensor of the shape and dtype of a space or spec, filled with a number."""
-    shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
+    shape = getattr(like, "shape", None)
+    dtype = getattr(like, "dtype", None)
     if shape is None:
         raise TypeError(f"primers[{key!r}] must be a tensor, a space or a spec, got {type(like).__name__}")
     if not isinstance(dtype, torch.dtype):  # a NumPy dtype, as spaces have; None means torch's default

@@ -44,7 +44,8 @@ def _wrapped_network(
 ) -> nn.RNNBase:
     """The network to wrap: the existing one, or a new one of these sizes."""
     flags(batch_first=sizes.batch_first, python_based=python_based)
-    name, (stock, of_operators) = mode.lower(), NETWORKS[mode]
+    name = mode.lower()
+    (stock, of_operators) = NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
     if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
         raise ValueError(
@@ -104,8 +105,10 @@ class RecurrentModule(StatefulModule):
         check_backend(recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
         super().__init__(shape, **options)
-        self.input_size, self.bidirectional = net.input_size, net.bidirectional
-        self.recurrent_backend, self.recurrent_recompute = recurrent_backend, recurrent_recompute
+        self.input_size = net.input_size
+        self.bidirectional = net.bidirectional
+        self.recurrent_backend = recurrent_backend
+        self.recurrent_recompute = recurrent_recompute
         # whether the output of each row is the full state after it
         self._output_is_state = self.kind == "GRU" and shape[0] == 1
         setattr(self, self.kind.lower(), net)

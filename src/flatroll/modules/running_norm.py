@@ -91,7 +91,10 @@ class RunningNorm(TensorDictModuleBase):
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
         self.shape = torch.Size(sizes("shape", shape))
-        self.clip = None if clip is None else float(number("clip", clip, above=0))
+        if clip is None:
+            self.clip = None
+        else:
+            self.clip = float(number("clip", clip, above=0))
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         self.statistics = Moments(self.shape, device)
 
@@ -152,7 +155,10 @@ class RunningNorm(TensorDictModuleBase):
         # Count every next observation, and the first observation of every episode. Per row: the observation
         # of each row, except the first of a run that continues an earlier window (it was that window's last
         # next observation), plus the next observation at the end of each run.
-        counted = None if is_init is None else is_init | ~starts_from(ends).reshape(-1)
+        if is_init is None:
+            counted = None
+        else:
+            counted = is_init | ~starts_from(ends).reshape(-1)
         following, follows = self._next_observations(batch, rows, ends.reshape(-1), final)
         if real is not None:
             counted = real if counted is None else counted & real
@@ -160,7 +166,9 @@ class RunningNorm(TensorDictModuleBase):
         if known is not None and follows is not None:
             follows = follows & known
         if follows is not None and follows.is_cpu and not torch.compiler.is_compiling():
-            following, follows = following[follows], None  # only few; on a device their number is unknown
+            # only few; on a device their number is unknown
+            following = following[follows]
+            follows = None
         self.statistics.add(
             (f"batch[{key!r}]", rows, counted),
             (f"the next observations, {next_key(key)!r},", following, follows),
@@ -188,7 +196,10 @@ class RunningNorm(TensorDictModuleBase):
             return
         moments.unlearned -= 1
         if not moments.unlearned:
-            acts = "passes its input on unchanged" if self.clip is None else f"only clips to {self.clip:g}"
+            if self.clip is None:
+                acts = "passes its input on unchanged"
+            else:
+                acts = f"only clips to {self.clip:g}"
             warnings.warn(
                 f"RunningNorm({self.in_key!r}) was used in many losses and has counted nothing, so it {acts}: "
                 "call its update(batch) for each collected batch, or leave it out (norm=False). TorchRL's "

@@ -32,7 +32,8 @@ from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 # The order of rows is checked in the first calls and in every 16th one after them.
-_FIRST_CALLS, _EVERY = 4, 16
+_FIRST_CALLS = 4
+_EVERY = 16
 _WAY_OUT = (
     "Call the module on the batch as it was collected or on slices (SliceSampler), before you shuffle, index or filter "
     "rows, or set is_init where a run begins"
@@ -119,7 +120,8 @@ class StatefulModule(TensorDictModuleBase):
         self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
         self._input_key, *self._state_in, self._init_key = read
         self._output_key, *self._state_out = written
-        self._done_key, self._traj_key = done_key, traj_key
+        self._done_key = done_key
+        self._traj_key = traj_key
         self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
@@ -154,7 +156,9 @@ class StatefulModule(TensorDictModuleBase):
     def recurrent_mode(self) -> bool:
         """The mode of the next call: that of ``set_recurrent_mode``, else the module's default."""
         mode = recurrent_mode()
-        return self.default_recurrent_mode if mode is None else mode
+        if mode is None:
+            return self.default_recurrent_mode
+        return mode
 
     @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -169,7 +173,10 @@ class StatefulModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
                 at a row that has not kept its state, or there is no row.
         """
-        compute = self._forward_runs if self.recurrent_mode else self._forward_steps
+        if self.recurrent_mode:
+            compute = self._forward_runs
+        else:
+            compute = self._forward_steps
         out, after = compute(tensordict)
         tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
         for key, state in zip(self._state_out, after, strict=True):
@@ -293,12 +300,18 @@ class StatefulModule(TensorDictModuleBase):
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
-            meaning = "input_size={}" if len(tail) == 1 else "num_layers x hidden_size = {} x {}"
+            if len(tail) == 1:
+                meaning = "input_size={}"
+            else:
+                meaning = "num_layers x hidden_size = {} x {}"
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
         dtype = self.weight.dtype
         if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
-            or_module = f", or the module (module.to({value.dtype}))" if value.is_floating_point() else ""
+            if value.is_floating_point():
+                or_module = f", or the module (module.to({value.dtype}))"
+            else:
+                or_module = ""
             raise TypeError(
                 f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it{or_module}"
             )
@@ -327,7 +340,8 @@ def run_with_burn_in(
         return over_runs(rows, stored, starts)
     # head: the rows to burn in; entry: the first row after them, which takes over the state
     step = steps_into_run(starts)
-    head, entry = step < burn_in, step == burn_in
+    head = step < burn_in
+    entry = step == burn_in
     if torch.compiler.is_compiling():
         return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
     # indices of the rows of both parts; each part is a flat batch of shorter runs

@@ -36,7 +36,8 @@ def check_counts(**counts: int | None) -> None:
         elif count < (least := 0 if name == "init_random_frames" else 1):
             otherwise = " or None" if name in optional else ""
             raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
-    total, frames = counts["total_frames"], counts["frames_per_batch"]
+    total = counts["total_frames"]
+    frames = counts["frames_per_batch"]
     assert total is not None and frames is not None
     if total > 0 and total % frames:
         whole = -(-total // frames) * frames  # rounded up to whole batches
@@ -94,7 +95,8 @@ def make_devices(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
         )
-    policy, storing = where["policy_device"] or where["device"], where["storing_device"] or where["device"]
+    policy = where["policy_device"] or where["device"]
+    storing = where["storing_device"] or where["device"]
     return Devices(
         env=env,
         policy=None if policy == env else policy,
@@ -181,7 +183,8 @@ def make_env(
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-        env, made = env(), True
+        env = env()
+        made = True
         if hasattr(env, "close"):
             undo.callback(env.close)
     if obs_dtype is not None:

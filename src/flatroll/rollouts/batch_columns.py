@@ -151,7 +151,8 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
             rows.append((next_key(key), spec))
     for key, path in zip(keys.actions, keys.action_paths, strict=True):
         rows.append((key, as_spec(part_of(env.single_action_space, path))))
-    flag, count = Categorical(2, (1,), dtype=torch.bool), Unbounded((1,), dtype=torch.int64)
+    flag = Categorical(2, (1,), dtype=torch.bool)
+    count = Unbounded((1,), dtype=torch.int64)
     rows += [(REWARD, Unbounded((1,), dtype=torch.float32))]
     rows += [(key, flag) for key in (TERMINATED, TRUNCATED, DONE)]
     rows += [(keys.init, flag)] if keys.init in keys.roots else []

@@ -225,22 +225,34 @@ class Collector(Facts):
                 state_stride=state_stride,
             )
             undo.pop_all()
-        self._runner, self._devices, self.env, self.policy = runner, devices, runner.env, policy
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self._random_frames, self._reset_each_iter = init_random_frames, reset_at_each_iter
-        self._set_truncated, self._split_trajs = set_truncated, split_trajs
+        self._runner = runner
+        self._devices = devices
+        self.env = runner.env
+        self.policy = policy
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
+        self._random_frames = init_random_frames
+        self._reset_each_iter = reset_at_each_iter
+        self._set_truncated = set_truncated
+        self._split_trajs = split_trajs
         if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
             wanted = "have a method extend, as a ReplayBuffer has"
             raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
-        self._postproc, self._buffer, self._interruptor = postproc, replay_buffer, interruptor
-        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
+        self._postproc = postproc
+        self._buffer = replay_buffer
+        self._interruptor = interruptor
+        self._pre_hook = pre_collect_hook
+        self._post_hook = post_collect_hook
         self._compact = compact_obs or runner.asks_compact
         self._scaled = any(map(scales_by_running_statistics, runner.envs))
         if self._scaled and replay_buffer is not None:
             warn_of_scales(stacklevel=2)
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
-        self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
+        self._seed = seed
+        self._seeded_at = 0
+        self._progress = progress
+        self._closed = False
         note_spec = getattr(replay_buffer, "note_spec", None)
         if note_spec is not None:
             note_spec(self.spec)
@@ -451,7 +463,9 @@ class Collector(Facts):
         final = self.final
         try:
             collected = self._next_batch(total)
-            return None if collected is None else (self._deliver(*collected),)
+            if collected is None:
+                return None
+            return (self._deliver(*collected),)
         except BaseException:
             # A batch was lost: later rows must not appear to continue earlier ones.
             self.final = final
@@ -463,7 +477,8 @@ class Collector(Facts):
 
     def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
         """Return the next window or the next joined trajectories, with its *final*; None after the last."""
-        joiner, keys = self._joiner, self._runner.keys
+        joiner = self._joiner
+        keys = self._runner.keys
         note = getattr(self._buffer, "note_waiting", None)
         reset_first = self._reset_each_iter
         while True:
@@ -473,7 +488,9 @@ class Collector(Facts):
                     last=ends or (self._interruptor is not None and self._interruptor.is_set())
                 )
                 if joined is not None:
-                    return compact_batch(joined, keys) if self._compact else (joined, None)
+                    if self._compact:
+                        return compact_batch(joined, keys)
+                    return (joined, None)
                 if note is not None:
                     note(joiner.waiting)
             if ends:
@@ -491,7 +508,9 @@ class Collector(Facts):
         if self._pre_hook is not None:
             self._pre_hook()
         began = perf_counter()
-        runner, frames, random_frames = self._runner, self.frames_per_batch, self._random_frames
+        runner = self._runner
+        frames = self.frames_per_batch
+        random_frames = self._random_frames
         with torch.no_grad():
             if not runner.started:
                 seed = self._seed
@@ -504,7 +523,8 @@ class Collector(Facts):
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()
-            may_be_random, stop = self._frames < random_frames, self._interruptor
+            may_be_random = self._frames < random_frames
+            stop = self._interruptor
             while (missing := frames - runner.window.count()) > 0:
                 # The minimum number of vector steps; more may be needed if envs only reset in some rows.
                 for _ in range(-(-missing // runner.num_envs)):
@@ -528,10 +548,14 @@ class Collector(Facts):
         keys = self._runner.keys
         if self._set_truncated:
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
-        storing, wait = self._devices.storing, not self._devices.blocking
+        storing = self._devices.storing
+        wait = not self._devices.blocking
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)
-            final = None if final is None else final.to(storing, non_blocking=wait)
+            if final is None:
+                final = None
+            else:
+                final = final.to(storing, non_blocking=wait)
         self.final = final
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
@@ -573,7 +597,10 @@ class TrajectoryJoiner:
 
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
-        rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
+        if self._open is None:
+            rows = batch
+        else:
+            rows = cast(TensorDict, TensorDict.cat([self._open, batch]))
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
@@ -594,7 +621,8 @@ class TrajectoryJoiner:
         """Return the next ``per_batch`` complete trajectories, or fewer if it is the last batch; or None."""
         if len(self._ready) < (1 if last else self.per_batch):
             return None
-        ready, self._ready = self._ready[: self.per_batch], self._ready[self.per_batch :]
+        ready = self._ready[: self.per_batch]
+        self._ready = self._ready[self.per_batch :]
         return cast(TensorDict, TensorDict.cat(ready))
 
     def drop_open_but(self, ids: Tensor) -> None:

@@ -225,11 +225,15 @@ class _Play:
         marked: dict[NestedKey, _MarkerColumn],  # those of them that are columns of markers
         film: str | None,
     ) -> None:
-        self._runner, self._goal, self._choice = runner, goal, film
+        self._runner = runner
+        self._goal = goal
+        self._choice = film
         self._names = tuple(names)
         self._marked = marked
         self._count = np.zeros_like(goal)  # episodes played so far in each env
-        self._return, self._length = np.zeros(len(goal)), np.zeros_like(goal)  # of the running episodes
+        # of the running episodes
+        self._return = np.zeros(len(goal))
+        self._length = np.zeros_like(goal)
         # Finished episodes (env, index within the env, return, length), and their info entries.
         self._episodes: list[tuple[int, int, float, int]] = []
         self._infos: list[dict[NestedKey, Tensor]] = []
@@ -276,7 +280,8 @@ class _Play:
 
     def _finish(self, env: int, step: int) -> None:
         """Record an episode that ended in this step of the window."""
-        columns, total = self._runner.window.columns, float(self._return[env])
+        columns = self._runner.window.columns
+        total = float(self._return[env])
         self._episodes.append((env, int(self._count[env]), total, int(self._length[env])))
         self._count[env] += 1
         info: dict[NestedKey, Tensor] = {}
@@ -421,12 +426,15 @@ class Evaluator:
     ) -> None:
         hint = "evaluate() takes functions"
         self.policy = expect("policy", policy, nn.Module, "an nn.Module, whose weights are kept", hint=hint)
-        self.env, self.options = env, options
-        self.episodes, self.every = whole_number("episodes", episodes), whole_number("every", every)
+        self.env = env
+        self.options = options
+        self.episodes = whole_number("episodes", episodes)
+        self.every = whole_number("every", every)
         self.stop_at = None if stop_at is None else number("stop_at", stop_at)
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
-        self.best_mean, self.best_frames = -float("inf"), 0
+        self.best_mean = -float("inf")
+        self.best_frames = 0
         self._last = 0  # frames at the time of the last evaluation
 
     def __call__(self, frames: int) -> bool:
@@ -504,7 +512,10 @@ def interquartile_mean(
     scores = as_numbers("scores", scores, dtype=torch.float64)
     if scores.ndim not in (1, 2):
         raise ValueError(f"scores must have shape [seeds] or [seeds, tasks], got {tuple(scores.shape)}")
-    table = scores.double() if scores.ndim == 2 else scores.double().unsqueeze(-1)
+    if scores.ndim == 2:
+        table = scores.double()
+    else:
+        table = scores.double().unsqueeze(-1)
 
     def middle(x: Tensor) -> Tensor:
         ordered = x.flatten(-2).sort(-1).values
@@ -525,7 +536,8 @@ def _bootstrap(
     whole_number("resamples", resamples)
     table = table.cpu()
     generator = torch.Generator().manual_seed(seed)
-    drawn, chunk = [], max(1, _DRAWN_AT_ONCE // table.numel())
+    drawn = []
+    chunk = max(1, _DRAWN_AT_ONCE // table.numel())
     for start in range(0, resamples, chunk):
         shape = min(chunk, resamples - start), *table.shape
         rows = torch.randint(len(table), shape, generator=generator)

@@ -86,7 +86,10 @@ def as_function_of_obs(
     takes_is_init = has_parameter(policy, IS_INIT)
 
     def act(obs: Tree, first: Array) -> Any:
-        given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
+        if takes_is_init:
+            given = {IS_INIT: to_torch(first).unsqueeze(-1)}
+        else:
+            given = {}
         if devices.policy is not None:
             obs, given = map_tree(
                 lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), (obs, given)
@@ -129,11 +132,12 @@ class ModulePolicy:
         primed: Mapping[NestedKey, Tensor]
         | None = None,  # states declared by the env's wrappers, for a module that declares none
     ) -> None:
-        self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
-        out_keys, leaves = (
-            map(as_tuple, (*policy.out_keys, *base_keys_of(policy))),
-            [*map(as_tuple, action_keys)],
-        )
+        self._policy = policy
+        self._space = space
+        self._num_envs = num_envs
+        self._devices = devices
+        out_keys = map(as_tuple, (*policy.out_keys, *base_keys_of(policy)))
+        leaves = [*map(as_tuple, action_keys)]
         parts = policy.modules() if isinstance(policy, nn.Module) else ()
         recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
         #: The columns that it may write.
@@ -169,7 +173,8 @@ class ModulePolicy:
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """Return the action and the other columns; recurrent states in these are the ones before the step."""
         data = nest(columns, self._num_envs)
-        wait, home = not self._devices.blocking, self._devices.env
+        wait = not self._devices.blocking
+        home = self._devices.env
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)
         try:
@@ -192,7 +197,10 @@ class ModulePolicy:
             used = out.get(key, None)
             written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):
-            parts = action.exclude(*(key[1:] for key in self._beside)) if self._beside else action
+            if self._beside:
+                parts = action.exclude(*(key[1:] for key in self._beside))
+            else:
+                parts = action
             action = _tuples(self._space, parts.to_dict())
         return action, written
 
@@ -234,7 +242,8 @@ def refuse_hidden_weights(policy: object) -> None:
     """
     held: dict[Any, Any] = {}
     if isinstance(policy, partial):
-        held, policy = dict(enumerate(policy.args)) | policy.keywords, policy.func
+        held = dict(enumerate(policy.args)) | policy.keywords
+        policy = policy.func
     owner = getattr(policy, "__self__", policy)
     held |= {"self": owner} | getattr(owner, "__dict__", {})
     function = getattr(policy, "__func__", policy)

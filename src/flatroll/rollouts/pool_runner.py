@@ -33,8 +33,12 @@ class PoolRunner:
     """
 
     def __init__(self, part: Runner) -> None:
-        self.num_envs, self.env, self.envs = part.num_envs, part.env, part.envs
-        self.device, self.keys, self.asks_compact = part.device, part.keys, part.asks_compact
+        self.num_envs = part.num_envs
+        self.env = part.env
+        self.envs = part.envs
+        self.device = part.device
+        self.keys = part.keys
+        self.asks_compact = part.asks_compact
         self._part = part
         self._rows = part.env = PoolRows(part.env)
         part.num_envs = self._rows.batch_size
@@ -77,7 +81,8 @@ class PoolRunner:
 
     def step(self, random: bool = False) -> None:
         """Act for the envs whose rows arrived last, and wait for B rows."""
-        part, ids = self._part, self._rows.ids
+        part = self._part
+        ids = self._rows.ids
         for key, state in part.states.items():
             # Envs without a state begin an episode and use the initial values.
             if key in self._states:
@@ -111,7 +116,9 @@ class PoolRunner:
 
     def _draw(self) -> Tree:
         """Return the next random actions of the B envs: an env's k-th action is that of a sync pool's k-th step."""
-        ids, taken, ahead = self._rows.ids, self._taken, self._ahead
+        ids = self._rows.ids
+        taken = self._taken
+        ahead = self._ahead
         while len(ahead) <= taken[ids].max():
             ahead.append(self.random())
         drawn = map_tree(lambda *leaves: torch.stack(leaves)[taken[ids], ids], *ahead)
@@ -124,7 +131,9 @@ class PoolRunner:
 
 def lead_pool(runner: Runner) -> "Runner | PoolRunner":
     """Return the runner itself, or a `PoolRunner` around it if its env is an envpool in async mode."""
-    return runner if runner.stream.capabilities.batch_size is None else PoolRunner(runner)
+    if runner.stream.capabilities.batch_size is None:
+        return runner
+    return PoolRunner(runner)
 
 
 class PoolWindow(Window):
@@ -214,7 +223,10 @@ class PoolWindow(Window):
 
         ``surplus_from`` is int64, numbers of envs; any number instead keeps the open cells only.
         """
-        left = surplus_from if isinstance(surplus_from, np.ndarray) else self._all[:0]
+        if isinstance(surplus_from, np.ndarray):
+            left = surplus_from
+        else:
+            left = self._all[:0]
         ends = self._open
         self._open, self._late, self._count = np.zeros_like(ends), left, len(left)
         starts = ends.copy()
@@ -314,7 +326,8 @@ class PoolRows(VectorWrapper):
     def step(self, actions: Tree) -> Step:
         """Step the envs of the rows returned last; return the next B rows."""
         self._give_back()
-        stream, source = self.stream, self._source
+        stream = self.stream
+        source = self._source
         self.stepped = stepped = source.ids
         sent = stream.send(actions)
         map_tree(lambda whole, part: whole.__setitem__(stepped, part), self._actions, sent)

@@ -40,7 +40,8 @@ class RandomPolicy:
             raise TypeError(
                 f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: pass env.action_space"
             )
-        self.action_spec, self.action_key = action_spec, action_key
+        self.action_spec = action_spec
+        self.action_key = action_key
         self._draws: RandomActions | None = None
 
     def space_in(self, env: VectorEnv[Any, Any, Any]) -> spaces.Space[Any]:
@@ -59,7 +60,8 @@ class RandomPolicy:
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
         keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
-        drawn, mask = self._draws(), tensordict.get(ACTION_MASK, None)
+        drawn = self._draws()
+        mask = tensordict.get(ACTION_MASK, None)
         if mask is not None:
             if isinstance(mask, TensorDictBase):
                 mask = mask.reshape(rows).to_dict()
@@ -123,7 +125,9 @@ class RandomActions:
         if isinstance(spec, Composite):
             names = range(len(space.spaces)) if spec.of_tuple else space.spaces
             parts = {name: self._draw(space[name], spec[str(name)]) for name in names}
-            return tuple(parts.values()) if spec.of_tuple else parts
+            if spec.of_tuple:
+                return tuple(parts.values())
+            return parts
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
 
     def legal(self, drawn: Tree, mask: Tree) -> Tree:
@@ -196,7 +200,9 @@ class RandomActions:
         for name in names:
             own = given.get(name, given.get(str(name)))
             parts[name] = drawn[name] if own is None else self._legal(space[name], drawn[name], own)
-        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+        if isinstance(space, spaces.Dict):
+            return parts
+        return tuple(parts.values())
 
     def _refuse_or_warn(self, space: spaces.Space[Any], shape: tuple[int, ...]) -> None:
         """Raise ValueError for a mask of the wrong length; warn once about an array that is no mask of the space."""
@@ -221,7 +227,10 @@ class RandomActions:
         """Restore a `state_dict`; the same actions follow."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
-        self._steps = [] if self._chunk is None else _unbind(self._chunk, self.as_numpy)
+        if self._chunk is None:
+            self._steps = []
+        else:
+            self._steps = _unbind(self._chunk, self.as_numpy)
 
 
 def _unbind(chunk: Tree, as_numpy: bool) -> list[Tree]:

@@ -104,7 +104,8 @@ class Runner:
             env = TrajId(env, writer=writer)
         stream = find_stream(env)
         assert stream is not None
-        self.env, self.envs = env, [env]
+        self.env = env
+        self.envs = [env]
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
@@ -112,7 +113,8 @@ class Runner:
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         space = env.single_action_space
         keys = self.keys
-        self._one_obs, self._one_action = keys.obs_paths == ((),), keys.action_paths == ((),)
+        self._one_obs = keys.obs_paths == ((),)
+        self._one_action = keys.action_paths == ((),)
         self._seen_keys = (*keys.obs, *keys.roots)
         self._next_keys = [keys.next_of[key] for key in keys.obs]
         self._result_keys = (REWARD, TERMINATED, TRUNCATED, *keys.actions, *keys.nexts)
@@ -188,7 +190,8 @@ class Runner:
         space = self.env.single_action_space
         drawn_from = space
         if isinstance(policy, RandomPolicy):
-            drawn_from, policy = policy.space_in(self.env), None
+            drawn_from = policy.space_in(self.env)
+            policy = None
         self._drawn = policy is None and drawn_from is space and self._check_actions is None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         self.random.as_numpy = self._on_host
@@ -293,7 +296,10 @@ class Runner:
         if window.steps and not self._dense_finals and self._ended is not None:
             # The next step will not contain the next observations of rows in the window, so store them. (Under
             # SAME_STEP those of ended rows are stored already.)
-            waiting = ~self._ended if self.stream.same_step else self._ended | True
+            if self.stream.same_step:
+                waiting = ~self._ended
+            else:
+                waiting = self._ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
             for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
                 values = to_torch(leaf).numpy(force=True)[envs]
@@ -336,22 +342,29 @@ class Runner:
     def settle(self) -> None:
         """Wait for the pending step, if there is one."""
         if self._sent is not None:
-            sent, self._sent = self._sent, None
+            sent = self._sent
+            self._sent = None
             self.finish(sent)
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
         self.window.clear()  # with its columns: an interrupt may have left them partly grown
         self._infos.clear()
-        self.started, self._sent = False, None
+        self.started = False
+        self._sent = None
 
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
-        window, stream, keys = self.window, self.stream, self.keys
+        window = self.window
+        stream = self.stream
+        keys = self.keys
         if stream.moves.count != self._at:
             self._restart_moved()
         info = self._info
-        seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
+        if self._one_obs:
+            seen = [self._obs]
+        else:
+            seen = leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
         chosen: dict[NestedKey, Array | None] = {}
@@ -365,7 +378,10 @@ class Runner:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self._draw_legal() if self._policy is None else self._choose_action(seen, chosen, random)
+        if self._policy is None:
+            action = self._draw_legal()
+        else:
+            action = self._choose_action(seen, chosen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -381,13 +397,19 @@ class Runner:
 
     def finish(self, action: Tree) -> None:
         """Step the env, or wait for the step begun with these actions; record the results."""
-        window, stream, keys = self.window, self.stream, self.keys
+        window = self.window
+        stream = self.stream
+        keys = self.keys
         stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
             stream.lends = stream.lends_markers = stream.drawn = False
-        given = stream.actions if self._check_actions is None else action  # the actions that the env received
+        # the actions that the env received
+        if self._check_actions is None:
+            given = stream.actions
+        else:
+            given = action
         results = [reward, terminated, truncated, given]
         if not self._one_action:
             results[3:] = leaves_at(given, keys.action_paths)
@@ -400,7 +422,10 @@ class Runner:
         if self._dense_finals:
             leaves = leaves_at(obs, keys.obs_paths)
             final = stream.final_of(info)
-            finals = leaves if final is None else leaves_at(final, keys.obs_paths)
+            if final is None:
+                finals = leaves
+            else:
+                finals = leaves_at(final, keys.obs_paths)
             if self._whole_finals:
                 window.put((*self._result_keys, *self._next_keys), (*results, *finals))
             else:
@@ -411,7 +436,8 @@ class Runner:
             window.put(self._result_keys, results)
         if keys.infos:
             self._infos.record(info, window)
-        self._obs, self._info = obs, info
+        self._obs = obs
+        self._info = info
         self._ended, self._at = stream.ended, stream.at
         window.advance()
 
@@ -436,11 +462,15 @@ class Runner:
 
         ``seen`` are the observations and markers of this step, ``chosen`` the chosen entries of its info.
         """
-        policy, obs = self._policy, self._obs
+        policy = self._policy
+        obs = self._obs
         if isinstance(policy, ModulePolicy):
             columns: Columns = {}
             for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
-                column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
+                if isinstance(value, np.ndarray):
+                    column = torch.from_numpy(value)
+                else:
+                    column = to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
             for name, entry in chosen.items():
@@ -459,14 +489,22 @@ class Runner:
         else:
             assert policy is not None
             if not isinstance(obs, Tensor):
-                obs = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+                if isinstance(obs, np.ndarray):
+                    obs = torch.from_numpy(obs)
+                else:
+                    obs = map_tree(to_torch, obs)
             action = act_in_turn(policy, self._exploration, obs, self.stream.first)
-        return self._draw_legal() if random else action
+        if random:
+            return self._draw_legal()
+        return action
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
         drawn = self.draw()
-        mask = self._obs.get(ACTION_MASK) if isinstance(self._obs, dict) else None
+        if isinstance(self._obs, dict):
+            mask = self._obs.get(ACTION_MASK)
+        else:
+            mask = None
         if mask is None:
             mask = _allow_silent(self._info, ACTION_MASK)
         if mask is None:
@@ -485,10 +523,14 @@ class Runner:
         """Return a mask of info in which envs that reported none allow all actions."""
         if mask is None:
             options = torch.ones(self.num_envs, sum(self._masks[key]), dtype=torch.bool, device=self.device)
-            return options.numpy() if self._on_host else options
+            if self._on_host:
+                return options.numpy()
+            return options
         *outer, last = as_tuple(key)
         told = self._infos.entry(self._info, (*outer, f"_{last}"))
-        return mask if told is None else _open_rows(mask, ~told)
+        if told is None:
+            return mask
+        return _open_rows(mask, ~told)
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
@@ -501,7 +543,8 @@ class Runner:
 
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that continue or have transitions not yet in a batch."""
-        window, keys = self.window, self.keys
+        window = self.window
+        keys = self.keys
         live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
         if not window.steps:
             return live
@@ -520,7 +563,10 @@ class Runner:
             # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         # With own_buffers=False other code that steps the env may write into these arrays.
-        self._obs = copy_of(self._obs) if self._one_obs else map_tree(copy_of, self._obs)
+        if self._one_obs:
+            self._obs = copy_of(self._obs)
+        else:
+            self._obs = map_tree(copy_of, self._obs)
         if self._looks_for_rewards and DEAD in self.window.columns:
             self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
@@ -559,12 +605,17 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
     if isinstance(mask, np.ndarray) and mask.dtype == object:
         mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
-    return mask if mask is None or told is None else _open_rows(mask, ~told)
+    if mask is None or told is None:
+        return mask
+    return _open_rows(mask, ~told)
 
 
 def _open_rows(mask: Array, rows: Array) -> Array:
     """Return a mask ``[E, ...]`` that allows all actions where bool ``[E]`` ``rows`` is True."""
-    ones = torch.ones_like(mask) if isinstance(mask, Tensor) else np.ones_like(mask)
+    if isinstance(mask, Tensor):
+        ones = torch.ones_like(mask)
+    else:
+        ones = np.ones_like(mask)
     return select(rows, ones, mask)
 
 
@@ -574,7 +625,8 @@ class InfoColumns:
     def __init__(
         self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
     ) -> None:
-        self._stream, self._names = stream, names
+        self._stream = stream
+        self._names = names
         self._device = stream.capabilities.device
         self._on_host = stream.capabilities.framework == "numpy"
         # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
@@ -610,7 +662,10 @@ class InfoColumns:
             last = self.entry(final, name) if isinstance(final, dict) else None
             from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
-                value = last if value is None else select(stream.ended, last, value)
+                if value is None:
+                    value = last
+                else:
+                    value = select(stream.ended, last, value)
             elif final is None or value is None or from_step:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
@@ -623,7 +678,10 @@ class InfoColumns:
                 self._seen.add(name)
                 # The entry has no root value yet, which batches need.
                 if name not in window.columns:
-                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
+                    if isinstance(value, Tensor):
+                        zeros = torch.zeros_like(value)
+                    else:
+                        zeros = np.zeros_like(value)
                     window.put_loose(name, zeros)
 
     def _lost_rows(self, info: dict[str, Any]) -> Array | None:
@@ -640,7 +698,9 @@ class InfoColumns:
             lost = stream.ended & ~np.asarray(told, bool)
         else:
             lost = stream.ended & ~to_torch(told, self._device).bool()
-        return lost if not self._on_host or lost.any() else None
+        if not self._on_host or lost.any():
+            return lost
+        return None
 
     def _hide(self, name: NestedKey, value: Array, lost: Array) -> Array:
         """Return the entry with NaN in the lost rows, see `record`."""
@@ -649,7 +709,10 @@ class InfoColumns:
         if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
             # Masks of last observations may be empty, and a marker is not about them.
             return fill_rows(copy_of(value), lost, False)
-        floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind in "fc"
+        if isinstance(value, Tensor):
+            floating = value.is_floating_point()
+        else:
+            floating = value.dtype.kind in "fc"
         if floating:
             return fill_rows(copy_of(value), lost, float("nan"))
         if self._on_host:
@@ -699,7 +762,9 @@ class InfoColumns:
             if value is None:
                 return None
         if self._on_host:
-            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+            if isinstance(value, Tensor):
+                return value.numpy(force=True)
+            return np.asarray(value)
         return to_torch(value, self._device)
 
     def check_seen(self, info: dict[str, Any]) -> None:

@@ -33,9 +33,12 @@ class SplitRunner:
         self.num_envs = sum(part.num_envs for part in parts)
         self.envs = [env for part in parts for env in part.envs]
         self.env = tuple(self.envs)
-        self.device, self.keys, self.asks_compact = parts[0].device, parts[0].keys, parts[0].asks_compact
+        self.device = parts[0].device
+        self.keys = parts[0].keys
+        self.asks_compact = parts[0].asks_compact
         # Counts moves of the env that was split, so that other collectors over it notice them.
-        self._moves, self._at = moves, 0 if moves is None else moves.count
+        self._moves = moves
+        self._at = 0 if moves is None else moves.count
         for part in parts:
             part.begin_only()
         _check_alike(parts)
@@ -94,7 +97,9 @@ class SplitRunner:
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where bool ``mask`` ``[steps, E]`` is True, env after env."""
-        batches, finals, rows = [], [], 0
+        batches = []
+        finals = []
+        rows = 0
         for part, first in zip(self._parts, self._firsts, strict=True):
             batch, final = part.lay_out(mask[:, first : first + part.num_envs], compact)
             if not len(batch):

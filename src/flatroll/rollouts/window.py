@@ -77,7 +77,8 @@ class Window:
         self.before = 0
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
-        self._device, self._on_cpu = device, device.type == "cpu"
+        self._device = device
+        self._on_cpu = device.type == "cpu"
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
@@ -243,13 +244,17 @@ class Window:
 
         The number says how many envs of the last step are selected; all remaining transitions come after it.
         """
-        mask, last = self.valid(), self.steps - 1
+        mask = self.valid()
+        last = self.steps - 1
         if self.same_step:
             reached = self.num_envs - (mask.size - self.taken - count)
         else:
             wanted = count - int(np.count_nonzero(mask[:last]))
             in_last = np.flatnonzero(mask[last])
-            reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
+            if wanted == len(in_last):
+                reached = self.num_envs
+            else:
+                reached = int(in_last[wanted])
         mask[last, reached:] = False
         return mask, reached
 
@@ -360,13 +365,18 @@ class Window:
         first = last * self.num_envs  # number of the last step's first cell
         self.before += self.steps
         self.steps = self.taken = 0
-        finals, self._finals = self._finals, {}
-        given, self._given = self._given, set()
+        finals = self._finals
+        self._finals = {}
+        given = self._given
+        self._given = set()
         kept_step = surplus_from < self.num_envs or keep
         for key in given:
             old = self.columns[key]
             # Old values need not be cleared: each step writes all columns except the loose ones.
-            new = self._zeros(old[0]) if key in self._loose else _empty_like(old)
+            if key in self._loose:
+                new = self._zeros(old[0])
+            else:
+                new = _empty_like(old)
             if kept_step:
                 new[last] = old[last]
             self._set(key, new)
@@ -380,7 +390,8 @@ class Window:
             for numbers, values in kept:
                 if len(numbers) and numbers[0] >= first:
                     self._finals.setdefault(key, []).append((numbers - first, values))
-        self.steps, self.taken = 1, surplus_from
+        self.steps = 1
+        self.taken = surplus_from
 
     def _allocate(self, key: NestedKey, value: Array) -> Array:
         """Allocate a column of zeros for values like this one."""
@@ -393,7 +404,10 @@ class Window:
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
         if key in self._keys.float32:  # values written later are cast
-            value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
+            if isinstance(value, Tensor):
+                value = value.float()
+            else:
+                value = value.astype(np.float32)
         return self._set(key, self._zeros(value))
 
     def _set(self, key: NestedKey, column: Array) -> Array:
@@ -427,7 +441,9 @@ class _Rows:
         """The cell numbers, env after env, in time order: int64 ``[N]``, NumPy."""
         mask = self._mask
         numbers = np.arange(mask.size).reshape(mask.shape).T
-        return numbers.ravel() if self.whole else numbers[mask.T]
+        if self.whole:
+            return numbers.ravel()
+        return numbers[mask.T]
 
     @cached_property
     def cells(self) -> Tensor:
@@ -438,10 +454,15 @@ class _Rows:
         """Return a column's values, ``after`` steps later, as a tensor ``[N, ...]`` that the batch may own."""
         window = self._window
         column = window.columns[key]
-        rows = self._transpose(key, column[after : after + window.steps]) if self.whole else None
+        if self.whole:
+            rows = self._transpose(key, column[after : after + window.steps])
+        else:
+            rows = None
         if rows is None:
             rows = self._gather(column, after)
-        return rows.unsqueeze(-1) if rows.ndim == 1 and key in window._keys.trailing else rows
+        if rows.ndim == 1 and key in window._keys.trailing:
+            return rows.unsqueeze(-1)
+        return rows
 
     def _transpose(self, key: NestedKey, column: Array) -> Tensor | None:
         """Transpose a whole column ``[steps, E, *S]``; None if gathering is faster."""
@@ -467,11 +488,14 @@ class _Rows:
         rows = like.T.flatten()
         if rows.data_ptr() == like.data_ptr():
             rows = rows.clone()
-        return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape) if shape else rows
+        if shape:
+            return rows.unsqueeze(-1).view(torch.from_numpy(column).dtype).view(-1, *shape)
+        return rows
 
     def _gather(self, column: Array, after: int) -> Tensor:
         """Gather the rows of a column ``[room, E, ...]``."""
-        window, trailing = self._window, column.shape[2:]
+        window = self._window
+        trailing = column.shape[2:]
         further = after * window.num_envs
         if not isinstance(column, Tensor):
             # [room, E, ...] -> [room * E, ...]; -1 is not possible where a row has no numbers.

@@ -197,7 +197,8 @@ class Block:
             raise TypeError(f"tables must be a list of Table, got {type(tables).__name__}")
         if not isinstance(slots, int):
             raise TypeError(f"slots must be an integer, got {slots!r}")
-        self.tables, self.slots = tuple(tables), slots
+        self.tables = tuple(tables)
+        self.slots = slots
         if slots < 1 or any(table.rows < 0 for table in self.tables):
             raise ValueError(f"slots must be at least 1 and rows at least 0, got {slots} and {self.tables}")
         self._offsets: list[dict[Key, int]] = []  # of each table: offsets of its columns in a slot
@@ -232,7 +233,8 @@ class Block:
         made = {}
         for key, column, start in self._places(slot, table):
             shape = (self.tables[table].rows, *column.shape)
-            dtype, count = getattr(torch, column.dtype), self._size(table, column)
+            dtype = getattr(torch, column.dtype)
+            count = self._size(table, column)
             # frombuffer refuses empty memory
             made[key] = (
                 torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start).view(shape)
@@ -249,7 +251,8 @@ class Block:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} is out of range: there are {self.slots} slots")
         start = slot * self._slot_bytes
-        columns, offsets = self.tables[table].columns, self._offsets[table]
+        columns = self.tables[table].columns
+        offsets = self._offsets[table]
         return [(key, column, start + offsets[key]) for key, column in columns.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:

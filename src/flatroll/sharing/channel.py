@@ -83,7 +83,8 @@ class Channel:
         written = _Message(_HEADER.size)
         pickler = MessagePickler(written)
         pickler.dump((kind, content))
-        message, descriptors = memoryview(written), [passed.fileno() for passed in pickler.passed]
+        message = memoryview(written)
+        descriptors = [passed.fileno() for passed in pickler.passed]
         if len(descriptors) > _MOST_DESCRIPTORS:
             raise ValueError(
                 f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
@@ -110,7 +111,8 @@ class Channel:
             except (BrokenPipeError, ConnectionResetError):
                 raise Closed("the other end of the channel is closed") from None
             else:
-                data, descriptors = data[sent:], []
+                data = data[sent:]
+                descriptors = []
 
     def receive(self, *kinds: str, timeout: float | None = None) -> Any:
         """Wait for the next message of one of these kinds (default: any); others stay for later.
@@ -131,7 +133,9 @@ class Channel:
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
             self.feed()
-        return message[1] if len(kinds) == 1 else message
+        if len(kinds) == 1:
+            return message[1]
+        return message
 
     def pop(self, *kinds: str) -> tuple[str, Any] | None:
         """Return the next message of one of these kinds (default: any) already read; None if there is none."""
@@ -157,7 +161,9 @@ class Channel:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                data, descriptors, flags = b"", [], 0
+                data = b""
+                descriptors = []
+                flags = 0
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             self._descriptors.extend(descriptors)

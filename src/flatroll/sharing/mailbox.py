@@ -20,7 +20,10 @@ from flatroll.sharing.channel import Channel, Closed
 if TYPE_CHECKING:
     import torch
 
-BLOCK, WINDOW, FREE = "mailbox: block", "mailbox: window", "mailbox: free"  # kinds of messages
+# kinds of messages
+BLOCK = "mailbox: block"
+WINDOW = "mailbox: window"
+FREE = "mailbox: free"
 
 
 class Outbox:
@@ -49,7 +52,8 @@ class Outbox:
     def __init__(self, channel: Channel, slots: int = 2) -> None:
         if not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots!r}")
-        self._channel, self._slots = channel, slots
+        self._channel = channel
+        self._slots = slots
         self._block: Block | None = None
         self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table
         self._number = -1  # of the block
@@ -134,8 +138,10 @@ class Window:
     def __init__(
         self, inbox: "Inbox", tables: "list[dict[Key, torch.Tensor]]", note: Any, place: Any
     ) -> None:
-        self.tables, self.note = tables, note
-        self._inbox, self._place = inbox, place
+        self.tables = tables
+        self.note = note
+        self._inbox = inbox
+        self._place = place
 
     def copy(self) -> "list[dict[Key, torch.Tensor]]":
         """Return copies of the tables."""
@@ -145,13 +151,15 @@ class Window:
         """Copy the tables and release the slot."""
         tables = self.copy()
         self.release()
-        self.tables, self.owned = tables, True
+        self.tables = tables
+        self.owned = True
 
     def release(self) -> None:
         """Release the slot; a second call does nothing, nor is it an error if the writer is gone."""
         if self._place is not None:
             self._inbox.give_back(self._place)
-            self._place, self.tables = None, []
+            self._place = None
+            self.tables = []
 
     def __enter__(self) -> "Window":
         return self
@@ -169,7 +177,8 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._number, self._tensors = -1, list[list[dict[Key, "torch.Tensor"]]]()
+        self._number = -1
+        self._tensors = list[list[dict[Key, "torch.Tensor"]]]()
         self._room: list[int] = []  # rows of each table
         # For each slot and table, the number of rows of its last window, and views of them.
         self._views: list[list[tuple[int, dict[Key, torch.Tensor]]]] = []
@@ -278,4 +287,6 @@ class _Unpacker(pickle.Unpickler):
             return tensor
         if kind == "number":
             return tensor[0]
-        return tensor.numpy() if kind == "array" else tensor.numpy().reshape(())
+        if kind == "array":
+            return tensor.numpy()
+        return tensor.numpy().reshape(())

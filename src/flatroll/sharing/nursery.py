@@ -220,7 +220,8 @@ class Nursery:
         """
         if not self._helper.is_mine():
             return
-        ending, deadline = list(workers), monotonic() + timeout
+        ending = list(workers)
+        deadline = monotonic() + timeout
         for worker in ending:
             worker.channel.finish()
         while (left := [worker for worker in ending if not worker.has_ended()]) and monotonic() < deadline:
@@ -251,12 +252,14 @@ class Worker:
     """The parent's handle of a worker: its ``channel``, ``name``, ``pid`` and errors."""
 
     def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel, report: Channel) -> None:
-        self.name, self.channel = name, channel
+        self.name = name
+        self.channel = channel
         #: The helper's report of the worker's exit; ready for reading once it has exited.
         self.report = report
         #: Its process id.
         self.pid = -1
-        self._helper, self._number = helper, number
+        self._helper = helper
+        self._number = number
         self._exitcode: int | None = None
 
     @property
@@ -293,7 +296,9 @@ class Worker:
     def sources(self) -> list[Channel]:
         """Return what becomes readable when it sends a message or ends; call it after `has_news` has returned False."""
         # Once its end of the channel is closed, only the helper can report how it ended.
-        return [self.report] if self.channel.ended else [self.channel, self.report]
+        if self.channel.ended:
+            return [self.report]
+        return [self.channel, self.report]
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send it a message. If it has ended, do nothing: the next `receive` raises."""
@@ -319,7 +324,9 @@ class Worker:
                 self.channel.feed()
                 message = self.channel.pop(*(kinds and (*kinds, FAILED)))
             if message is not None and message[0] != FAILED:
-                return message[1] if len(kinds) == 1 else message
+                if len(kinds) == 1:
+                    return message[1]
+                return message
             if message is not None:
                 message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
@@ -398,7 +405,8 @@ class _Helper:
     def start(self, number: int, name: str) -> Worker:
         """Request the fork of a worker, and wait for it."""
         self.prepare()
-        (ours, theirs), (report, reported) = Channel.pair(), Channel.pair()
+        (ours, theirs) = Channel.pair()
+        (report, reported) = Channel.pair()
         worker = Worker(self, number, name, ours, report)
         try:
             with self._lock:

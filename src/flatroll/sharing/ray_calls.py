@@ -240,7 +240,8 @@ def pack_batches(value: Any) -> Any:
         return tuple(map(pack_batches, value))
     if not isinstance(value, TensorDictBase):
         return value
-    columns, dtypes = {}, {}
+    columns = {}
+    dtypes = {}
     for key, entry in value.items(True, True, is_leaf=is_leaf_nontensor):
         if not isinstance(entry, Tensor):
             raise TypeError(

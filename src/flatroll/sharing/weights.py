@@ -12,8 +12,12 @@ from flatroll.sharing.block import Block, Key, Table, dtype_name
 if TYPE_CHECKING:
     import torch
 
-_HEADER, _VALUES = 0, 1  # tables of the block
-_BEGUN, _DONE = 0, 1  # numbers in the header
+# tables of the block
+_HEADER = 0
+_VALUES = 1
+# numbers in the header
+_BEGUN = 0
+_DONE = 1
 
 
 class SharedWeights:
@@ -104,7 +108,8 @@ class SharedWeights:
     def _check(self, state: "Mapping[str, torch.Tensor]") -> None:
         shared = self._copies[0]
         if state.keys() != shared.keys():
-            missing, added = sorted(shared.keys() - state.keys()), sorted(state.keys() - shared.keys())
+            missing = sorted(shared.keys() - state.keys())
+            added = sorted(state.keys() - shared.keys())
             raise ValueError(
                 f"the weights have other names than the shared ones: missing {missing}, new {added}"
             )

@@ -23,9 +23,17 @@ import numpy as np
 
 from flatroll.sharing.channel import Channel, Closed
 
-RUN, FAILED = "run", "failed"  # kinds of messages between owner and worker
-START, KILL = "start", "kill"  # kinds of messages to the helper
-READY, STARTED, ENDED, BROKEN = "ready", "started", "ended", "broken"  # kinds of messages from the helper
+# kinds of messages between owner and worker
+RUN = "run"
+FAILED = "failed"
+# kinds of messages to the helper
+START = "start"
+KILL = "kill"
+# kinds of messages from the helper
+READY = "ready"
+STARTED = "started"
+ENDED = "ended"
+BROKEN = "broken"
 
 
 class WorkerTraceback(Exception):
@@ -63,7 +71,8 @@ class Failure:
         >>> Failure.of(SystemExit(3)).error()
         WorkerDied('ended by SystemExit: 3')
         """
-        name, ends = type(error).__name__, not isinstance(error, Exception)
+        name = type(error).__name__
+        ends = not isinstance(error, Exception)
         try:
             text = str(error)
         except Exception as other:  # its __str__ may raise anything
@@ -75,7 +84,9 @@ class Failure:
         except Exception:  # and so may its __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
-        return failure if failure._unpickle() is not None else Failure(name, text, trace, None, ends)
+        if failure._unpickle() is not None:
+            return failure
+        return Failure(name, text, trace, None, ends)
 
     def _unpickle(self) -> Exception | None:
         """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
@@ -86,7 +97,9 @@ class Failure:
             same = type(error).__name__ == self.name and str(error) == self.text
         except Exception:  # an import fails, __init__ takes other arguments, __str__ raises
             return None
-        return error if same and isinstance(error, Exception) else None
+        if same and isinstance(error, Exception):
+            return error
+        return None
 
     def error(self) -> Exception:
         """Return the error itself if this process can unpickle it, else a RuntimeError with its type and text.
@@ -237,7 +250,9 @@ def prepare_forks(preload: list[str]) -> None:
 def thread_count() -> int:
     """Number of threads of this process; if the system does not report it, of Python threads only."""
     tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+    if tasks.is_dir():
+        return len(list(tasks.iterdir()))
+    return threading.active_count()
 
 
 class Helper:
@@ -248,7 +263,9 @@ class Helper:
     """
 
     def __init__(self, control: Channel, parent: int, fork: bool) -> None:
-        self._control, self._parent_pid, self._fork = control, parent, fork
+        self._control = control
+        self._parent_pid = parent
+        self._fork = fork
         self._pids: dict[int, int] = {}  # pid of each worker number
         self._reports: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
@@ -300,7 +317,8 @@ class Helper:
         with suppress(ProcessLookupError, PermissionError):  # parent and child both do it
             os.setpgid(pid, pid)
         channel.forget()
-        self._pids[number], self._reports[number] = pid, report
+        self._pids[number] = pid
+        self._reports[number] = report
         with suppress(Closed):  # Ctrl-C interrupted the waiting parent
             report.send(STARTED, pid)
 

@@ -83,7 +83,8 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
     # reach high because the floor is taken of numbers below high + 1.
     drawn = low * (1 - uniform) + (high + 1 if whole else high) * uniform
     if not bounded:
-        below, above = low.isfinite(), high.isfinite()
+        below = low.isfinite()
+        above = high.isfinite()
         away = -torch.log1p(-uniform)  # exponential with mean 1
         normal = torch.randn(shape, generator=generator, device=low.device).double()
         one_sided = torch.where(below, low + away, torch.where(above, high - away, normal))

@@ -43,7 +43,9 @@ class NumberSpec(TensorSpec):
             self.__class__ = self._by_domain[domain]
 
     def _dtype_or_default(self, dtype: DType) -> torch.dtype:
-        return self._default_dtype or torch.get_default_dtype() if dtype is None else as_dtype(dtype)
+        if dtype is None:
+            return self._default_dtype or torch.get_default_dtype()
+        return as_dtype(dtype)
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -114,7 +116,8 @@ class Bounded(NumberSpec, Ranged):
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
             self._parameters[name] = shorten(full).clone()  # a copy: the caller may write to the original
-        least, most = self.low, self.high
+        least = self.low
+        most = self.high
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
@@ -208,7 +211,8 @@ class Bounded(NumberSpec, Ranged):
         parts = []
         for name, bound in zip(("low", "high"), self._limits(), strict=True):
             numbers = bound.reshape(-1).tolist()
-            least, most = min(numbers, default="[]"), max(numbers, default="[]")
+            least = min(numbers, default="[]")
+            most = max(numbers, default="[]")
             parts.append(f"{name}={least}" if least == most else f"{name}={least}..{most}")
         return parts
 
@@ -252,7 +256,10 @@ class Unbounded(NumberSpec):
     def space(self) -> Interval:
         assert self.dtype is not None
         info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
-        ends = (0, 1) if self.dtype is torch.bool else (info(self.dtype).min, info(self.dtype).max)
+        if self.dtype is torch.bool:
+            ends = (0, 1)
+        else:
+            ends = (info(self.dtype).min, info(self.dtype).max)
         low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
         return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
 
@@ -283,7 +290,8 @@ class Unbounded(NumberSpec):
             return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
         least, most = map(float, whole_range(self.dtype))
         if most > 2**16:
-            least, most = 0.0 if least == 0 else -torch.inf, torch.inf
+            least = 0.0 if least == 0 else -torch.inf
+            most = torch.inf
         ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
         return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
 
@@ -335,7 +343,7 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
     # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
     large = isinstance(value, int) and value >= 2**63
-    wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
+    wide = torch.uint64 if large else (torch.float64 if isinstance(value, float) else None)
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")

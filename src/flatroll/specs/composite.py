@@ -59,7 +59,8 @@ class Composite(TensorSpec):
             raise TypeError("shape and batch_size are two names of one argument: pass one of them")
         given = batch_size if shape is None else shape
         super().__init__(() if given is None else given, None, device, None, "")
-        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        self.data_cls = data_cls
+        self.step_mdp_static = step_mdp_static
         self.names = names
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
@@ -80,7 +81,9 @@ class Composite(TensorSpec):
     @property
     def names(self) -> list[str | None]:
         """The names of the batch dims, None for a dim without one."""
-        return [None] * self.ndim if self._names is None else self._names
+        if self._names is None:
+            return [None] * self.ndim
+        return self._names
 
     @names.setter
     def names(self, names: Sequence[str | None] | None) -> None:
@@ -126,7 +129,9 @@ class Composite(TensorSpec):
                     dict(spec.items()), shape=self.shape, device=spec.device, data_cls=spec.data_cls
                 )
                 wider.step_mdp_static, wider.of_tuple = spec.step_mdp_static, spec.of_tuple
-                return wider.lock_(recurse=False) if spec.locked else wider
+                if spec.locked:
+                    return wider.lock_(recurse=False)
+                return wider
             if isinstance(spec, NonTensor):
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
@@ -215,7 +220,10 @@ class Composite(TensorSpec):
         found: list[tuple[NestedKey, Any]] = []
         for name in self:
             spec = self[name]
-            leaf = not isinstance(spec, Composite) if is_leaf is None else is_leaf(type(spec))
+            if is_leaf is None:
+                leaf = not isinstance(spec, Composite)
+            else:
+                leaf = is_leaf(type(spec))
             if include_nested and isinstance(spec, Composite):
                 inner = spec.items(True, leaves_only, is_leaf=is_leaf)
                 found += [((name, *as_tuple(key)), child) for key, child in inner]
@@ -307,7 +315,10 @@ class Composite(TensorSpec):
     def to(self, dest: torch.dtype | Device) -> Self:
         if dest is None:
             return self
-        moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
+        if isinstance(dest, torch.dtype):
+            moved = {}
+        else:
+            moved = {"device": torch.device(dest)}
         return self._map_entries(lambda spec: spec.to(dest), **moved)
 
     def clear_device_(self) -> Self:
@@ -330,7 +341,10 @@ class Composite(TensorSpec):
         size = self._full_shape(shape)
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
-        names = None if self._names is None else [*(None,) * (len(size) - self.ndim), *self._names]
+        if self._names is None:
+            names = None
+        else:
+            names = [*(None,) * (len(size) - self.ndim), *self._names]
         return TensorDict(values, size, device=self.device, names=names)
 
     @override
@@ -371,7 +385,9 @@ class Composite(TensorSpec):
             text = spec.problem(entry)
             if text is not None:
                 nested = isinstance(spec, Composite) and text.startswith(("'", "("))
-                return _prefix(name, text) if nested else f"{name!r}: {text}"
+                if nested:
+                    return _prefix(name, text)
+                return f"{name!r}: {text}"
         return None
 
     @override
@@ -399,7 +415,8 @@ class Composite(TensorSpec):
             KeyError: an entry is missing, or none of the spec's.
             OutsideSpecError, ValueError: see `TensorSpec.encode`; the message names the key.
         """
-        present, given = self.present(), set(value.keys())
+        present = self.present()
+        given = set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
         if wrong:
             raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: {wrong} differ")
@@ -432,7 +449,9 @@ class Composite(TensorSpec):
     @override
     def cardinality(self) -> int | float:
         counts = [spec.cardinality() for spec in self.present().values()]
-        return math.prod(counts) if counts else 0
+        if counts:
+            return math.prod(counts)
+        return 0
 
     @override
     def enumerate(self, use_mask: bool = False) -> Any:

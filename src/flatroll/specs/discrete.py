@@ -37,7 +37,9 @@ class Numbered(Ranged):
     @property
     def mask(self) -> Tensor | None:
         """Mask of allowed categories, bool: batch dims, then the categories of all parts. None for all."""
-        return self._full("mask") if "mask" in self._parameters else None
+        if "mask" in self._parameters:
+            return self._full("mask")
+        return None
 
     def update_mask(self, mask: Numbers | None) -> None:
         """Set the mask of allowed categories, bool, broadcastable to the batch dims and all categories; None for all.
@@ -48,7 +50,8 @@ class Numbered(Ranged):
         if mask is None:
             self._parameters.pop("mask", None)
             return
-        given, counts = as_numbers("mask", mask, self.device), self._counts()
+        given = as_numbers("mask", mask, self.device)
+        counts = self._counts()
         if given.dtype is not torch.bool:
             raise ValueError(f"the mask must be bool, got {given.dtype}")
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
@@ -64,7 +67,9 @@ class Numbered(Ranged):
 
     @override
     def all_allowed(self, value: Tensor) -> bool:
-        return super().all_allowed(value) if self.mask is None else bool(self.allowed(value).all())
+        if self.mask is None:
+            return super().all_allowed(value)
+        return bool(self.allowed(value).all())
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -142,7 +147,8 @@ class Categorical(Numbered):
 
     @override
     def allowed(self, value: Tensor) -> Tensor:
-        allowed, mask = super().allowed(value), self.mask
+        allowed = super().allowed(value)
+        mask = self.mask
         if mask is None:
             return allowed
         counted = (value.long() - self.start).clamp(0, self.n - 1).unsqueeze(-1)
@@ -164,7 +170,8 @@ class Categorical(Numbered):
     @override
     def closest(self, value: Tensor) -> Tensor:
         """Return the closest allowed category, the smaller one of a tie."""
-        closest, mask = super().closest(value), self.mask
+        closest = super().closest(value)
+        mask = self.mask
         if mask is None:
             return closest
         away = (torch.arange(self.n, device=self.device) - (closest.long() - self.start).unsqueeze(-1)).abs()
@@ -211,7 +218,9 @@ class Categorical(Numbered):
     @override
     def _repr_parts(self) -> list[str]:
         parts = [f"n={self.n}", *([f"start={self.start}"] if self.start else [])]
-        return parts if self.mask is None else [*parts, "masked"]
+        if self.mask is None:
+            return parts
+        return [*parts, "masked"]
 
 
 class Encoded(TensorSpec):
@@ -286,7 +295,10 @@ class Encoded(TensorSpec):
             return text
         assert isinstance(value, Tensor)
         row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
-        where = f"at index {row[0] if len(row) == 1 else row} " if row else ""
+        if row:
+            where = f"at index {row[0] if len(row) == 1 else row} "
+        else:
+            where = ""
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
     @override
@@ -383,7 +395,9 @@ class OneHot(Encoded):
         if value.dtype is not torch.bool:
             right &= ((value == 0) | flags).all(-1, keepdim=True)
         mask = self.mask
-        return right if mask is None else right & (flags & mask).any(-1, keepdim=True)
+        if mask is None:
+            return right
+        return right & (flags & mask).any(-1, keepdim=True)
 
     @override
     def _settings(self) -> tuple[Any, ...]:
@@ -391,7 +405,9 @@ class OneHot(Encoded):
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
-        return "one set flag" if self.mask is None else "one set flag that the mask allows"
+        if self.mask is None:
+            return "one set flag"
+        return "one set flag that the mask allows"
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
@@ -521,7 +537,8 @@ class MultiCategorical(Numbered):
 
     def parts(self) -> list[Categorical]:
         """The spec of each part, of shape ``shape[:-1]``."""
-        counts, starts = self._counts(), self._one_row("start").tolist()
+        counts = self._counts()
+        starts = self._one_row("start").tolist()
         masks = [None] * len(counts) if self.mask is None else self.mask.split_with_sizes(counts, -1)
         return [
             Categorical(n, self.shape[:-1], self.device, self.dtype, mask, start=first)
@@ -531,7 +548,8 @@ class MultiCategorical(Numbered):
     @override
     def _limits(self) -> tuple[Tensor, Tensor]:
         assert self.dtype is not None
-        low, counts = self._parameters["start"], self._parameters["nvec"]
+        low = self._parameters["start"]
+        counts = self._parameters["nvec"]
         return low.to(self.dtype), (low + counts - 1).to(self.dtype)
 
     @override
@@ -596,8 +614,10 @@ class MultiCategorical(Numbered):
 
     @override
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
-        low, counts = self._parameters["start"], self._parameters["nvec"]
-        least, most = int(low.min()), int((low + counts - 1).max())
+        low = self._parameters["start"]
+        counts = self._parameters["nvec"]
+        least = int(low.min())
+        most = int((low + counts - 1).max())
         check_holds(dtype, least, most)
 
     @override
@@ -605,7 +625,9 @@ class MultiCategorical(Numbered):
         rows = self._rows("nvec")
         same = bool((rows == rows[0]).all())
         parts = [f"nvec={rows[0].tolist() if same else rows.tolist()}"]
-        return parts if self.mask is None else [*parts, "masked"]
+        if self.mask is None:
+            return parts
+        return [*parts, "masked"]
 
 
 class MultiOneHot(Encoded):

@@ -54,14 +54,17 @@ class NonTensor(TensorSpec):
             flags(batched=batched)
         if feature_dims is not None:
             whole_number("feature_dims", feature_dims, 0)
-        self.batched, self._feature_dims = bool(batched), feature_dims
+        self.batched = bool(batched)
+        self._feature_dims = feature_dims
 
     @property
     def feature_dims(self) -> int:
         """Number of trailing dims that one element covers: 0 if batched, else all or the given number."""
         if self.batched:
             return 0
-        return self.ndim if self._feature_dims is None else min(self._feature_dims, self.ndim)
+        if self._feature_dims is None:
+            return self.ndim
+        return min(self._feature_dims, self.ndim)
 
     @override
     def is_in(self, value: object) -> bool:
@@ -144,7 +147,9 @@ class NonTensor(TensorSpec):
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
         if safe:
             self.assert_is_in(value)
-        return value.data if isinstance(value, NonTensorData) else value
+        if isinstance(value, NonTensorData):
+            return value.data
+        return value
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -156,9 +161,9 @@ class NonTensor(TensorSpec):
 
     @override
     def _repr_parts(self) -> list[str]:
-        return (
-            [f"space={self._space}"] if self._space is not None else [f"example_data={self.example_data!r}"]
-        )
+        if self._space is not None:
+            return [f"space={self._space}"]
+        return [f"example_data={self.example_data!r}"]
 
 
 def _data(value: Any) -> list[Any]:

@@ -82,7 +82,9 @@ def dims_used(item: object) -> int:
     """Return how many dims an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
-    return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+    if isinstance(item, Tensor) and item.dtype is torch.bool:
+        return item.ndim
+    return 1
 
 
 def grid(ranges: list[Tensor]) -> Tensor:

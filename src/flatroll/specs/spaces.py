@@ -43,7 +43,9 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     """
     batch = as_shape(batch_size, name="batch_size")
     spec = _spec_of(space, None if device is None else torch_device("device", device))
-    return spec.expand(*batch, *spec.shape) if batch else spec
+    if batch:
+        return spec.expand(*batch, *spec.shape)
+    return spec
 
 
 def _spec_of(space: Any, device: Device) -> TensorSpec:
@@ -61,8 +63,10 @@ def _spec_of(space: Any, device: Device) -> TensorSpec:
         spec.of_tuple = True
         return spec
     if isinstance(space, spaces.Box):
-        dtype, shape = as_dtype(space.dtype), space.shape
-        below, above = space.bounded_below, space.bounded_above
+        dtype = as_dtype(space.dtype)
+        shape = space.shape
+        below = space.bounded_below
+        above = space.bounded_above
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
         low, high = (_as_bound(bound, dtype, device) for bound in (space.low, space.high))
@@ -105,7 +109,9 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         raise ValueError("Gymnasium spaces have no mask: call spec.update_mask(None) first")
     if type(spec) is Composite:
         children = {key: as_space(child) for key, child in spec.present().items()}
-        return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
+        if spec.of_tuple:
+            return spaces.Tuple(list(children.values()))
+        return spaces.Dict(children)
     if spec.dtype is torch.bfloat16:
         raise TypeError(
             "NumPy has no bfloat16, so Gymnasium spaces have none: call spec.to(torch.float32) first"
@@ -168,6 +174,7 @@ def make_composite_from_td(
             )
         else:
             shape = tuple(value.shape) or ((1,) if unsqueeze_null_shapes else ())
-            shape = (*shape[:-1], -1) if dynamic_shape and value.ndim > data.ndim else shape
+            if dynamic_shape and value.ndim > data.ndim:
+                shape = (*shape[:-1], -1)
             specs[key] = Unbounded(shape, value.device, value.dtype)
     return Composite(specs, shape=data.shape)

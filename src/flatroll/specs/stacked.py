@@ -74,7 +74,8 @@ class Parallel(TensorSpec):
     def map_dims(self, operation: Operation, dims: int) -> Any:
         # The operation is opaque, so its effect on the stacked dim is read off a probe: a tensor that holds
         # the number of the spec at each position.
-        specs, dim = self.specs, self.dim
+        specs = self.specs
+        dim = self.dim
         if dim >= dims:  # not reached by the operation, which may change the dims before it
             done: Any = [spec.map_dims(operation, dims) for spec in specs]
             return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
@@ -110,9 +111,10 @@ class Parallel(TensorSpec):
         if not along:
             number = int(probe.reshape(-1)[0])
             alone = place(number, None)
-            return (
-                specs[number] if alone == specs[number] else alone
-            )  # itself, so that later changes to it are visible
+            # itself, so that later changes to it are visible
+            if alone == specs[number]:
+                return specs[number]
+            return alone
         order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
@@ -123,7 +125,9 @@ class Parallel(TensorSpec):
 
     @override
     def to(self, dest: torch.dtype | Device) -> Self:
-        return self if dest is None else self._map_specs(lambda spec: spec.to(dest))
+        if dest is None:
+            return self
+        return self._map_specs(lambda spec: spec.to(dest))
 
     @override
     def clone(self) -> Self:
@@ -169,15 +173,22 @@ class Parallel(TensorSpec):
     def project(self, value: Any) -> Any:
         if self.is_in(value):
             return value
-        added = 0 if isinstance(value, Tensor) and value.is_nested else value.ndim - self.ndim
+        if isinstance(value, Tensor) and value.is_nested:
+            added = 0
+        else:
+            added = value.ndim - self.ndim
         parts = zip(self.specs, self._split_value(value), strict=True)
         return self._join([spec.project(part) for spec, part in parts], self.dim + added)
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         """Encode one value for each spec: a sequence of them, or an array with the stacked dim."""
-        value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
-        parts = value.unbind(self.dim) if hasattr(value, "unbind") else list(value)
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(value)
+        if hasattr(value, "unbind"):
+            parts = value.unbind(self.dim)
+        else:
+            parts = list(value)
         if len(parts) != len(self.specs):
             raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
         encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
@@ -193,7 +204,9 @@ class Parallel(TensorSpec):
             self.assert_is_in(value)
         parts = [spec.to_numpy(part) for spec, part in zip(self.specs, self._split_value(value), strict=True)]
         shapes = {getattr(part, "shape", None) for part in parts}
-        return np.stack(parts, self.dim) if len(shapes) == 1 and None not in shapes else parts
+        if len(shapes) == 1 and None not in shapes:
+            return np.stack(parts, self.dim)
+        return parts
 
     @override
     def cardinality(self) -> int | float:
@@ -237,7 +250,8 @@ class Stacked(Parallel):
         shape, dim = _stacked_shape(specs, dim)
         self.value_dims = specs[0].value_dims
         TensorSpec.__init__(self, shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
-        self.specs, self.dim = specs, dim
+        self.specs = specs
+        self.dim = dim
 
     @property
     @override
@@ -287,7 +301,8 @@ class StackedComposite(Parallel, Composite):
     def __init__(self, *specs: Composite, dim: int) -> None:
         shape, dim = _stacked_shape(specs, dim)
         Composite.__init__(self, shape=shape, device=specs[0].device, data_cls=specs[0].data_cls)
-        self.specs, self.dim = specs, dim
+        self.specs = specs
+        self.dim = dim
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -302,7 +317,9 @@ class StackedComposite(Parallel, Composite):
         if not is_key(index):
             return TensorSpec.__getitem__(self, index)
         entries = [spec[index] for spec in self.specs]
-        return None if None in entries else stack(entries, self.dim)
+        if None in entries:
+            return None
+        return stack(entries, self.dim)
 
     @override
     def __setitem__(self, key: NestedKey, spec: SpecLike) -> None:
@@ -377,7 +394,9 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
 
 def _kind(spec: TensorSpec) -> type[TensorSpec]:
     """The class of a spec; of a stack, that of its specs."""
-    return _kind(spec.specs[0]) if isinstance(spec, Stacked) else type(spec)
+    if isinstance(spec, Stacked):
+        return _kind(spec.specs[0])
+    return type(spec)
 
 
 def contains_lazy_spec(spec: TensorSpec) -> bool:

@@ -100,7 +100,10 @@ class TensorSpec(ABC):
     ) -> None:
         self.shape = as_shape(shape)
         self._space = space
-        self.device = self._default_device if device is None else torch_device("device", device)
+        if device is None:
+            self.device = self._default_device
+        else:
+            self.device = torch_device("device", device)
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
@@ -176,7 +179,10 @@ class TensorSpec(ABC):
         outer = self.ndim - self.value_dims
         counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
         if any(not 0 <= dim < outer for dim in counted):
-            own = f", and its last {self.value_dims} belong to one value" if self.value_dims else ""
+            if self.value_dims:
+                own = f", and its last {self.value_dims} belong to one value"
+            else:
+                own = ""
             raise IndexError(
                 f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
             )
@@ -195,7 +201,8 @@ class TensorSpec(ABC):
 
     def expand(self, *shape: Shape) -> Self:
         """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
-        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        outer = self._split(as_shape(*shape), "expand")
+        dims = self._frame.ndim
         new = len(outer) - dims  # -1 means any length in a new dim, and the current size in an existing one
         outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
         try:
@@ -208,7 +215,8 @@ class TensorSpec(ABC):
 
     def reshape(self, *shape: Shape) -> Self:
         """Reshape the batch dims, keeping the number of elements."""
-        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        outer = self._split(as_shape(*shape), "reshape")
+        dims = self._frame.ndim
         try:
             sizes = self._frame.reshape(outer).shape
             return self.map_dims(lambda tensor: tensor.reshape((*sizes, *tensor.shape[dims:])), dims)
@@ -228,7 +236,8 @@ class TensorSpec(ABC):
 
     def unflatten(self, dim: int, sizes: Shape) -> Self:
         """Split one dim into several."""
-        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        (dim,) = self._outer("unflatten", dim)
+        parts = as_shape(sizes)
         return self.map_dims(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
 
     def squeeze(self, dim: int | None = None) -> Self:
@@ -307,9 +316,13 @@ class TensorSpec(ABC):
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):
-            return self if dest == self.dtype else self._with_dtype(dest)
+            if dest == self.dtype:
+                return self
+            return self._with_dtype(dest)
         device = torch.device(dest)
-        return self if device == self.device else self._with_device(device)
+        if device == self.device:
+            return self
+        return self._with_device(device)
 
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         return self._copy_with(dtype=dtype)
@@ -392,7 +405,10 @@ class TensorSpec(ABC):
 
     def _fits(self, shape: torch.Size) -> bool:
         """Whether a shape ends with that of the spec, whose dims of size -1 take any length."""
-        last = shape[len(shape) - self.ndim :] if self.ndim <= len(shape) else shape
+        if self.ndim <= len(shape):
+            last = shape[len(shape) - self.ndim :]
+        else:
+            last = shape
         return last == self.shape or (
             len(last) == self.ndim
             and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
@@ -436,7 +452,10 @@ class TensorSpec(ABC):
         if bool(allowed.all()):
             return None
         first = tuple((~allowed).nonzero()[0].tolist())
-        where = f"at index {first[0] if len(first) == 1 else first} " if first else ""
+        if first:
+            where = f"at index {first[0] if len(first) == 1 else first} "
+        else:
+            where = ""
         return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
 
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -498,7 +517,10 @@ class TensorSpec(ABC):
         if given.dtype is self.dtype:
             return given
         tensor = given.to(self.dtype)
-        changed = not torch.equal(tensor.to(given.dtype), given) if is_whole(self.dtype) else None
+        if is_whole(self.dtype):
+            changed = not torch.equal(tensor.to(given.dtype), given)
+        else:
+            changed = None
         if changed is None:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
@@ -549,7 +571,8 @@ class TensorSpec(ABC):
             return True
         if type(self) is not type(other) or not isinstance(other, TensorSpec):
             return False
-        mine, its = self._parameters, other._parameters
+        mine = self._parameters
+        its = other._parameters
         return (
             self.shape == other.shape
             and self.dtype == other.dtype
@@ -615,9 +638,9 @@ class Ranged(TensorSpec):
         low, high = self._get_limits()
         numbers = to_ordered(value)
         inside = (numbers >= low) & (numbers <= high)
-        return (
-            inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
-        )
+        if self._whole and numbers.is_floating_point():
+            return inside & (numbers == numbers.round())
+        return inside
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -629,7 +652,8 @@ class Ranged(TensorSpec):
         else:
             low, high = (as_double(limit) for limit in self._limits())
             numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
-            numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
+            if self._whole or is_whole(self.dtype):
+                numbers = numbers.round()
             numbers = numbers.clamp(low, high)  # in float64, for numbers that the dtype cannot hold
         return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 

@@ -75,11 +75,18 @@ class TokenizedDatasetLoader:
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
-        self.split, self.max_length = split, max_length
-        self.dataset_name = str(Path(dataset_name).absolute()) if from_disk else dataset_name
-        self.tokenizer_fn, self.pre_tokenization_hook = tokenizer_fn, pre_tokenization_hook
+        self.split = split
+        self.max_length = max_length
+        if from_disk:
+            self.dataset_name = str(Path(dataset_name).absolute())
+        else:
+            self.dataset_name = dataset_name
+        self.tokenizer_fn = tokenizer_fn
+        self.pre_tokenization_hook = pre_tokenization_hook
         self.root_dir = Path(root_dir or Path.home() / ".cache/flatroll/text").absolute()
-        self.from_disk, self.valid_size, self.num_workers = from_disk, valid_size, num_workers
+        self.from_disk = from_disk
+        self.valid_size = valid_size
+        self.num_workers = num_workers
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
@@ -117,7 +124,9 @@ class TokenizedDatasetLoader:
             dataset = datasets.load_dataset(self.dataset_name, split=self.split)
         if self.split.startswith("valid"):
             dataset = dataset.select(range(min(self.valid_size, len(dataset))))
-        return dataset if self.pre_tokenization_hook is None else self.pre_tokenization_hook(dataset)
+        if self.pre_tokenization_hook is None:
+            return dataset
+        return self.pre_tokenization_hook(dataset)
 
     def _cache_key(self, dataset: Any) -> str:
         """Hash of all that the tokens depend on."""
@@ -269,7 +278,9 @@ def get_dataloader(
         prefetch=prefetch,
         transform=rows_of,
     )
-    return create_infinite_iterator(buffer) if infinite else buffer
+    if infinite:
+        return create_infinite_iterator(buffer)
+    return buffer
 
 
 def _import_extra(name: str) -> Any:

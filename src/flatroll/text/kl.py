@@ -147,7 +147,8 @@ class AdaptiveKLController(KLControllerBase):
         for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
             number(name, value, above=0, below=math.inf)
         super().__init__(init_kl_coef, model)
-        self.target, self.horizon = float(target), horizon
+        self.target = float(target)
+        self.horizon = horizon
 
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
@@ -179,7 +180,8 @@ class AdaptiveKLController(KLControllerBase):
                 raise ValueError("kl_values is empty: do a rollout before the update")
             if n_steps is not None:
                 raise ValueError("n_steps is only for kl=; with kl_values the number of values is used")
-            n_steps, kl = len(rewards), -math.fsum(rewards) / len(rewards) / self.coef
+            n_steps = len(rewards)
+            kl = -math.fsum(rewards) / len(rewards) / self.coef
         assert kl is not None
         kl = kl if isinstance(kl, float) else float(number("kl", kl))
         if not math.isfinite(kl):

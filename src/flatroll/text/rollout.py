@@ -89,7 +89,9 @@ class RolloutFromModel:
             whole_number("num_steps", num_steps)
         one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
         flags(flat=flat, allow_off_policy=allow_off_policy)
-        self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
+        self.model = model
+        self.ref_model = ref_model
+        self.reward_model = reward_model
         self.kl_coef = float(number("kl_coef", kl_coef))
         if kl_scheduler is not None:
             function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
@@ -97,12 +99,17 @@ class RolloutFromModel:
             expect("generator", generator, torch.Generator, "a torch.Generator or None")
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         self.score_clip = float(number("score_clip", score_clip, least=0))
-        self.kl_scheduler, self.flat = kl_scheduler, flat
+        self.kl_scheduler = kl_scheduler
+        self.flat = flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
-        pad = _config_value(model, "pad_token_id") if pad_token_id is None else pad_token_id
+        if pad_token_id is None:
+            pad = _config_value(model, "pad_token_id")
+        else:
+            pad = pad_token_id
         self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
-        self.generation_config, self.allow_off_policy = generation_config, allow_off_policy
+        self.generation_config = generation_config
+        self.allow_off_policy = allow_off_policy
         if generation_config is not None and not hasattr(generation_config, "to_diff_dict"):
             raise TypeError(
                 f"generation_config must be a transformers.GenerationConfig, got {type(generation_config).__name__}"
@@ -172,7 +179,8 @@ class RolloutFromModel:
             log_ratio[:, :count] = log_probs[:, :count] - token_log_probs(
                 self.ref_model, whole, whole_mask, count
             )
-        log_probs, log_ratio = log_probs.masked_fill(~real, 0.0), log_ratio.masked_fill(~real, 0.0)
+        log_probs = log_probs.masked_fill(~real, 0.0)
+        log_ratio = log_ratio.masked_fill(~real, 0.0)
         rows, length = batch.input_ids.shape
         place = torch.arange(length + self.max_new_tokens, device=tokens.device).expand(rows, -1)
         own = place < lengths.unsqueeze(1)  # the prompt's tokens; all others are padding until they are drawn
@@ -228,7 +236,8 @@ class RolloutFromModel:
         after = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
         after |= {"terminated": terminated, "truncated": done ^ terminated, "done": done}
         after = {name: column.unsqueeze(1) for name, column in after.items()}
-        device, drawn = generated.device, action.flatten()
+        device = generated.device
+        drawn = action.flatten()
         if self.flat:
             own = {ACTION: drawn.index_select(0, row)}
             own["action_log_prob"] = log_probs.flatten().index_select(0, row)
@@ -290,7 +299,8 @@ class RolloutFromModel:
         """Tokens of each prompt, int64 ``[B]``, checked."""
         if not hasattr(batch, "prompt_rindex"):
             raise TypeError(f"batch must be a PromptData, got {type(batch).__name__}")
-        rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
+        rindex = batch.prompt_rindex
+        (rows, length) = batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(
                 f"prompt_rindex must have shape {(rows,)}, with at least one row, got {tuple(rindex.shape)}"

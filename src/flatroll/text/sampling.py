@@ -195,7 +195,8 @@ def generate_tokens(
     for name, value in _PLAIN.items():
         if getattr(config, name, None) is None:
             setattr(config, name, value)
-    config.max_new_tokens, config.pad_token_id = max_new_tokens, pad
+    config.max_new_tokens = max_new_tokens
+    config.pad_token_id = pad
     config.eos_token_id = eos or None
     config.return_dict_in_generate = False
     drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[

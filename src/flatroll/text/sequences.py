@@ -77,7 +77,10 @@ class Sequences:
 
         Rows that refer to them cannot be read any more. With a replay buffer, ``before`` is the lowest number in it.
         """
-        stop = self._first + len(self) if before is None else whole_number("before", before, -(2**63))
+        if before is None:
+            stop = self._first + len(self)
+        else:
+            stop = whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
         # A clone, so that the memory of the dropped tokens is freed.
@@ -98,7 +101,8 @@ class Sequences:
         places = self._places(_whole_numbers("numbers", numbers))
         if length is not None:
             whole_number("length", length, 0)
-        start, stop = self._bounds[places].unsqueeze(1), self._bounds[places + 1].unsqueeze(1)
+        start = self._bounds[places].unsqueeze(1)
+        stop = self._bounds[places + 1].unsqueeze(1)
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
         index = start + torch.arange(length, device=start.device)  # [K, length], indices into the flat tokens
@@ -128,7 +132,10 @@ class Sequences:
         places = numbers.to(self._bounds.device) - self._first
         unknown = (places < 0) | (places >= len(self))
         if bool(unknown.any()):
-            kept = f"{self._first} to {self._first + len(self) - 1}" if len(self) else "none"
+            if len(self):
+                kept = f"{self._first} to {self._first + len(self) - 1}"
+            else:
+                kept = "none"
             raise KeyError(
                 f"sequence {int(numbers[unknown.nonzero()[0, 0]])} is not in the table (kept: {kept}): it was "
                 "forgotten, or its row comes from another rollout"
@@ -173,11 +180,14 @@ class TextModule(TensorDictModuleBase):
         expect("model", model, nn.Module, "a model of transformers")
         expect("sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences")
         need_keys(out_key=out_key, in_key=in_key)
-        self.model, self.sequences = model, sequences
-        read, written = [in_key], [out_key]
+        self.model = model
+        self.sequences = sequences
+        read = [in_key]
+        written = [out_key]
         self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
         self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
-        self._in_key, self._out_key = in_key, out_key
+        self._in_key = in_key
+        self._out_key = out_key
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the model's output for each row of ``batch`` ``[*B]``."""

@@ -61,10 +61,13 @@ class TensorDictTokenizer:
             raise ValueError(
                 "tokenizer has no pad token: set tokenizer.pad_token = tokenizer.eos_token, or pass padding=False"
             )
-        self.tokenizer, self.max_length, self.key = tokenizer, max_length, key
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.key = key
         self.padding = padding if isinstance(padding, str) else bool(padding)
         self.truncation = truncation if isinstance(truncation, str) else bool(truncation)
-        self.return_tensordict, self.device = return_tensordict, device
+        self.return_tensordict = return_tensordict
+        self.device = device
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
         """Tokenize ``sample[key]``."""
@@ -84,7 +87,9 @@ class TensorDictTokenizer:
     def _result(self, columns: dict[str, list[Any]], single: bool) -> Any:
         """The columns as the caller wants them; ``single`` drops the batch dim."""
         if not self.return_tensordict:
-            return {key: column[0] for key, column in columns.items()} if single else columns
+            if single:
+                return {key: column[0] for key, column in columns.items()}
+            return columns
         lengths = {len(row) for row in columns["input_ids"]}
         if len(lengths) > 1:
             raise ValueError(
@@ -96,7 +101,9 @@ class TensorDictTokenizer:
             for key, column in columns.items()
         }
         batch = TensorDict(tensors, [len(columns["input_ids"])], device=self.device)
-        return batch[0] if single else batch
+        if single:
+            return batch[0]
+        return batch
 
 
 class PromptTensorDictTokenizer(TensorDictTokenizer):
@@ -145,14 +152,16 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
         """Tokenize ``sample[key] + sample["label"]``."""
-        prompts, labels = _texts(sample, self.key), _texts(sample, "label")
+        prompts = _texts(sample, self.key)
+        labels = _texts(sample, "label")
         if len(prompts) != len(labels):
             raise ValueError(
                 f"{len(prompts)} texts in {self.key!r} do not match {len(labels)} in 'label': pass one for each text"
             )
         columns = self.columns([prompt + label for prompt, label in zip(prompts, labels, strict=True)])
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]
-        columns["prompt_rindex"], columns["valid_sample"] = [], []
+        columns["prompt_rindex"] = []
+        columns["valid_sample"] = []
         for ids, mask, alone in zip(columns["input_ids"], columns["attention_mask"], own, strict=True):
             count = sum(mask)
             pairs = zip(ids[:count], alone, strict=False)

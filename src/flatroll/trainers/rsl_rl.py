@@ -61,8 +61,10 @@ class FlatVecEnv(VecEnv):
             )
         # The counter also applies the limit, if one was given.
         self.env = StepCounter(adapted, max_steps=max_episode_length)
-        self.num_envs, self.num_actions = self.env.num_envs, int(actions.shape[0])
-        self.max_episode_length, self.cfg = limit, {} if cfg is None else cfg
+        self.num_envs = self.env.num_envs
+        self.num_actions = int(actions.shape[0])
+        self.max_episode_length = limit
+        self.cfg = {} if cfg is None else cfg
         self.device = self.env.stream.capabilities.device
         observations, info = self.env.reset(seed=seed)
         self._observations = self._as_groups(observations)
@@ -89,7 +91,10 @@ class FlatVecEnv(VecEnv):
         self.env.close()
 
     def _as_groups(self, observations: Any) -> TensorDict:
-        groups = observations if isinstance(observations, dict) else {"policy": observations}
+        if isinstance(observations, dict):
+            groups = observations
+        else:
+            groups = {"policy": observations}
         return TensorDict(groups, [self.num_envs], device=self.device)
 
 

@@ -110,13 +110,18 @@ class FlatVecEnv(VecEnv):
         """Keep the actions for `step_wait`."""
         # SB3 samples these actions from a distribution that returns floats.
         binary = isinstance(self.action_space, spaces.MultiBinary)
-        self._actions = np.asarray(actions, self.action_space.dtype) if binary else actions
+        if binary:
+            self._actions = np.asarray(actions, self.action_space.dtype)
+        else:
+            self._actions = actions
 
     @override
     def step_wait(self) -> Any:
         """Step all envs: observations, rewards float32 ``[E]``, dones bool ``[E]``, one info dict for each."""
         observations, reward, terminated, truncated, info = self.env.step(self._actions)
-        rewards, terminations, truncations = _numpy(reward), _numpy(terminated), _numpy(truncated)
+        rewards = _numpy(reward)
+        terminations = _numpy(terminated)
+        truncations = _numpy(truncated)
         dones = terminations | truncations
         self._returns += rewards
         self._lengths += 1
@@ -144,7 +149,10 @@ class FlatVecEnv(VecEnv):
         final = info.get("final_info")
         if isinstance(final, dict):
             told = info.get("_final_info")
-            known = [True] * len(ended) if told is None else _numpy(told)[ended].tolist()
+            if told is None:
+                known = [True] * len(ended)
+            else:
+                known = _numpy(told)[ended].tolist()
             rows = split_info(final, ended)
             return [row if is_known else {} for row, is_known in zip(rows, known, strict=True)]
         if not self._stream.resets_itself:
@@ -230,7 +238,9 @@ class FlatVecEnv(VecEnv):
     def _single_envs(self) -> Sequence[Any] | None:
         """The envs of a `SyncVectorEnv`; None for others, whose rows cannot be reached one by one."""
         base = getattr(self._stream.source.env, "unwrapped", None)
-        return base.envs if isinstance(base, SyncVectorEnv) else None
+        if isinstance(base, SyncVectorEnv):
+            return base.envs
+        return None
 
     def _is_async(self) -> bool:
         return isinstance(getattr(self._stream.source.env, "unwrapped", None), AsyncVectorEnv)
@@ -275,7 +285,10 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
         else:
             values = [value] * len(rows)
         mask = info.get(f"_{key}")
-        included = [True] * len(rows) if mask is None else _numpy(mask)[list(rows)].tolist()
+        if mask is None:
+            included = [True] * len(rows)
+        else:
+            included = _numpy(mask)[list(rows)].tolist()
         for row, one, is_included in zip(split, values, included, strict=True):
             if is_included:
                 row[key] = one
@@ -283,4 +296,6 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
 
 
 def _numpy(array: Any) -> Any:
-    return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
+    if isinstance(array, torch.Tensor):
+        return array.detach().cpu().numpy()
+    return array

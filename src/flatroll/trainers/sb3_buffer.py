@@ -214,7 +214,10 @@ class FlatReplayBuffer(ReplayBuffer):
                 math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
             )
             many = sampler is None and small <= 2048 and steps >= 16 * 256
-            window = 256 if many else min(steps, window_of(64 * n_envs, n_envs, None))
+            if many:
+                window = 256
+            else:
+                window = min(steps, window_of(64 * n_envs, n_envs, None))
         if steps < whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
@@ -240,11 +243,13 @@ class FlatReplayBuffer(ReplayBuffer):
                 self.flat.append_transform(each)
         self.writer = self.flat.writer_for(n_envs, window=window)
         self.last_info: dict[str, Tensor] | None = None if sampler is None else {}
-        self._none, self._loaded = np.zeros(n_envs, np.bool_), False
+        self._none = np.zeros(n_envs, np.bool_)
+        self._loaded = False
 
     def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> Entry:
         """What is stored of an observation, or of one in a Dict space."""
-        name, shape = ("obs" if isinstance(key, str) else f"obs[{key[1]!r}]"), space.shape or ()
+        name = "obs" if isinstance(key, str) else f"obs[{key[1]!r}]"
+        shape = space.shape or ()
         stored: Any = get_obs_shape(space)
         return Entry(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
 
@@ -290,13 +295,15 @@ class FlatReplayBuffer(ReplayBuffer):
             now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
             step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
         step[ACTION], step[REWARD] = self._action.checked(action), reward
-        ended, timeouts = np.asarray(done, np.bool_), self._none
+        ended = np.asarray(done, np.bool_)
+        timeouts = self._none
         if self.handle_timeout_termination:
             flags = [info.get("TimeLimit.truncated", False) for info in infos]
             if any(flags):
                 timeouts = np.array(flags, np.bool_)
                 ended = ended & ~timeouts
-        step[TERMINATED], step[TRUNCATED] = ended, timeouts
+        step[TERMINATED] = ended
+        step[TRUNCATED] = timeouts
         # Rows that do not continue the previous row, as after an early reset, begin a trajectory. The writer
         # detects them, except for the first row after a load.
         step[IS_INIT] = self._find_abandoned(step) if self._loaded else self._none
@@ -308,7 +315,8 @@ class FlatReplayBuffer(ReplayBuffer):
                 self._loaded = False
                 self.pos += 1
                 if self.pos == self.buffer_size:
-                    self.full, self.pos = True, 0
+                    self.full = True
+                    self.pos = 0
 
     def _find_abandoned(self, step: Mapping[NestedKey, Any]) -> Array:
         """Which envs do not go on from the last row written, bool ``[E]``."""
@@ -322,7 +330,8 @@ class FlatReplayBuffer(ReplayBuffer):
         return left
 
     def __repr__(self) -> str:
-        rows, room = self.size() * self.n_envs, self.buffer_size * self.n_envs
+        rows = self.size() * self.n_envs
+        room = self.buffer_size * self.n_envs
         return f"FlatReplayBuffer({rows} of {room} rows, {self.writer.waiting} waiting, flat={self.flat})"
 
     @override
@@ -373,7 +382,8 @@ class FlatReplayBuffer(ReplayBuffer):
 
     def _samples(self, columns: Columns, env: VecNormalize | None) -> Any:
         """Columns of rows as SB3's algorithms read them."""
-        rewards, discounts = columns[REWARD], columns.get(DISCOUNTS)
+        rewards = columns[REWARD]
+        discounts = columns.get(DISCOUNTS)
         if env is not None and discounts is None:
             rewards = torch.from_numpy(env.normalize_reward(rewards.numpy(force=True)))
         make: Any = DictReplayBufferSamples if self._names else ReplayBufferSamples
@@ -391,10 +401,15 @@ class FlatReplayBuffer(ReplayBuffer):
         named: Any = dict(zip(self._names or [""], values, strict=True))
         if env is not None:
             arrays: Any = {name: value.numpy(force=True) for name, value in named.items()}
-            arrays = env.normalize_obs(arrays) if self._names else {"": env.normalize_obs(arrays[""])}
+            if self._names:
+                arrays = env.normalize_obs(arrays)
+            else:
+                arrays = {"": env.normalize_obs(arrays[""])}
             named = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {name: value.to(self.device) for name, value in named.items()}
-        return named if self._names else named[""]
+        if self._names:
+            return named
+        return named[""]
 
     def update_priority(self, priority: Tensor | float) -> None:
         """Set the priorities of the rows of the last sample: one for all or one per row, not negative.

@@ -43,7 +43,8 @@ def unpadded(model: Model) -> Model:
     >>> model = unpadded(RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=64, batch_size=32, device="cpu"))
     >>> _ = model.learn(128)
     """
-    buffer, policy = getattr(model, "rollout_buffer", None), getattr(model, "policy", None)
+    buffer = getattr(model, "rollout_buffer", None)
+    policy = getattr(model, "policy", None)
     if not isinstance(policy, RecurrentActorCriticPolicy):
         raise TypeError(
             f"model must be a sb3_contrib.RecurrentPPO with its policy, got {type(model).__name__}"

@@ -91,9 +91,9 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     roots = dict.fromkeys(as_tuple(key)[0] for key in keys)
 
     def observations(entries: dict[str, Any]) -> Any:
-        return (
-            entries[OBSERVATION] if list(roots) == [OBSERVATION] else {name: entries[name] for name in roots}
-        )
+        if list(roots) == [OBSERVATION]:
+            return entries[OBSERVATION]
+        return {name: entries[name] for name in roots}
 
     reward = flat_column(require(marked, REWARD), marked, REWARD)
     return peer.Batch(
@@ -226,7 +226,10 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
 
 def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) -> list[Any]:
     """Set the next observations of a compact batch, from the rows that follow and ``final``; return the keys."""
-    keys = observation_keys(batch) if final is None else list(read_final(final).next)
+    if final is None:
+        keys = observation_keys(batch)
+    else:
+        keys = list(read_final(final).next)
     missing = [key for key in keys if batch.get(next_key(key), None) is None]
     if not keys or (missing and final is None):
         raise KeyError(
@@ -264,10 +267,13 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
             raise KeyError(
                 f"the buffer's rows need {key!r}: wrap the env in StepCounter, and let a Collector write them"
             )
-    ids, steps = rows.get(TRAJ_IDS), flat_column(rows.get(STEP_COUNT), rows, STEP_COUNT)
+    ids = rows.get(TRAJ_IDS)
+    steps = flat_column(rows.get(STEP_COUNT), rows, STEP_COUNT)
     order = steps.argsort(stable=True)
     order = order[ids[order].argsort(stable=True)]
-    rows, ids, steps = rows[order], ids[order], steps[order]
+    rows = rows[order]
+    ids = ids[order]
+    steps = steps[order]
     # Dropped rows leave gaps; a run must end there.
     gap = torch.ones(len(rows), dtype=torch.bool)
     gap[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)

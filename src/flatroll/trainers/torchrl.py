@@ -53,7 +53,8 @@ def spec_of(space: Any) -> Any:
     if isinstance(space, spaces.Dict):
         return Composite({name: spec_of(one) for name, one in space.spaces.items()})
     if isinstance(space, spaces.Box):
-        low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
+        low = torch.as_tensor(space.low)
+        high = torch.as_tensor(space.high)
         if space.is_bounded("both"):
             return Bounded(low, high, low.shape, dtype=low.dtype)
         return Unbounded(low.shape, dtype=low.dtype)

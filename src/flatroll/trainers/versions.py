@@ -57,4 +57,6 @@ def require_version(distribution: str, at_least: str, below: str) -> None:
 def _release(text: str) -> tuple[int, ...]:
     """The numbers at the front of a version: (2, 13, 0) of 2.13.0+cpu, (2, 1) of 2.1rc1."""
     found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    if found:
+        return tuple(map(int, found[0].split(".")))
+    return ()

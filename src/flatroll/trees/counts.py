@@ -31,7 +31,8 @@ class StateCounter:
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation") -> None:
         self.keys = _of_state(keys)
-        self._states, self._counts = RowNumbers(self.keys), GrowingColumns()
+        self._states = RowNumbers(self.keys)
+        self._counts = GrowingColumns()
 
     def __len__(self) -> int:
         """Number of distinct states seen."""

@@ -38,7 +38,9 @@ _DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
 
 def _named(name: str, keys: object) -> list[NestedKey]:
     """Return a key, a list of keys or None as a list."""
-    return [] if keys is None else key_names(name, keys, one=True)
+    if keys is None:
+        return []
+    return key_names(name, keys, one=True)
 
 
 class Edges(NamedTuple):
@@ -134,8 +136,12 @@ class MCTSForest:
         if len(limits) > 1:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
         self.max_size = limits.pop() if limits else None
-        self._state_columns = None if node_map is None else node_map.query_module.columns
-        self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
+        if node_map is None:
+            self._state_columns = None
+        else:
+            self._state_columns = node_map.query_module.columns
+        self._states = RowNumbers(["observation"])
+        self._pairs = RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
         self._rows = GrowingColumns()
         # For each transition: source, target, pair, count, and the sum of its rewards; with spare capacity.
@@ -174,7 +180,10 @@ class MCTSForest:
 
         A state that is not known, such as -1, has none.
         """
-        leaving = self._get_graph().leaving(state) if 0 <= state < self.num_states else []
+        if 0 <= state < self.num_states:
+            leaving = self._get_graph().leaving(state)
+        else:
+            leaving = []
         return torch.tensor(leaving, dtype=torch.int64)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -212,7 +221,8 @@ class MCTSForest:
             if not done:
                 for numbers, count in counts:
                     numbers.truncate(count)
-        self.observation_keys, self._graph = keys, None
+        self.observation_keys = keys
+        self._graph = None
         if return_node and len(columns[self.action_keys[0]]):
             first = nest({key: columns[key][:1] for key in keys}, 1)
             return self.get_tree(first)
@@ -264,10 +274,12 @@ class MCTSForest:
         """Add next observations to the columns of a compact batch; return which rows have one, bool ``[N]``."""
         # The next observation of the last row of a run is not in the following row.
         known = ~run_ends(rollout).reshape(-1).cpu()
-        at, last = None, {}
+        at = None
+        last = {}
         if final is not None:
             read = read_final(final.cpu(), keys)
-            at, last = check_final(read, columns, len(known)), read.next
+            at = check_final(read, columns, len(known))
+            last = read.next
             if set(last) == set(keys):
                 known[at] = True
         for key in keys:
@@ -278,7 +290,8 @@ class MCTSForest:
         """Number the transitions of columns ``[N, *F]``, count them, and store the new ones."""
         from flatroll.kernels.rows.hash_table import count_edges, number_edges  # numba
 
-        rows, before = len(columns[keys[0]]), len(self)
+        rows = len(columns[keys[0]])
+        before = len(self)
         both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
         if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
             self._states.names = keys
@@ -287,7 +300,9 @@ class MCTSForest:
         else:
             both = [torch.cat(pair) for pair in both_columns]
             states, words, floats = self._states.prepare(self._states_of_columns(both, keys))
-            now, later, floats_later = words[:rows], words[rows:], floats
+            now = words[:rows]
+            later = words[rows:]
+            floats_later = floats
         # The kernel writes the numbers of states over these zeros.
         zeros = torch.zeros(rows, dtype=torch.int64)
         pairs, pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
@@ -324,9 +339,11 @@ class MCTSForest:
         reward = self._rewards(columns, rows)
         if before + new > len(self._rewards_of):
             room = room_for(before + new)
-            numbers, rewards = np.empty((4, room), np.int64), np.empty(room)
+            numbers = np.empty((4, room), np.int64)
+            rewards = np.empty(room)
             numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
-            self._numbers, self._rewards_of = numbers, rewards
+            self._numbers = numbers
+            self._rewards_of = rewards
         self._rows.append(stored, new)
         count_edges(self._numbers, self._rewards_of, before, new, made, reward.numpy())
 
@@ -342,7 +359,9 @@ class MCTSForest:
                 else:
                     values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
                 total = values if total is None else total + values
-        return torch.zeros(rows, dtype=torch.float64) if total is None else total.contiguous()
+        if total is None:
+            return torch.zeros(rows, dtype=torch.float64)
+        return total.contiguous()
 
     def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys
@@ -458,7 +477,9 @@ class MCTSForest:
     @property
     def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, computed from values, not numbers, so equal in all forests."""
-        return self._get_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
+        if len(self):
+            return self._get_graph().hashes
+        return torch.empty(0, dtype=torch.int64)
 
 
 class NodeMap:
@@ -503,7 +524,9 @@ class NodeMap:
                 "check with contains()"
             )
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
-        return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))
+        if not states.ndim:
+            return found[0]
+        return cast(TensorDictBase, LazyStackedTensorDict(*found))
 
     def _transitions_of(self, state: int) -> TensorDict:
         index = self._forest.children(state)
@@ -541,10 +564,16 @@ class DataMap:
         return bool(self.contains(item).all())
 
     def __getitem__(self, item: TensorDictBase | Tensor) -> TensorDictBase:
-        edges = item if isinstance(item, Tensor) else self._forest.find_edges(item)
+        if isinstance(item, Tensor):
+            edges = item
+        else:
+            edges = self._forest.find_edges(item)
         outside = (edges < 0) | (edges >= len(self))
         if bool(outside.any()):
-            what = "numbers of transitions" if isinstance(item, Tensor) else "pairs of observation and action"
+            if isinstance(item, Tensor):
+                what = "numbers of transitions"
+            else:
+                what = "pairs of observation and action"
             raise KeyError(
                 f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: check with contains()"
             )

@@ -89,7 +89,9 @@ class SipHash(nn.Module):
     def forward(self, x: Tensor) -> Tensor | list[bytes]:
         """Hash rows ``[N, *F]`` to int64 ``[N]``, or to a list of N ``bytes``."""
         words = pack_rows([x])
-        return hash_words(words) if self.as_tensor else [row.tobytes() for row in words.cpu().numpy()]
+        if self.as_tensor:
+            return hash_words(words)
+        return [row.tobytes() for row in words.cpu().numpy()]
 
 
 class RandomProjectionHash(SipHash):
@@ -184,7 +186,9 @@ class BinaryToDecimal(nn.Module):
     ) -> None:
         super().__init__()
         self.num_bits = whole_number("num_bits", num_bits)
-        self.device, self.dtype, self.convert_to_binary = torch.device(device), dtype, convert_to_binary
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.convert_to_binary = convert_to_binary
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
             raise ValueError(f"dtype must be an integer dtype, got {dtype}")
         self._check_bits("num_bits", num_bits)

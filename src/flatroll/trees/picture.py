@@ -18,12 +18,11 @@ Floats = NDArray[np.float64]
 # `flatroll.trees.Tree`, which cannot be imported here because its file imports this one.
 Tree: TypeAlias = Any
 
-INK, LINE, NODE, DONE = (
-    "#37424d",
-    "#9aa7b4",
-    "#0072b2",
-    "#d55e00",
-)  # from Okabe and Ito's colours, like the timeline
+# from Okabe and Ito's colours, like the timeline
+INK = "#37424d"
+LINE = "#9aa7b4"
+NODE = "#0072b2"
+DONE = "#d55e00"
 _HALO = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4}
 _LABELLED = 60  # maximum number of vertices that are labelled by default
 
@@ -69,7 +68,10 @@ def draw(
     else:
         _draw_lines(ax, shown, links)
     total = tree.num_vertices()
-    more = "" if len(trees) == total else f" (the first {len(trees)} of {total} are drawn)"
+    if len(trees) == total:
+        more = ""
+    else:
+        more = f" (the first {len(trees)} of {total} are drawn)"
     ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
     ax.set(xlabel="steps from the root", yticks=[])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,7 +83,9 @@ def draw(
 
 def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) -> None:
     """Vertices as marks, with lines between them."""
-    x, y, done = shown.x, shown.y, shown.done
+    x = shown.x
+    y = shown.y
+    done = shown.done
     number = {vertex.node_id: i for i, vertex in enumerate(shown.trees)}
     share = shown.counts / max(shown.counts.max(), 1.0)
     for style, wanted in (("solid", True), ("dashed", False)):
@@ -110,7 +114,9 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
 def _draw_boxes(ax: "Axes", shown: Shown) -> None:
     """Draw vertices as boxes: children to the right of their parent, with their number of leaves as height."""
     widths = np.array([max(vertex.num_steps, 1) for vertex in shown.trees])
-    left, low, high = shown.x - widths, shown.spans[:, 1] - 0.5, shown.spans[:, 0] + 0.5
+    left = shown.x - widths
+    low = shown.spans[:, 1] - 0.5
+    high = shown.spans[:, 0] + 0.5
     shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)
     for mask, colour, name in ((~shown.done, NODE, "goes on"), (shown.done, DONE, "done")):
         if mask.any():
@@ -129,7 +135,9 @@ def _line(x: Floats, y: Floats, bend: float) -> Floats:
 
 def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, bool]]]:
     """The first vertices, breadth first, and lines (parent, child, whether it is the child's first) among them."""
-    shown, seen, links = [tree], {tree.node_id}, []
+    shown = [tree]
+    seen = {tree.node_id}
+    links = []
     queue = deque([tree])
     while queue:
         vertex = queue.popleft()
@@ -152,21 +160,26 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
     x = np.zeros(len(shown))
     for parent, child, first in links:  # breadth first: parents before their children
         if first:
-            a, b = number[parent], number[child]
+            a = number[parent]
+            b = number[child]
             children[a].append(b)
             x[b] = x[a] + shown[b].num_steps
-    y, row = np.zeros(len(shown)), 0
-    order, stack = [], [0]
+    y = np.zeros(len(shown))
+    row = 0
+    order = []
+    stack = [0]
     while stack:
         vertex = stack.pop()
         order.append(vertex)
         stack += children[vertex][::-1]
         if not children[vertex]:
-            y[vertex], row = -row, row + 1
+            y[vertex] = -row
+            row = row + 1
     spans = np.stack([y, y], -1)
     for vertex in reversed(order):  # children before their parents
         if children[vertex]:
-            top, bottom = children[vertex][0], children[vertex][-1]
+            top = children[vertex][0]
+            bottom = children[vertex][-1]
             y[vertex], spans[vertex] = (y[top] + y[bottom]) / 2, (spans[top, 0], spans[bottom, 1])
     return x, y, spans
 
@@ -176,9 +189,8 @@ def _label(vertex: Tree) -> str:
     if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
         return f"{vertex.count}"
     action = vertex.branching_action
-    text = (
-        f"{action.item()}"
-        if action.numel() == 1
-        else "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
-    )
+    if action.numel() == 1:
+        text = f"{action.item()}"
+    else:
+        text = "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
     return f"a={text}, n={vertex.count}"

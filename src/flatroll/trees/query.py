@@ -64,12 +64,15 @@ class QueryModule(TensorDictModuleBase):
         keys: list[NestedKey] = [
             cast(Any, unravel_key(key)) for key in key_names("in_keys", in_keys, one=True)
         ]
-        index_key, hash_key = cast(Any, unravel_key(index_key)), cast(Any, unravel_key(hash_key))
+        index_key = cast(Any, unravel_key(index_key))
+        hash_key = cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
         self._read = keys
         self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
-        self.index_key, self.hash_key, self.clone = index_key, hash_key, clone
+        self.index_key = index_key
+        self.hash_key = hash_key
+        self.clone = clone
         if hash_module is not None and not isinstance(hash_module, list):
             hash_module = [hash_module, *(deepcopy(hash_module) for _ in keys[1:])]
         if hash_module is not None and len(hash_module) != len(keys):
@@ -87,7 +90,8 @@ class QueryModule(TensorDictModuleBase):
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):
                 self.add_module(f"hash_module_{i}", module)
-        self.hash_to_int, self.aggregator = hash_to_int, aggregator if len(keys) > 1 else None
+        self.hash_to_int = hash_to_int
+        self.aggregator = aggregator if len(keys) > 1 else None
         self._rows = RowNumbers(
             keys if hash_module is None and self.aggregator is None else ["hash"] * len(keys)
         )
@@ -121,7 +125,10 @@ class QueryModule(TensorDictModuleBase):
         index, hashes = self.number(self.columns(tensordict), extend)
         if not extend and self.hash_to_int is None:
             index = torch.where(index < 0, len(self), index)
-        written = tensordict.copy() if (self.clone if clone is None else clone) else tensordict
+        if self.clone if clone is None else clone:
+            written = tensordict.copy()
+        else:
+            written = tensordict
         self.write(written, index, hashes if write_hash else None)
         return written
 
@@ -156,7 +163,9 @@ class QueryModule(TensorDictModuleBase):
                         f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
                         "SipHash and similar modules do so with as_tensor=True"
                     )
-        return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
+        if self.aggregator is None:
+            return columns
+        return [self.aggregator(torch.stack(columns, -1))]
 
     def number(self, columns: list[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
         """Positions and hashes, int64 ``[N]`` each, of rows given as :meth:`columns` returns them.
@@ -166,7 +175,10 @@ class QueryModule(TensorDictModuleBase):
         hashed = self.hash_module is not None or self.aggregator is not None
         if self.hash_to_int is None and not (hashed and len(columns) == 1):
             return self._rows.number(columns, extend)
-        hashes = columns[0] if hashed and len(columns) == 1 else hash_words(pack_rows(columns))
+        if hashed and len(columns) == 1:
+            hashes = columns[0]
+        else:
+            hashes = hash_words(pack_rows(columns))
         if self.hash_to_int is None:
             return self._rows.number(columns, extend)[0], hashes
         return self.hash_to_int(hashes, extend=extend), hashes

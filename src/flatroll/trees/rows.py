@@ -32,7 +32,9 @@ class RowNumbers:
         self.kinds: list[Kind] | None = None
 
     def __len__(self) -> int:
-        return 0 if self.index is None else len(self.index)
+        if self.index is None:
+            return 0
+        return len(self.index)
 
     def insert(self, columns: Sequence[Tensor]) -> Tensor:
         """Return the number of each row, int64 ``[N]``; new rows get new numbers."""
@@ -151,7 +153,8 @@ class GrowingColumns:
 
     def append(self, columns: Mapping[NestedKey, Tensor], new: int) -> None:
         """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does; the errors are :meth:`check`'s."""
-        before, rows = self._count, self._count + new
+        before = self._count
+        rows = self._count + new
         source = None if self._host is None else self._host.find(columns, new)
         if source is None:
             self.check(columns)
@@ -171,7 +174,8 @@ class GrowingColumns:
             if rows > stored.shape[0]:
                 larger = stored.new_empty(room_for(rows), *stored.shape[1:])
                 larger[: self._count] = stored[: self._count]
-                self._columns[key], self._host = larger, None
+                self._columns[key] = larger
+                self._host = None
         if self._host is None and all(column.is_cpu for column in self._columns.values()):
             from flatroll.kernels.rows.gather import HostColumns  # numba
 
@@ -187,7 +191,9 @@ class GrowingColumns:
 
     def clear(self) -> None:
         """Remove all rows, names, dtypes and shapes."""
-        self._count, self._columns, self._host = 0, {}, None
+        self._count = 0
+        self._columns = {}
+        self._host = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_host": None}  # a copy has its own memory
@@ -209,10 +215,12 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
     >>> flat_columns(TensorDict({"next": {"x": torch.zeros(2, 3, 4)}}, [2, 3]))["next", "x"].shape
     torch.Size([6, 4])
     """
-    dims, count = rows.batch_dims, rows.batch_size.numel()
-    named = (
-        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
-    )
+    dims = rows.batch_dims
+    count = rows.batch_size.numel()
+    if keys is None:
+        named = _leaves(rows)
+    else:
+        named = ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
     columns = dict(named)
     if dims == 1:
         return columns

@@ -44,7 +44,8 @@ def puct(
     tensor([0.6732, 1.0392])
     """
     _need_edges(value=value, count=count, prior=prior, parent=parent)
-    c, unvisited = float(number("c", c)), float(number("unvisited", unvisited))
+    c = float(number("c", c))
+    unvisited = float(number("unvisited", unvisited))
     visits = _visits(count, parent).to(prior.dtype)
     mean = torch.where(count > 0, value, unvisited)
     return mean + c * prior * visits.sqrt() / (1 + count)
@@ -155,7 +156,10 @@ def backup(
     (tensor([1, 0, 1, 0]), tensor([6., 0., 4., 0.]))
     """
     no = torch.zeros(len(path), dtype=torch.bool)
-    rewards = no.to(total.dtype) if reward is None else reward.to("cpu", total.dtype).reshape(len(path))
+    if reward is None:
+        rewards = no.to(total.dtype)
+    else:
+        rewards = reward.to("cpu", total.dtype).reshape(len(path))
     next_value = torch.full_like(rewards, float(value))  # read only after the last edge
     returns = return_scan(gamma, 1.0, rewards, next_value, no, no).to(total.device)
     count.index_add_(0, path, torch.ones_like(path, dtype=count.dtype))

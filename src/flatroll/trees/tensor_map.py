@@ -92,10 +92,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
-        self.query_module, self.index_key = query_module, query_module.index_key
+        self.query_module = query_module
+        self.index_key = query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
-        self.collate_fn, self.write_fn = _stack_list if collate_fn is None else collate_fn, write_fn
-        self._count, self._stored_keys = 0, list[NestedKey]()
+        self.collate_fn = _stack_list if collate_fn is None else collate_fn
+        self.write_fn = write_fn
+        self._count = 0
+        self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
         limits = [
             max_size and whole_number("max_size", max_size),
@@ -164,7 +167,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
     def clear(self) -> None:
         """Remove all keys and values. A given storage keeps its rows until they are overwritten."""
         self.query_module.clear()
-        self._count, self._stored_keys = 0, []
+        self._count = 0
+        self._stored_keys = []
         if isinstance(self.storage, GrowingColumns):
             self.storage.clear()
 
@@ -219,7 +223,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         return values.reshape(item.batch_size)
 
     def __setitem__(self, item: TensorDictBase, value: TensorDictBase) -> None:
-        query, count = self.query_module, self._count
+        query = self.query_module
+        count = self._count
         columns = query.columns(item)
         if value.batch_size != item.batch_size:
             raise ValueError(
@@ -305,7 +310,10 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the values for ``state_dict()``; the keys are in the query module's."""
-        values = self.storage.get(torch.arange(len(self))) if len(self) else None
+        if len(self):
+            values = self.storage.get(torch.arange(len(self)))
+        else:
+            values = None
         return {"values": None if values is None else dict(flat_columns(values))}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -320,5 +328,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
 def _stack_list(values: Any) -> Any:
     if isinstance(values, list):
-        return torch.stack(values) if values else TensorDict({}, [0])
+        if values:
+            return torch.stack(values)
+        return TensorDict({}, [0])
     return values

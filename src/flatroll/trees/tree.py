@@ -180,12 +180,16 @@ class Tree:
     @property
     def wins(self) -> float:
         """The sum of the rewards of the vertex's first transition over its visits; 0.0 for the root."""
-        return float(self._vertices.graph.reward[self._chain[0]]) if self.node_id else 0.0
+        if self.node_id:
+            return float(self._vertices.graph.reward[self._chain[0]])
+        return 0.0
 
     @property
     def hash(self) -> int | None:
         """A 64-bit hash of the vertex's first transition, the same in all forests; None for the root."""
-        return int(self._vertices.graph.hashes[self._chain[0]]) if self.node_id else None
+        if self.node_id:
+            return int(self._vertices.graph.hashes[self._chain[0]])
+        return None
 
     @property
     def index(self) -> Tensor:
@@ -201,7 +205,9 @@ class Tree:
     @property
     def rollout(self) -> TensorDict | None:
         """The vertex's transitions as rows ``[T]``, as first seen; None for a root that branches at once."""
-        return self._vertices.graph.rows.get(torch.tensor(self._chain)) if self._chain else None
+        if self._chain:
+            return self._vertices.graph.rows.get(torch.tensor(self._chain))
+        return None
 
     @property
     def specs(self) -> Composite:
@@ -213,14 +219,18 @@ class Tree:
     @property
     def node_data(self) -> TensorDict:
         """The observation at the vertex's end, where it branches: a tensordict ``[]``."""
-        graph, keys = self._vertices.graph, self._vertices.graph.observation_keys
+        graph = self._vertices.graph
+        keys = self._vertices.graph.observation_keys
         if self._chain:
             edge = self._chain[-1]
             read: list[NestedKey] = [next_key(key) for key in keys]
         else:
             leaving = graph.leaving(self._vertices.states[self.node_id])
             # If no transition leaves the root, use one that enters it.
-            edge = leaving[0] if leaving else graph.target.index(self._vertices.states[0])
+            if leaving:
+                edge = leaving[0]
+            else:
+                edge = graph.target.index(self._vertices.states[0])
             read = list(keys) if leaving else [next_key(key) for key in keys]
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
         return nest(columns)
@@ -233,8 +243,11 @@ class Tree:
     @property
     def node_observation(self) -> Tensor | TensorDictBase:
         """The observation where the vertex branches: a tensor, or a tensordict if a state has several entries."""
-        data, keys = self.node_data, self._vertices.graph.observation_keys
-        return cast(Tensor, data[keys[0]]) if len(keys) == 1 else data
+        data = self.node_data
+        keys = self._vertices.graph.observation_keys
+        if len(keys) == 1:
+            return cast(Tensor, data[keys[0]])
+        return data
 
     @property
     def is_terminal(self) -> bool:
@@ -250,22 +263,30 @@ class Tree:
     def _actions(self, edges: list[int]) -> Tensor | TensorDict:
         graph = self._vertices.graph
         columns = {key: graph.rows.column(key)[edges] for key in graph.action_keys}
-        return next(iter(columns.values())) if len(columns) == 1 else nest(columns, len(edges))
+        if len(columns) == 1:
+            return next(iter(columns.values()))
+        return nest(columns, len(edges))
 
     @property
     def selected_actions(self) -> Tensor | TensorDict | None:
         """The children's first actions, ``[num_children, *F]``; None without children."""
-        return self._actions(self.index.tolist()) if self._child_ids else None
+        if self._child_ids:
+            return self._actions(self.index.tolist())
+        return None
 
     @property
     def branching_action(self) -> Any:
         """The vertex's first action, taken in its parent's state; None without rollout."""
-        return self._actions(self._chain[:1])[0] if self._chain else None
+        if self._chain:
+            return self._actions(self._chain[:1])[0]
+        return None
 
     @property
     def prev_action(self) -> Any:
         """The vertex's last action, which led to :attr:`node_data`; None without rollout."""
-        return self._actions(self._chain[-1:])[0] if self._chain else None
+        if self._chain:
+            return self._actions(self._chain[-1:])[0]
+        return None
 
     def fully_expanded(self, num_actions: int) -> bool:
         """Return whether at least ``num_actions`` different actions were taken here."""
@@ -300,7 +321,9 @@ class Tree:
     @property
     def parent(self) -> "Tree | None":
         """The first of :attr:`parents`; None for the root."""
-        return self.parents[0] if self.node_id else None
+        if self.node_id:
+            return self.parents[0]
+        return None
 
     def __contains__(self, other: "Tree") -> bool:
         """Return whether a vertex of this tree begins with the same transition as ``other``."""
@@ -387,11 +410,14 @@ class Tree:
     def rollout_from_path(self, path: Path) -> TensorDict | None:
         """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none."""
         self.get_vertex(path)
-        vertex, edges = self.node_id, list(self._chain)
+        vertex = self.node_id
+        edges = list(self._chain)
         for i in path:
             vertex = cast(list[int], self._vertices.children[vertex])[i]
             edges += self._vertices.chains[vertex]
-        return self._vertices.graph.rows.get(torch.tensor(edges)) if edges else None
+        if edges:
+            return self._vertices.graph.rows.get(torch.tensor(edges))
+        return None
 
     # -- display -----------------------------------------------------------------------------------------------------
 
@@ -410,7 +436,10 @@ class Tree:
         while stack:
             vertex, path = stack.pop()
             tree = Tree(self._vertices, vertex)
-            text = tree.node_data.to_dict() if node_format_fn is None else node_format_fn(tree)
+            if node_format_fn is None:
+                text = tree.node_data.to_dict()
+            else:
+                text = node_format_fn(tree)
             again = f" (as {seen[vertex]})" if vertex in seen else ""
             lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
             if not again:

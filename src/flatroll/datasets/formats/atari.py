@@ -79,7 +79,9 @@ def _steps(
     streams: dict[str, ArrayStream], game: int, frame_stack: int | None, chunk_rows: int
 ) -> Iterator[TensorDict]:
     """Yield the rows of one part; of the frames one more is read, that of the row after."""
-    total, first, begins = streams["observation"].rows, 0, True
+    total = streams["observation"].rows
+    first = 0
+    begins = True
     depth = frame_stack or 1
     frames = streams["observation"].read(1)
     history = np.zeros(
@@ -119,7 +121,9 @@ def _steps(
         if frame_stack:
             age = 0 if terminal[-1] else int(count - run[-1])
             history = np.concatenate([history, frames[:count]])[count:]
-        begins, first, frames = bool(terminal[-1]), first + count, frames[count:]
+        begins = bool(terminal[-1])
+        first = first + count
+        frames = frames[count:]
 
 
 def _stacks(frames: Array, ages: Array, depth: int, terminal: Array) -> Any:

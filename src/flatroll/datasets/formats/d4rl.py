@@ -177,7 +177,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
         self._from_env = from_env
-        self._truncated_is_done, self._drop_unknown = use_truncated_as_done, bool(terminate_on_end)
+        self._truncated_is_done = use_truncated_as_done
+        self._drop_unknown = bool(terminate_on_end)
         super().__init__(dataset_id, batch_size, **options)
 
     @override
@@ -214,7 +215,10 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return files_in(source, (".hdf5", ".h5"))
         if isinstance(source, Mapping):
             return [source]
-        env = source if hasattr(source, "get_dataset") else getattr(source, "unwrapped", source)
+        if hasattr(source, "get_dataset"):
+            env = source
+        else:
+            env = getattr(source, "unwrapped", source)
         if not hasattr(env, "get_dataset"):
             raise TypeError(
                 "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "

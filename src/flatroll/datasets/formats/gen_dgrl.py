@@ -106,7 +106,8 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     if missing := [key for key in _NAMES if key not in steps]:
         raise ValueError(f"{name} has no {missing[0]!r}; it has {sorted(steps)}")
     done = np.asarray(steps["dones"]).reshape(-1).astype(bool)
-    length, seen = len(done), np.asarray(steps["observations"])
+    length = len(done)
+    seen = np.asarray(steps["observations"])
     lengths = {key: len(np.atleast_1d(steps[key])) for key in (*_NAMES, "rewards") if key in steps}
     if not length or lengths != {key: length + (key == "observations") for key in lengths}:
         raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
@@ -157,7 +158,8 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     try:
         _check_steps(stream, name)
         value = _ArraysOnly(stream, max_bytes).load()
-        value = value.item() if isinstance(value, _Array) and value.shape == () else value
+        if isinstance(value, _Array) and value.shape == ():
+            value = value.item()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}

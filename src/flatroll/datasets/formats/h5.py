@@ -46,7 +46,11 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
             for name, array in to_numpy(chunk, separator="/").items():
                 if not row:
                     shape = (source.rows, *array.shape[1:])
-                    kept = h5_kwargs if array.size else {}  # HDF5 cannot chunk an empty dataset
+                    # HDF5 cannot chunk an empty dataset
+                    if array.size:
+                        kept = h5_kwargs
+                    else:
+                        kept = {}
                     file.create_dataset(name, shape, array.dtype, **kept)
                 file[name][row : row + len(array)] = array
             row += len(chunk)
@@ -80,7 +84,8 @@ def read_h5(
         lengths = {name: column.shape[0] for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
-        rows, size = next(iter(lengths.values())), sum(column.nbytes for column in columns.values())
+        rows = next(iter(lengths.values()))
+        size = sum(column.nbytes for column in columns.values())
         if max_bytes is not None and size > max_bytes:
             raise ValueError(f"the columns of {path} take {size} bytes, more than max_bytes={max_bytes}")
         if chunk_rows is None:

@@ -39,10 +39,13 @@ from flatroll.layout.export import (
 )
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
 
-_FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
+_FILE_BYTES = 100 << 20
+_FILES_IN_CHUNK = 1000
+_FINALS_AT_ONCE = 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
-RECORD, LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
+RECORD = "meta/flatroll.json"
+LAST = "meta/flatroll_last.parquet"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 COUNTED = ("timestamp", "frame_index", "episode_index", "index")
 OWN = (*COUNTED, "task_index")
@@ -80,7 +83,8 @@ class RunningStats:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
         # Infinite values, or squares that overflow, come from the data: do not warn.
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, total = values.mean(0), self._values + len(values)
+            mean = values.mean(0)
+            total = self._values + len(values)
             apart = mean - self._mean
             self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
             self._mean = self._mean + apart * (len(values) / total)
@@ -163,7 +167,8 @@ def write_lerobot(
             frames += len(rows)
             if target.stat().st_size > _FILE_BYTES:
                 data.close()
-                data, file_number = None, file_number + 1
+                data = None
+                file_number = file_number + 1
         if finals:
             last = _write_finals(pyarrow, parquet, finals, path, last)
     finally:
@@ -246,7 +251,10 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     pictures = array.dtype == np.uint8 and len(shape) == 3
     if given is not None:
         checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
-        channels = shape[-1 if given == "HWC" else 0] if pictures else 0
+        if pictures:
+            channels = shape[-1 if given == "HWC" else 0]
+        else:
+            channels = 0
         if channels not in MODES:
             raise ValueError(
                 f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
@@ -255,7 +263,9 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
         return given
     # Four channels may be a stack of frames as well.
     fits = [axes for axes, place in (("HWC", -1), ("CHW", 0)) if pictures and shape[place] in (1, 3)]
-    return fits[0] if len(fits) == 1 else None
+    if len(fits) == 1:
+        return fits[0]
+    return None
 
 
 def _table(
@@ -276,7 +286,8 @@ def _table(
             check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
         if field["image"] is not None:
-            array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
+            if field["image"] != "HWC":
+                array = array.transpose(0, 2, 3, 1)
             cells = [{"bytes": _png(image), "path": None} for image in array]
             kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
             arrays[field["column"]] = pyarrow.array(cells, kind)
@@ -301,7 +312,8 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
         return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
     for axis in range(array.ndim - 1, 0, -1):
         # Make lists along this axis: each begins where the one before it ends.
-        count, size = int(np.prod(array.shape[:axis])), array.shape[axis]
+        count = int(np.prod(array.shape[:axis]))
+        size = array.shape[axis]
         values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
     return values
 
@@ -350,7 +362,8 @@ def _info(
     for field in fields:
         if field["next"]:
             continue
-        shape, names = field["shape"] or [1], None
+        shape = field["shape"] or [1]
+        names = None
         if field["image"] is not None:
             shape = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             names = ["height", "width", "channels"]
@@ -413,14 +426,16 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
     ours = (root / RECORD).is_file()
-    fields = _check_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = (
-        TensorDict.cat(
+    if ours:
+        fields = _check_fields(_read_json(root / RECORD), root / RECORD)
+    else:
+        fields = None
+    if ours:
+        last = TensorDict.cat(
             [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
         )
-        if ours
-        else None
-    )
+    else:
+        last = None
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -501,12 +516,16 @@ def _is_key(key: object) -> bool:
 
 def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
     key = field["key"]
-    return tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+    if isinstance(key, str):
+        return tuple(key.split("."))
+    return tuple(key)
 
 
 def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
     key = _key_of(field)
-    return key[1:] if key[0] == NEXT and len(key) > 1 else key
+    if key[0] == NEXT and len(key) > 1:
+        return key[1:]
+    return key
 
 
 def _is_shape(shape: Iterable[object]) -> bool:
@@ -546,7 +565,8 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
                 else:
                     if waiting is not None:
                         yield take(waiting)
-                    waiting, began = part, file
+                    waiting = part
+                    began = file
                 if len(waiting) * row_bytes > max_bytes:
                     raise ValueError(
                         f"{file}: episode {numbers[first]} takes more than max_bytes={max_bytes}"
@@ -627,7 +647,10 @@ def _warn_of_differences(
     if not differing:
         return
     number = differing[0]
-    says = f"names {noted[number][1].relative_to(root)}" if number in noted else "does not name it"
+    if number in noted:
+        says = f"names {noted[number][1].relative_to(root)}"
+    else:
+        says = "does not name it"
     warnings.warn(
         f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
         f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
@@ -684,7 +707,10 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
         whole = picture.convert("L")
     made = whole.convert(mode)
     if made.convert(whole.mode).tobytes() != whole.tobytes():
-        lost = "colours" if mode == "L" and whole.mode != "LA" else "transparency"
+        if mode == "L" and whole.mode != "LA":
+            lost = "colours"
+        else:
+            lost = "transparency"
         raise ValueError(
             f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
             "says: correct its shape in meta/info.json, or the picture"
@@ -719,7 +745,8 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
             seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
-            array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
+            if field["image"] != "HWC":
+                array = array.transpose(0, 3, 1, 2)
         else:
             array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
@@ -729,7 +756,8 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
 
 def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
     """An episode of a folder by LeRobot."""
-    length, columns = len(table), dict[str, Array]()
+    length = len(table)
+    columns = dict[str, Array]()
     for name, about in features.items():
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
@@ -742,7 +770,9 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
-    is_init, never, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
+    is_init = np.zeros((length, 1), bool)
+    never = np.zeros((length, 1), bool)
+    known = np.ones(length, bool)
     # Frames before the first one may be missing.
     is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
     known[-1] = False
@@ -751,11 +781,15 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         for name in ("done", "terminated", "truncated")
     )
     cut = never.copy() if truncated is None else truncated
-    over = (never if done is None else done & ~cut) if terminated is None else terminated
+    if terminated is None:
+        over = never if done is None else done & ~cut
+    else:
+        over = terminated
     cut[-1] |= ~over[-1]
     columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
     columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
-    columns["is_init"], columns["collector.next_known"] = is_init, known
+    columns["is_init"] = is_init
+    columns["collector.next_known"] = known
     columns["collector.traj_ids"] = np.full(length, number)
     return from_numpy(columns)
 

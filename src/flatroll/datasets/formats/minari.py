@@ -175,7 +175,8 @@ def _known_space(
     if not prefix and {key[0] for key in keys} == {root}:
         return _known_space(keys, (root,), columns, source, argument)
     if keys == [prefix]:
-        column, space = columns[prefix], source.space_of(plain_key(prefix))
+        column = columns[prefix]
+        space = source.space_of(plain_key(prefix))
         if space is not None and (space.dtype, space.shape) == (column.dtype, column.shape[1:]):
             return cast(gym.Space[Any], space)
         raise ValueError(
@@ -201,7 +202,8 @@ def _check_leaves(
 ) -> None:
     """Raise ValueError unless the columns are what the space says."""
     for key, path in leaves:
-        part, column = part_of(space, path), columns.get(as_tuple(key))
+        part = part_of(space, path)
+        column = columns.get(as_tuple(key))
         if not isinstance(part, _HELD):
             raise ValueError(f"{argument}: {key!r} is {part}, which Minari's files cannot hold as a column")
         if column is None:
@@ -392,7 +394,9 @@ def _some_are_cut(data: "MinariDataset") -> bool:
             if not len(place):
                 return -1
             place = next(iter(place.values()))
-        return int(place.shape[0]) if place.shape else -1
+        if place.shape:
+            return int(place.shape[0])
+        return -1
 
     with h5py.File(file, "r") as opened:
         for number in data.episode_indices:
@@ -406,7 +410,8 @@ def _some_are_cut(data: "MinariDataset") -> bool:
 
 def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDataset") -> dict[_Key, Array]:
     """The columns of an episode by key, as they were written."""
-    length, columns = len(episode), dict[_Key, Array]()
+    length = len(episode)
+    columns = dict[_Key, Array]()
     leaves = dict(_observation_leaves(episode)) | dict(named_leaves(episode.actions, (ACTION,), _FOLDERS))
     for name, dtype, shape in record:
         # Older folders have dotted names.
@@ -604,7 +609,10 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         super().__init__(dataset_id, batch_size, **options)
         if self.metadata is None:  # the data set was converted by an earlier object
             facts = Folder(self.data_path).load().extra
-            self.metadata = facts.get("metadata", {}) if isinstance(facts, dict) else {}
+            if isinstance(facts, dict):
+                self.metadata = facts.get("metadata", {})
+            else:
+                self.metadata = {}
 
     @override
     def _fetch(self, folder: Path) -> Any:

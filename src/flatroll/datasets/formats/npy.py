@@ -44,7 +44,8 @@ class ArrayStream:
             raise ValueError(
                 f"{name} must store rows one after another (C order), got shape {shape}, fortran={fortran!r}"
             )
-        self.shape, self.rows = shape, next(iter(shape))
+        self.shape = shape
+        self.rows = next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         # Empty rows take no bytes in the file, but one value per row is allocated later.
         claimed = self.rows * max(1, self._row_bytes)

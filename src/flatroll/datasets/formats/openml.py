@@ -47,10 +47,12 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     expect("label", label, pandas.Series, "a Series of pandas")
     flags(one_hot=one_hot)
     complete = ~(features.isna().any(axis=1) | label.isna())
-    features, label = features[complete], label[complete]
+    features = features[complete]
+    label = label[complete]
     if not len(features):
         raise ValueError("the table has no rows without missing values")
-    numbers, categories = [], []
+    numbers = []
+    categories = []
     for name in features:
         column = features[name]
         if pandas.api.types.is_numeric_dtype(column.dtype):
@@ -61,7 +63,10 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
                 np.eye(codes.max() + 1)[codes] if one_hot else codes[:, None].astype(np.float64)
             )
     scaled = numbers + ([] if one_hot else categories)
-    columns = [preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1))] if scaled else []
+    if scaled:
+        columns = [preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1))]
+    else:
+        columns = []
     columns += categories if one_hot else []
     classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
     return TensorDict(
@@ -107,7 +112,9 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
         optional_package("pandas", "openml", type(self).__name__)
         table, version, label = _TABLES[self.dataset_id]
         features, target = fetch(table, version=version, return_X_y=True, as_frame=True)
-        return (features, target) if label is None else (features.drop(columns=[label]), features[label])
+        if label is None:
+            return (features, target)
+        return (features.drop(columns=[label]), features[label])
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:

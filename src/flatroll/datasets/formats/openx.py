@@ -115,7 +115,9 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
             UserWarning,
             stacklevel=3,
         )
-    return rewards if found else None
+    if found:
+        return rewards
+    return None
 
 
 def _columns(steps: list[Any], name: str, number: int) -> dict[NestedKey, Array]:
@@ -229,7 +231,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        return read_lerobot(source) if isinstance(source, str | Path) else read_rlds(source)
+        if isinstance(source, str | Path):
+            return read_lerobot(source)
+        return read_rlds(source)
 
     # -- a stream --------------------------------------------------------------------------------------------------
 
@@ -271,7 +275,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             fetched = self._fetch_with(self.dataset_id, folder)
             fetched = folder if fetched is None else fetched
             # Absolute, because each pass reads it again and the working directory may change.
-            self._source = Path(fetched).absolute() if isinstance(fetched, str | Path) else fetched
+            if isinstance(fetched, str | Path):
+                self._source = Path(fetched).absolute()
+            else:
+                self._source = fetched
         source = self._source
         if isinstance(source, Iterator):
             self._source = None  # an iterator can be read only once: the next pass fetches again
@@ -298,7 +305,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def __repr__(self) -> str:
-        return super().__repr__() if self.stream is None else f"{type(self).__name__}(a stream of episodes)"
+        if self.stream is None:
+            return super().__repr__()
+        return f"{type(self).__name__}(a stream of episodes)"
 
     @override
     def __len__(self) -> int:
@@ -325,7 +334,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         data = data if self.collate_fn is None else self.collate_fn(data)
         for transform in self.transforms:
             data = apply(transform, data, partial(run_ends, data))
-        return data.pin_memory() if self.pin_memory and torch.cuda.is_available() else data
+        if self.pin_memory and torch.cuda.is_available():
+            return data.pin_memory()
+        return data
 
 
 class EpisodeStream:
@@ -361,11 +372,22 @@ class EpisodeStream:
     ) -> None:
         if num_slices is not None and slice_len is not None:
             raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
-        self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices)
-        self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len)
-        self.shuffle, self.strict_length = shuffle, strict_length
-        self.pad = None if pad is None or pad is False else float(pad is not True and pad)
-        self._open_episodes, self._generator = open_episodes, generator
+        if num_slices is None:
+            self.num_slices = None
+        else:
+            self.num_slices = whole_number("num_slices", num_slices)
+        if slice_len is None:
+            self.slice_len = None
+        else:
+            self.slice_len = whole_number("slice_len", slice_len)
+        self.shuffle = shuffle
+        self.strict_length = strict_length
+        if pad is None or pad is False:
+            self.pad = None
+        else:
+            self.pad = float(pad is not True and pad)
+        self._open_episodes = open_episodes
+        self._generator = generator
         self._endless: tuple[int | None, Iterator[TensorDictBase]] | None = None
 
     def batches(self, batch_size: int | None = None) -> Iterator[TensorDictBase]:
@@ -417,12 +439,16 @@ class EpisodeStream:
             return self.slice_len, 1
         whole_number("batch_size", batch_size)
         if self.num_slices is None and self.slice_len is None:
-            return (batch_size, 1) if self.shuffle else (None, 1)
+            if self.shuffle:
+                return (batch_size, 1)
+            return (None, 1)
         name = "slice_len" if self.num_slices is None else "num_slices"
         divisor = self.slice_len or self.num_slices or 1
         if batch_size % divisor:
             raise ValueError(f"batch_size={batch_size} is not divisible by {name}={divisor}")
-        return (divisor, batch_size // divisor) if self.slice_len else (batch_size // divisor, divisor)
+        if self.slice_len:
+            return (divisor, batch_size // divisor)
+        return (batch_size // divisor, divisor)
 
     def _passes(self) -> Iterator[TensorDictBase]:
         while True:
@@ -477,7 +503,9 @@ class EpisodeStream:
 
         def fill(column: Tensor) -> Tensor:
             shape = (rows, *column.shape[1:])
-            return column.new_zeros(shape) if column.dtype is torch.bool else column.new_full(shape, value)
+            if column.dtype is torch.bool:
+                return column.new_zeros(shape)
+            return column.new_full(shape, value)
 
         padding = part.apply(fill, batch_size=[rows])
         assert padding is not None
@@ -497,7 +525,9 @@ def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[T
         first = 0
         while len(episode) - first >= missing:
             yield _join([*parts, episode[first : first + missing]])
-            parts, first, missing = [], first + missing, batch_size
+            parts = []
+            first = first + missing
+            missing = batch_size
         if first < len(episode):
             parts.append(episode[first:])
             missing -= len(episode) - first

@@ -76,7 +76,9 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
                 f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
-        rows, lanes, slots = len(source), torch.Size([]), None
+        rows = len(source)
+        lanes = torch.Size([])
+        slots = None
     elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
         # slot = step * lanes + lane, in lane-major order.
@@ -99,13 +101,17 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
     if chunk_rows is None:
         chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
     made = Source(rows, read, whole_number("chunk_rows", chunk_rows))
-    return made._replace(space_of=source.noted_space) if isinstance(source, ReplayBuffer) else made
+    if isinstance(source, ReplayBuffer):
+        return made._replace(space_of=source.noted_space)
+    return made
 
 
 def first_rows(source: Source) -> Tensor | None:
     """Return the number of the first row of each run, int64 ``[R]``; None without markers."""
     markers = _markers(source)
-    return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
+    if markers is None:
+        return None
+    return run_starts(markers).nonzero().squeeze(-1)
 
 
 def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
@@ -114,7 +120,9 @@ def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
     markers = cast(TensorDict, TensorDict.cat(parts))
     kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
-    return markers if kept else None
+    if kept:
+        return markers
+    return None
 
 
 def episodes_of(source: Source) -> Iterator[TensorDictBase]:
@@ -139,18 +147,17 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
 
 def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
     """Numbers of the runs of each trajectory."""
-    ids, done, is_init = (
-        markers.get(TRAJ_IDS, None),
-        optional_marker(markers, DONE),
-        optional_marker(markers, IS_INIT),
-    )
+    ids = markers.get(TRAJ_IDS, None)
+    done = optional_marker(markers, DONE)
+    is_init = optional_marker(markers, IS_INIT)
     if ids is None:
         return [[run] for run in range(len(first))]
     trajectories: list[list[int]] = []
     newest: dict[int, list[int]] = {}  # the last trajectory seen of each id
     for run, number in enumerate(ids.reshape(source.rows)[torch.tensor(first)].tolist()):
         before = newest.get(number)
-        start, end = first[run], stops[before[-1]] - 1 if before else 0
+        start = first[run]
+        end = stops[before[-1]] - 1 if before else 0
         goes_on = (
             before is not None
             and not (done is not None and bool(done[end]))

@@ -21,7 +21,9 @@ from flatroll.layout.keys import NestedKey
 
 _PIXELS = ("image", "observation", "pixels")
 _MARKS = ("is_first", "is_last", "step_type")
-_FIRST, _LAST = 0, 2  # of step_type
+# of step_type
+_FIRST = 0
+_LAST = 2
 _OWN = ("reward", "is_terminal", *_MARKS, *_PIXELS)
 
 
@@ -89,7 +91,8 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path} must have one row for each step, got lengths {lengths}")
-    length, shape = lengths["action"], list(steps[pixels].shape)
+    length = lengths["action"]
+    shape = list(steps[pixels].shape)
     if len(shape) != 4 or 0 in shape[1:]:
         raise ValueError(f"{path}: {pixels!r} must be images [N, H, W, C] or [N, C, H, W], got {shape}")
     starts = np.zeros(length + 1, bool)

@@ -186,21 +186,30 @@ class TrajectoryReplayBuffer:
             raise ValueError("auto_save_path must name a folder if auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
-        self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
+        self.trajectory_format = trajectory_format
+        self.seed = whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(self.seed)
         # Without a maximum size, slots equal row numbers and never wrap around.
-        size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
+        if max_size is None:
+            size = _WITHOUT_END
+        else:
+            size = whole_number("max_size", max_size)
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
-        path = auto_save_path if auto_save else tempfile.mkdtemp(prefix="flatroll-")
+        if auto_save:
+            path = auto_save_path
+        else:
+            path = tempfile.mkdtemp(prefix="flatroll-")
         options = {"sync": auto_save, **storage_options}
         self._sync = bool(options["sync"])
         self.storage = DiskStorage(size, path, **options)
         # In place of the storage's own finalizer, which would write into a removed folder.
-        self._discard = (
-            None if auto_save else weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
-        )
-        self._turn, self._closed = threading.RLock(), False
+        if auto_save:
+            self._discard = None
+        else:
+            self._discard = weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
+        self._turn = threading.RLock()
+        self._closed = False
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
@@ -311,7 +320,9 @@ class TrajectoryReplayBuffer:
     def total_samples(self) -> int:
         """Number of rows of all trajectories."""
         with self._turn:
-            return self.buffer.ring.written - self._records[0][0] if self._records else 0
+            if self._records:
+                return self.buffer.ring.written - self._records[0][0]
+            return 0
 
     def sample(self, num_chunks: int = 0) -> dict[str, Any]:
         """Draw rows uniformly, with replacement, from the latest ``sample_window_size`` trajectories.
@@ -376,7 +387,10 @@ class TrajectoryReplayBuffer:
                 ids = self.trajectory_ids
                 there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
                 raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
-            kept = None if self._cache is None else self._cache.get(trajectory_id)
+            if self._cache is None:
+                kept = None
+            else:
+                kept = self._cache.get(trajectory_id)
             if kept is not None:
                 return kept
             slots = torch.arange(first, first + record.rows) % self.buffer.ring.capacity
@@ -461,7 +475,10 @@ class TrajectoryReplayBuffer:
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
-            first = self._records[0][0] if self._records else self.buffer.ring.written
+            if self._records:
+                first = self._records[0][0]
+            else:
+                first = self.buffer.ring.written
             if world_size == 1 or barrier is None:
                 self.storage.save(path, state, first=first)
                 self._write_index(path)

@@ -17,7 +17,8 @@ from flatroll.datasets.formats.episodes import UNREADABLE
 from flatroll.datasets.trajectories.rows import MOST_NUMBERS, is_dense
 from flatroll.disk import DamagedFileError
 
-METADATA, INDEX = "metadata.json", "trajectory_index.json"
+METADATA = "metadata.json"
+INDEX = "trajectory_index.json"
 _MOST = 64 << 20  # maximum size of the index in bytes
 
 
@@ -38,8 +39,10 @@ class RlinfFolder:
     """
 
     def __init__(self, path: Path, pickled: bool) -> None:
-        self.path, self._ending = path, ".pkl" if pickled else ".pt"
-        index, metadata = self._json(INDEX), self._json(METADATA)
+        self.path = path
+        self._ending = ".pkl" if pickled else ".pt"
+        index = self._json(INDEX)
+        metadata = self._json(METADATA)
         try:
             entries = {int(number): entry for number, entry in index["trajectory_index"].items()}
             self.numbers = list(index["trajectory_id_list"])
@@ -64,7 +67,10 @@ class RlinfFolder:
             other = Path(missing).with_suffix(".pt" if pickled else ".pkl").name
             instead = ""
             if other in names:
-                how = "is read by default" if pickled else "takes allow_pickle=True, since it may run code"
+                if pickled:
+                    how = "is read by default"
+                else:
+                    how = "takes allow_pickle=True, since it may run code"
                 instead = f'; there is {other!r}, whose trajectory_format="{other[-3:].strip(".")}" {how}'
             raise FileNotFoundError(f"{path} has no file {missing!r}, which its index names{instead}")
 

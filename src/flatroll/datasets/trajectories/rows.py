@@ -211,7 +211,8 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     rows: dict[NestedKey, Tensor] = {}
     for key, value in fields.items():
         name = key[0] if isinstance(key, tuple) else key
-        value = _of_steps(value, steps, name) if name in _ENDS + _VALUES else value
+        if name in _ENDS + _VALUES:
+            value = _of_steps(value, steps, name)
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
                 f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] like the other fields, got "
@@ -249,7 +250,10 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
     run = torch.repeat_interleave(torch.arange(len(starts)), lengths)
     place = torch.arange(len(run)) - starts[run]
     done = batch.get((NEXT, "done"), None)
-    marks = torch.zeros(len(run), dtype=torch.bool) if done is None else done.reshape(len(run))
+    if done is None:
+        marks = torch.zeros(len(run), dtype=torch.bool)
+    else:
+        marks = done.reshape(len(run))
     left = lengths[run] - 1 - place
     return _add_marks(batch.copy(), (number + run) * _LANES, place, marks, left), records
 
@@ -311,7 +315,10 @@ def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
         if value.ndim < 2:
             raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
     usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS + _VALUES]
-    chosen = fields["rewards"] if "rewards" in fields else fields[(usual or list(fields))[0]]
+    if "rewards" in fields:
+        chosen = fields["rewards"]
+    else:
+        chosen = fields[(usual or list(fields))[0]]
     return chosen.shape[0], chosen.shape[1]
 
 

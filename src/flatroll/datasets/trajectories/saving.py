@@ -43,7 +43,11 @@ class RankSave:
     def __init__(
         self, path: Path, rank: int, ranks: int, barrier: Callable[[], Any], known: Version | None
     ) -> None:
-        self.path, self.rank, self.ranks, self.barrier, self.known = path, rank, ranks, barrier, known
+        self.path = path
+        self.rank = rank
+        self.ranks = ranks
+        self.barrier = barrier
+        self.known = known
         self.own = rank_folder(path, rank, ranks)
         self.named: list[Version] = []
         if path.is_dir() and (folder := Folder(path)).versions():
@@ -99,20 +103,26 @@ class RankSave:
     def _remove_unfinished(self) -> None:
         """Remove the versions of ranks that no finished save names."""
         for rank in range(self.ranks):
-            folder, kept = rank_folder(self.path, rank, self.ranks), self._number(rank)
+            folder = rank_folder(self.path, rank, self.ranks)
+            kept = self._number(rank)
             for number in Folder(folder).versions() if folder.is_dir() else ():
                 if number > kept:
                     files.remove(folder / manifest_name(number))
 
     def _number(self, rank: int) -> int:
         """The number of the version of a rank that is named now; 0 if none is."""
-        return self.named[rank].number if self.named else 0
+        if self.named:
+            return self.named[rank].number
+        return 0
 
     def _publish(self) -> None:
         versions: list[Version] = []
         for rank in range(self.ranks):
             path = rank_folder(self.path, rank, self.ranks)
-            number = next(iter(Folder(path).versions()), 0) if path.is_dir() else 0
+            if path.is_dir():
+                number = next(iter(Folder(path).versions()), 0)
+            else:
+                number = 0
             if number <= self._number(rank):
                 raise RuntimeError(
                     f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "
@@ -128,7 +138,8 @@ class RankSave:
 
 def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
     """Copy the data to be loaded to the run's folder; if a crash follows, the next start finishes the load."""
-    path, records = folder / LOADING, list[TrajectoryRecord]()
+    path = folder / LOADING
+    records = list[TrajectoryRecord]()
     remove_folder(path)
     with Folder(path, write=True, sync=sync, keep=1) as staged:
         for rows, begun in checkpoint.read():

@@ -101,7 +101,9 @@ class OwnFolder:
     version: Version | None = None
 
     def __init__(self, path: Path, version: Version | None) -> None:
-        self.folder, self.state, self.counter = Folder(path), None, 0
+        self.folder = Folder(path)
+        self.state = None
+        self.counter = 0
         state: State | None = None
         if version is not None or self.folder.versions():
             loaded = self.folder.load(None if version is None else version.number)
@@ -115,12 +117,14 @@ class OwnFolder:
                 self.counter = state.counter
         if version is None:
             self.folder.recover()  # also rows written since that version
-        self.first, rows = self.folder.head, self.folder.end - self.folder.head
+        self.first = self.folder.head
+        rows = self.folder.end - self.folder.head
         if state is not None and (sum(record.rows for record in state.records), state.end) == (
             rows,
             self.folder.end,
         ):
-            self.state, self.records = state, state.records
+            self.state = state
+            self.records = state.records
         else:
             skipped, self.records = self._find_records()
             self.first += skipped
@@ -137,7 +141,10 @@ class OwnFolder:
         marks: list[Any] = []
         for key in (LANE, PLACE, LEFT):
             columns: list[Any] = [segment.columns[column_name(key)] for segment in self.folder.segments]
-            skip = self.folder.head - self.folder.segments[0].first if columns else 0
+            if columns:
+                skip = self.folder.head - self.folder.segments[0].first
+            else:
+                skip = 0
             marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
         try:
             return records_of(*marks)
@@ -177,7 +184,8 @@ class RlinfSource(OwnFolder):
             TrajectoryRecord(number, rows, 1)
             for number, rows in zip(self._files.numbers, self._files.rows, strict=True)
         ]
-        self.state, self.counter = None, self._files.counter
+        self.state = None
+        self.counter = self._files.counter
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
         for position, fields in enumerate(self._files.read(first, stop), first):
@@ -215,7 +223,8 @@ class SavedTrajectories:
 
     def __init__(self, path: Path, pickled: bool) -> None:
         self.sources: list[OwnFolder] = []
-        self.path, self.is_whole = path, True
+        self.path = path
+        self.is_whole = True
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
@@ -232,7 +241,10 @@ class SavedTrajectories:
         folder = Folder(self.path)
         if not folder.versions():
             ranks = sorted(child.name for child in self.path.glob("rank-*-of-*"))
-            why = f": its ranks {', '.join(ranks)} did not all finish the save" if ranks else ""
+            if ranks:
+                why = f": its ranks {', '.join(ranks)} did not all finish the save"
+            else:
+                why = ""
             raise FileNotFoundError(f"{self.path} holds no checkpoint of trajectories{why}")
         loaded = folder.load()
         versions = rank_versions(loaded.json)
@@ -253,7 +265,8 @@ class SavedTrajectories:
 
     def take_last(self, most: int) -> None:
         """Keep the last chosen trajectories, with at most ``most`` rows; ValueError if the last one has more."""
-        rows, first = self.rows, self.chosen.stop
+        rows = self.rows
+        first = self.chosen.stop
         while first > self.chosen.start and rows[first - 1] <= most:
             first -= 1
             most -= rows[first]
@@ -267,13 +280,20 @@ class SavedTrajectories:
     @property
     def counter(self) -> int:
         """The number of the next trajectory if there is one source; 0 if each rank has its own numbers."""
-        return self.sources[0].counter if len(self.sources) == 1 else 0
+        if len(self.sources) == 1:
+            return self.sources[0].counter
+        return 0
 
     @property
     def generator(self) -> str:
         """The generator state to resume from; empty if there is none."""
-        state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
-        return "" if state is None else state.generator
+        if len(self.sources) == 1 and self.is_whole:
+            state = self.sources[0].state
+        else:
+            state = None
+        if state is None:
+            return ""
+        return state.generator
 
     def check(self, form: RowForm) -> None:
         """Read the chosen trajectories; ValueError if damaged, or if rows differ in form (from ``form`` if given)."""
@@ -294,10 +314,8 @@ class SavedTrajectories:
         """
         before = free = 0
         for source in self.sources:
-            first, stop = (
-                max(self.chosen.start - before, 0),
-                min(self.chosen.stop - before, len(source.records)),
-            )
+            first = max(self.chosen.start - before, 0)
+            stop = min(self.chosen.stop - before, len(source.records))
             first_record = first
             shift = max(0, free - min((record.number for record in source.records), default=0))
             for rows in source.read(first, stop) if first < stop else ():
@@ -362,7 +380,10 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     if rank >= ranks:
         raise ValueError(f"local_rank must be below world_size={ranks}, got {rank}")
     if len(rows) < ranks:
-        most = f"use a world_size of at most {len(rows)}" if rows else "there is nothing to load"
+        if rows:
+            most = f"use a world_size of at most {len(rows)}"
+        else:
+            most = "there is nothing to load"
         raise ValueError(
             f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )

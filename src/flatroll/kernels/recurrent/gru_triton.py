@@ -130,7 +130,10 @@ def gru_forward(
             row = first + step
             alive = (length > step)[:, None]
             # the state before the row: the initial one at the first row, else that of the row above
-            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
+            if step == 0:
+                before = initial + row * initial_stride
+            else:
+                before = out + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -152,7 +155,8 @@ def gru_forward(
                     r = tl.dot(x, w_r, r, input_precision=PRECISION, out_dtype=REAL)
                     z = tl.dot(x, w_z, z, input_precision=PRECISION, out_dtype=REAL)
                     u = tl.dot(x, w_u, u, input_precision=PRECISION, out_dtype=REAL)
-                r, z = sigmoid(r), sigmoid(z)
+                r = sigmoid(r)
+                z = sigmoid(z)
                 n = tanh(n + r * u)
                 state = tl.load(before[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 tl.debug_barrier()
@@ -211,7 +215,8 @@ def gru_backward(
                 d_n = now * (1 - z) * (1 - n * n)
                 d_u = d_n * r
                 tl.debug_barrier()
-                d_r, d_z = d_u * u * (1 - r), now * (state - n) * z * (1 - z)
+                d_r = d_u * u * (1 - r)
+                d_z = now * (state - n) * z * (1 - z)
                 store_gates(slopes + of_gates, hidden, active, d_n, d_r, d_z, d_u)
                 tl.store(at_carry, now * z, mask=active)
             tl.debug_barrier()

@@ -44,8 +44,14 @@ def lstm_forward(
             row = first + step
             alive = (length > step)[:, None]
             # the state before the row: the initial one at the first row, else that of the row above
-            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
-            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            if step == 0:
+                before = initial + row * initial_stride
+            else:
+                before = out + (row - 1) * hidden
+            if step == 0:
+                before_cell = initial_cell + row * cell_stride
+            else:
+                before_cell = cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -65,7 +71,10 @@ def lstm_forward(
                     i = tl.dot(x, w_i, i, input_precision=PRECISION, out_dtype=REAL)
                     f = tl.dot(x, w_f, f, input_precision=PRECISION, out_dtype=REAL)
                     g = tl.dot(x, w_g, g, input_precision=PRECISION, out_dtype=REAL)
-                o, i, f, g = sigmoid(o), sigmoid(i), sigmoid(f), tanh(g)
+                o = sigmoid(o)
+                i = sigmoid(i)
+                f = sigmoid(f)
+                g = tanh(g)
                 cell = tl.load(before_cell[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 cell = f * cell + i * g
                 tl.debug_barrier()
@@ -113,7 +122,10 @@ def lstm_backward(
             row = first + step
             alive = (length > step)[:, None]
             later = (length > step + 1)[:, None]  # at a run's last row there is no carried gradient
-            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            if step == 0:
+                before_cell = initial_cell + row * cell_stride
+            else:
+                before_cell = cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -131,8 +143,10 @@ def lstm_backward(
                     now_cell += tl.load(grad_cell + flat, mask=active, other=0).to(REAL)
                 now_cell += now * o * (1 - through * through)
                 tl.debug_barrier()
-                d_o, d_i = now * through * o * (1 - o), now_cell * g * i * (1 - i)
-                d_f, d_g = now_cell * cell * f * (1 - f), now_cell * i * (1 - g * g)
+                d_o = now * through * o * (1 - o)
+                d_i = now_cell * g * i * (1 - i)
+                d_f = now_cell * cell * f * (1 - f)
+                d_g = now_cell * i * (1 - g * g)
                 store_gates(slopes + of_gates, hidden, active, d_o, d_i, d_f, d_g)
                 tl.store(carry_cell + at_carry, now_cell * f, mask=active)
                 tl.store(d_cell + flat, now_cell * f, mask=active & (row == first)[:, None])

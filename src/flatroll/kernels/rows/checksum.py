@@ -27,17 +27,19 @@ _1, _2, _3, _4, _5 = (
         0x27D4EB2F165667C5,
     )
 )
-_COUNT, _REST, _STRIPE = (
-    4,
-    5,
-    32,
-)  # offsets of the byte count and of the remaining bytes in the state; bytes per stripe
-_29, _32, _33 = np.uint64(29), np.uint64(32), np.uint64(33)
+# offsets of the byte count and of the remaining bytes in the state; bytes per stripe
+_COUNT = 4
+_REST = 5
+_STRIPE = 32
+_29 = np.uint64(29)
+_32 = np.uint64(32)
+_33 = np.uint64(33)
 
 
 def new_state() -> Array:
     """Return the state before the first byte."""
-    one, two = int(_1), int(_2)
+    one = int(_1)
+    two = int(_2)
     return np.array([(one + two) % 2**64, two, 0, 2**64 - one, 0, 0, 0, 0, 0], np.uint64)
 
 
@@ -68,11 +70,19 @@ def absorb(state: Array, address: Int, size: Int) -> None:
         for lane in range(4):
             state[lane] = _step(state[lane], state[_REST + lane])
     stripes = (size - done) // _STRIPE
-    a, b, c, d = state[0], state[1], state[2], state[3]
+    a = state[0]
+    b = state[1]
+    c = state[2]
+    d = state[3]
     for at in range(address + done, address + done + _STRIPE * stripes, _STRIPE):
-        a, b = _step(a, word_at(at)), _step(b, word_at(at + 8))
-        c, d = _step(c, word_at(at + 16)), _step(d, word_at(at + 24))
-    state[0], state[1], state[2], state[3] = a, b, c, d
+        a = _step(a, word_at(at))
+        b = _step(b, word_at(at + 8))
+        c = _step(c, word_at(at + 16))
+        d = _step(d, word_at(at + 24))
+    state[0] = a
+    state[1] = b
+    state[2] = c
+    state[3] = d
     done += _STRIPE * stripes
     rest[: size - done] = given[done:]
 
@@ -87,7 +97,8 @@ def digest(state: Array) -> Any:
         for lane in range(4):
             mixed = (mixed ^ _step(np.uint64(0), state[lane])) * _1 + _4
     mixed += state[_COUNT]
-    rest, held = state[_REST:].view(np.uint8), np.int64(state[_COUNT] % np.uint64(_STRIPE))
+    rest = state[_REST:].view(np.uint8)
+    held = np.int64(state[_COUNT] % np.uint64(_STRIPE))
     for word in range(held // 8):
         mixed = _turn(mixed ^ _step(np.uint64(0), state[_REST + word]), 27) * _1 + _4
     at = held // 8 * 8

@@ -11,7 +11,9 @@ from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 
 #: The row with which a new row shares all but its newest frame: none, a stored row, the previous row.
-NOTHING, STORED, BEFORE = 0, 1, 2
+NOTHING = 0
+STORED = 1
+BEFORE = 2
 _STRIDE = 64  # words compared between checks for a difference
 _PAGE = 4096  # bytes that the hardware prefetcher covers
 _LINES = 4  # cache lines that start it
@@ -161,7 +163,8 @@ def assign(
 def copy(values: Array, source: Array, stored: Array, frames: Array) -> None:
     """Copy ``values[source[i]]`` to ``stored[frames[i]]``, rows of words."""
     for i in range(len(frames)):
-        value, frame = values[source[i]], stored[frames[i]]
+        value = values[source[i]]
+        frame = stored[frames[i]]
         for k in range(len(value)):
             frame[k] = value[k]
 

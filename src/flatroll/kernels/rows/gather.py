@@ -53,24 +53,33 @@ def gather(
     """
     # adjacent rows form a stretch, which is copied at once; all row numbers are checked here
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
-    count, before, before_near = 0, np.int64(-2), False
+    count = 0
+    before = np.int64(-2)
+    before_near = False
     for i in range(len(slots)):
-        row, is_near = slots[i], False
+        row = slots[i]
+        is_near = False
         if len(follow):
             row = max(follow[i], 0)
             if i + 1 < len(slots) and row == slots[i + 1]:
-                row, is_near = np.int64(i + 1), True
+                row = np.int64(i + 1)
+                is_near = True
         if row < 0 or (row >= rows and not is_near):
             return i
         if row != before + 1 or is_near != before_near:
-            stretches[count, 0], stretches[count, 1] = row, i
-            stretches[count, 2], stretches[count, 3] = 0, is_near
+            stretches[count, 0] = row
+            stretches[count, 1] = i
+            stretches[count, 2] = 0
+            stretches[count, 3] = is_near
             count += 1
         stretches[count - 1, 2] += 1
-        before, before_near = row, is_near
+        before = row
+        before_near = is_near
     # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
     # then each copied stretch prefetches one more, in the same order, across the ends of columns.
-    asked, following = 0, 0  # column and stretch to prefetch next
+    # column and stretch to prefetch next
+    asked = 0
+    following = 0
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
@@ -82,7 +91,8 @@ def gather(
                         ask(first + 64 * line)
                 following += 1
                 if following == count:
-                    asked, following = asked + 1, 0
+                    asked = asked + 1
+                    following = 0
             if k >= 0:
                 copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
@@ -207,7 +217,8 @@ class HostBlock:
         >>> block.take(torch.tensor([3, 4, 8]), torch.tensor([4, 5, -1]), torch.tensor([[2], [0]]), pool)
         [tensor([3, 4, 8]), tensor([23, 24, 28]), tensor([24, 25,  7])]
         """
-        rows, asked = len(slots), slots.numpy()
+        rows = len(slots)
+        asked = slots.numpy()
         if follow is None and rows * self.row_bytes > HUGE_FROM:
             return self._take_many(asked)
         # 1 µs per column; torch.empty takes 1.7
@@ -224,13 +235,17 @@ class HostBlock:
             wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
             wrong = -2 - wrong
         if wrong >= 0:
-            slot = int(asked[wrong]) if follow is None or wrong < rows else int(follow[wrong - rows])
+            if follow is None or wrong < rows:
+                slot = int(asked[wrong])
+            else:
+                slot = int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
 
     def _take_many(self, asked: Array) -> list[Tensor]:
         """Do the work of :meth:`take` in blocks of rows, into huge pages."""
-        rows, most = len(asked), torch.get_num_threads()
+        rows = len(asked)
+        most = torch.get_num_threads()
         threads = max(1, min(most, rows * self.row_bytes // _THREAD_BYTES))
         copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
         blocks = threads * _BLOCKS if threads > 1 else 1
@@ -246,7 +261,9 @@ class HostBlock:
         wrong = int(
             gather(self.address, self.address, target, self.size, self.rows, asked[first:stop], _NONE)
         )
-        return wrong if wrong < 0 else first + wrong
+        if wrong < 0:
+            return wrong
+        return first + wrong
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
         """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
@@ -307,12 +324,18 @@ class HostColumns(Generic[K]):
         Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is None:
             return {}
         if len(slots) * block.row_bytes > HUGE_FROM and torch.get_num_threads() > 1:
             names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
-            block = self._joint[names] if names in self._joint else self._join(names)
+            if names in self._joint:
+                block = self._joint[names]
+            else:
+                block = self._join(names)
             if block is None:
                 return {}
         return dict(zip(names, block.take(slots), strict=True))
@@ -336,7 +359,10 @@ class HostColumns(Generic[K]):
         Return the written keys, none if there is too much to copy for one thread.
         """
         names = tuple([key for key in values if key in self.columns])
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is None or rows * block.row_bytes > HUGE_FROM:
             return ()
         columns = [values[key] for key in names]
@@ -359,7 +385,8 @@ class HostColumns(Generic[K]):
             forms = [(key, column.dtype, column.shape[1:]) for key, column in self.columns.items()]
             self._forms = [(key, dtype, torch.Size((rows, *shape))) for key, dtype, shape in forms]
             self._form_rows = rows
-        addresses, (low, high, starts, stops) = [], self._spans
+        addresses = []
+        (low, high, starts, stops) = self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
             # the layout is checked first: the other checks raise on sparse tensors
@@ -391,7 +418,10 @@ class HostColumns(Generic[K]):
         tensor([4, 2, 0])
         """
         names = tuple(self.columns)
-        block = self._joint[names] if names in self._joint else self._join(names)
+        if names in self._joint:
+            block = self._joint[names]
+        else:
+            block = self._join(names)
         if block is not None:
             target = np.array([values[key].data_ptr() for key in names], np.int64)
             scatter(block.address, target, block.size, rows, at)
@@ -402,7 +432,8 @@ class HostColumns(Generic[K]):
         It has the address of the column ``later``, its bytes per row, and the indices of the columns ``key`` and
         ``later``.
         """
-        names, column = list(self.columns), self.columns[later]
+        names = list(self.columns)
+        column = self.columns[later]
         size = column.element_size() * column.shape[1:].numel()
         return column.data_ptr(), size, names.index(key), names.index(later)
 
@@ -450,13 +481,16 @@ def gather_pieces(
     pieces = len(firsts) - 1
     # Adjacent rows of a piece form a stretch; all row numbers are checked here.
     stretches = np.empty((len(rows), 4), np.int64)  # piece, first row in it, first position, row count
-    count, piece, before = 0, 0, np.int64(-2)
+    count = 0
+    piece = 0
+    before = np.int64(-2)
     for i in range(len(rows)):
         row = rows[i]
         if row < firsts[0] or row >= firsts[pieces]:
             return i
         if row < firsts[piece] or row >= firsts[piece + 1]:
-            piece, above = 0, pieces
+            piece = 0
+            above = pieces
             while above - piece > 1:
                 middle = (piece + above) // 2
                 if firsts[middle] <= row:
@@ -466,12 +500,15 @@ def gather_pieces(
             before = np.int64(-2)
         if row != before + 1:
             stretches[count, 0], stretches[count, 1] = piece, row - firsts[piece]
-            stretches[count, 2], stretches[count, 3] = i, 0
+            stretches[count, 2] = i
+            stretches[count, 3] = 0
             count += 1
         stretches[count - 1, 3] += 1
         before = row
     # Copy column by column, and prefetch _AHEAD stretches earlier, in the same order.
-    asked, following = 0, 0  # column and stretch to prefetch next
+    # column and stretch to prefetch next
+    asked = 0
+    following = 0
     for k in range(-1, len(size)):
         for j in range(count if k >= 0 else min(_AHEAD, len(size) * count)):
             if asked < len(size):
@@ -482,7 +519,8 @@ def gather_pieces(
                         ask(first + 64 * line)
                 following += 1
                 if following == count:
-                    asked, following = asked + 1, 0
+                    asked = asked + 1
+                    following = 0
             if k < 0:
                 continue
             p, first, position, length = stretches[j]

@@ -16,10 +16,15 @@ from flatroll.kernels.compiled import Array, Int, compiled
 
 # The steps of SplitMix64's output function (Steele, Lea and Flood 2014), and its odd increment.
 _FIRST, _SECOND, _STEP = (np.uint64(x) for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
-_BITS_30, _BITS_27, _BITS_31, _BITS_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+_BITS_30 = np.uint64(30)
+_BITS_27 = np.uint64(27)
+_BITS_31 = np.uint64(31)
+_BITS_32 = np.uint64(32)
 
 # Floating-point numbers of 4 and 8 bytes as words: the sign bit, infinity, and the NaN that torch writes.
-_ZERO, _ONE, _LOW = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFF)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_LOW = np.uint64(0xFFFFFFFF)
 _SIGN_4, _INF_4, _NAN_4 = (np.uint64(x) for x in (0x80000000, 0x7F800000, 0x7FC00000))
 _SIGN_8, _INF_8, _NAN_8 = (np.uint64(x) for x in (1 << 63, 0x7FF << 52, 0xFFF << 51))
 
@@ -34,7 +39,8 @@ def _mix(x: np.uint64) -> Any:
 @compiled()
 def _hash_row(row: Array) -> Any:
     """Return the hash of one row: the mix of the sum of its words' mixes, each word with its position."""
-    total, position = np.uint64(len(row)), np.uint64(0)
+    total = np.uint64(len(row))
+    position = np.uint64(0)
     for j in range(len(row)):
         position += _STEP
         total += _mix(np.uint64(row[j]) + position)
@@ -62,9 +68,12 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
     if floats == 8:
         if word == _SIGN_8:
             return _ZERO
-        return _NAN_8 if word & ~_SIGN_8 > _INF_8 else word
+        if word & ~_SIGN_8 > _INF_8:
+            return _NAN_8
+        return word
     if floats == 4:
-        low, high = word & _LOW, word >> _BITS_32
+        low = word & _LOW
+        high = word >> _BITS_32
         if low & ~_SIGN_4 > _INF_4:
             low = _NAN_4
         elif low == _SIGN_4:
@@ -148,8 +157,10 @@ def number_edges(
     Returns:
         the number of new edges.
     """
-    rows, before = len(now), counts[2]
-    hashes, words = np.empty(rows, np.int64), np.empty((rows, 2), np.int64)
+    rows = len(now)
+    before = counts[2]
+    hashes = np.empty(rows, np.int64)
+    words = np.empty((rows, 2), np.int64)
     table, keys, kept = states
     counts[0] = number_rows(table, keys, kept, counts[0], now, floats, True, made[0], hashes)
     counts[0] = number_rows(table, keys, kept, counts[0], later, floats_later, True, made[1], hashes)

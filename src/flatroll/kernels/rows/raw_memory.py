@@ -13,7 +13,9 @@ from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-_BIT, _INT, _LONG = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_BIT = ir.IntType(1)
+_INT = ir.IntType(32)
+_LONG = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 
 
@@ -21,7 +23,8 @@ def _copy_code(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
         to, source, size = arguments
-        to, source = builder.inttoptr(to, _POINTER), builder.inttoptr(source, _POINTER)
+        to = builder.inttoptr(to, _POINTER)
+        source = builder.inttoptr(source, _POINTER)
         builder.call(memcpy, [to, source, size, _BIT(0)])
         return context.get_dummy_value()
 
@@ -104,7 +107,8 @@ def equal_bytes(left: Any, right: Any, size: Any) -> bool:
             return False
         at += 8
     different = False
-    first, second = octets(left + at, size - at), octets(right + at, size - at)
+    first = octets(left + at, size - at)
+    second = octets(right + at, size - at)
     for i in range(size - at):
         different |= first[i] != second[i]
     return not different

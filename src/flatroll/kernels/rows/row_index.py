@@ -104,7 +104,8 @@ class HashedRows(Numbering):
     def __init__(self, width: int, device: torch.device | None = None) -> None:
         from flatroll.kernels.rows import hash_table
 
-        self._number_rows, self._rebuild = hash_table.number_rows, hash_table.rebuild
+        self._number_rows = hash_table.number_rows
+        self._rebuild = hash_table.rebuild
         self.count = 0
         self._keys = np.empty((_SMALLEST, width), np.int64)
         self._hashes = np.empty(_SMALLEST, np.uint64)
@@ -141,11 +142,14 @@ class HashedRows(Numbering):
         # When rows come in small batches, allocating memory costs more than the rows themselves.
         if self.count and room < _LARGE:
             room *= 2
-        keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
+        keys = np.empty((room, self._keys.shape[1]), np.int64)
+        hashes = np.empty(room, np.uint64)
         keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
         table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
         self._rebuild(table, hashes, self.count)
-        self._keys, self._hashes, self._table = keys, hashes, table
+        self._keys = keys
+        self._hashes = hashes
+        self._table = table
         return table, keys, hashes
 
 
@@ -190,7 +194,8 @@ class SortedRows(Numbering):
             if self.words.shape[1]:
                 distinct, inverse = torch.unique(words[new], dim=0, return_inverse=True)
             else:  # rows without words are all equal, and torch.unique does not accept them
-                distinct, inverse = words[new[:1]], torch.zeros_like(new)
+                distinct = words[new[:1]]
+                inverse = torch.zeros_like(new)
             # torch.unique sorts the rows: number them by their first place in the batch instead
             first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
             first.scatter_reduce_(0, inverse, torch.arange(len(new), device=words.device), "amin")

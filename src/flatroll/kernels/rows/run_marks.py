@@ -41,7 +41,9 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
         total += pairs[pair, 1]
     if total > wide:
         most = max(most // 4, min(most, rows // 32))
-    compared, count, fragment = min(rows - 1, most), 0, 0
+    compared = min(rows - 1, most)
+    count = 0
+    fragment = 0
     for k in range(compared):
         row = k * (rows - 1) // compared
         while lasts[fragment] < row:
@@ -50,7 +52,8 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
             continue
         for pair in range(len(pairs)):
             size = pairs[pair, 1]
-            now, later = source[pairs[pair, 2]], source[pairs[pair, 3]]
+            now = source[pairs[pair, 2]]
+            later = source[pairs[pair, 3]]
             if not equal_bytes(later + row * size, now + (row + 1) * size, size):
                 found[count] = row
                 count += 1
@@ -90,11 +93,16 @@ def fragments(
         marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
             first row is ``init``, and whether its last one is ``done``.
     """
-    is_done, is_init = flags(done, rows), flags(init, rows)
-    real, cut = flags(mask, rows), flags(cuts, rows)
-    number, steps = numbers(ids, rows), numbers(step, rows)
-    count, pairs = 0, len(now)
-    first, joined = 0, False
+    is_done = flags(done, rows)
+    is_init = flags(init, rows)
+    real = flags(mask, rows)
+    cut = flags(cuts, rows)
+    number = numbers(ids, rows)
+    steps = numbers(step, rows)
+    count = 0
+    pairs = len(now)
+    first = 0
+    joined = False
     for i in range(rows):
         end = i == rows - 1
         # the run ends where row i is done, or where row i + 1 starts an episode, has another id, or another mask
@@ -106,7 +114,8 @@ def fragments(
                 return -(i + 1)
         if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
             continue
-        whole[0, count], whole[1, count] = first, i
+        whole[0, count] = first
+        whole[1, count] = i
         if ids:
             whole[2, count] = number[first]
         if step:
@@ -115,5 +124,6 @@ def fragments(
         marks[1, count] = init != 0 and is_init[first]
         marks[2, count] = done != 0 and is_done[i]
         count += 1
-        first, joined = i + 1, not end
+        first = i + 1
+        joined = not end
     return count

@@ -41,7 +41,8 @@ class Spans(NamedTuple):
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(spans):
             if joined and start <= joined[-1][1]:
-                start, stop = joined[-1][0], max(stop, joined.pop()[1])
+                start = joined[-1][0]
+                stop = max(stop, joined.pop()[1])
             joined.append((start, stop))
         if not joined:
             return cls()

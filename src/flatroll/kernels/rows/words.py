@@ -8,7 +8,9 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _VIEWED = (torch.float32, torch.float64)
-_FIRST, _SECOND, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
 
 
 def pack_rows(columns: Sequence[Tensor]) -> Tensor:
@@ -30,7 +32,9 @@ def pack_rows(columns: Sequence[Tensor]) -> Tensor:
     if all(column.dtype is torch.int64 and column.ndim == 1 for column in columns):
         return torch.stack(list(columns), -1)  # 5 times as fast as the general path
     words = [_words(column) for column in columns]
-    return words[0] if len(words) == 1 else torch.cat(words, -1)
+    if len(words) == 1:
+        return words[0]
+    return torch.cat(words, -1)
 
 
 def view_rows(columns: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -93,7 +97,9 @@ def hash_by_torch(words: Tensor) -> Tensor:
 
 def _signed(x: int) -> int:
     """Return the 64-bit word x as a signed number."""
-    return x - (1 << 64) if x >> 63 else x
+    if x >> 63:
+        return x - (1 << 64)
+    return x
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ def walk(
             rows = left[j]
             if rows == 0:
                 continue
-            k, first = number[j], at[j]
+            k = number[j]
+            first = at[j]
             f = fragments[k & mask]
             row = f.first + offset[j] - f.offset
             stop = fragment_stop(state, fragments, k)
@@ -183,7 +184,9 @@ def draw(
         rows, patches.
     """
     count = len(firsts)
-    number, offset, left = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    number = np.empty(count, np.int64)
+    offset = np.empty(count, np.int64)
+    left = np.empty(count, np.int64)
     at = 0
     for j in range(count):
         c, rest = draw_chain(tree, uniform[2 * j])
@@ -206,9 +209,12 @@ def draw(
 def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
     """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
     ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
-    begin, end = numbers(firsts, count), numbers(lasts, count)
+    begin = numbers(firsts, count)
+    end = numbers(lasts, count)
     far = np.int64(1) << np.int64(62)  # positions are valid, so sizes are not checked
-    starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)
+    starts = flags(init, far)
+    stops = flags(done, far)
+    final = flags(terminated, far)
     cut = flags(truncated, far)
     for j in range(count):
         if init:
@@ -240,7 +246,8 @@ def slices_from(
     """
     count = len(starts)
     rows, number = rows_in_slots(state, capacity, fragments, starts)
-    offset, left = np.empty(count, np.int64), np.empty(count, np.int64)
+    offset = np.empty(count, np.int64)
+    left = np.empty(count, np.int64)
     at = 0
     for j in range(count):
         if starts[j] < 0 or starts[j] >= capacity or rows[j] >= state[0].written or lengths[j] < 1:
@@ -260,7 +267,8 @@ def follow_rows(
     state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
 ) -> Int:
     """Find the next observation of each row in ``slots``; fill ``follow`` and ``patch``; return the patch count."""
-    slot_0, patched = row_in_slot_0(state, capacity), 0
+    slot_0 = row_in_slot_0(state, capacity)
+    patched = 0
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(len(slots)):
         stop = fragment_stop(state, fragments, numbers[i])
@@ -280,7 +288,8 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
     slot_0 = row_in_slot_0(state, capacity)
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(len(slots)):
-        row, number = rows[i], numbers[i]
+        row = rows[i]
+        number = numbers[i]
         stop = fragment_stop(state, fragments, number)
         for j in range(ahead.shape[1]):
             if row == stop:

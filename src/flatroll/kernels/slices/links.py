@@ -22,7 +22,9 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
     """Return the row number after the last row of fragment ``number``."""
     s = state[0]
     # a fragment ends where the next one begins, the newest one at the last row written
-    return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
+    if number + 1 < s.end:
+        return fragments[(number + 1) & (len(fragments) - 1)].first
+    return s.written
 
 
 @numba.njit(nogil=True)
@@ -36,7 +38,9 @@ def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
     # live rows are at most ``capacity`` rows behind the head, so subtracting the capacity once is enough
-    return slot if slot < capacity else slot - capacity
+    if slot < capacity:
+        return slot
+    return slot - capacity
 
 
 @numba.njit(nogil=True)
@@ -58,7 +62,8 @@ def fragment_holding(state: Records, fragments: Records, number: Int, offset: In
     """Find the fragment that contains row ``offset`` of the trajectory whose last fragment is ``number``."""
     nearer = step_back(state, fragments, number, offset)
     while nearer != number:
-        number, nearer = nearer, step_back(state, fragments, nearer, offset)
+        number = nearer
+        nearer = step_back(state, fragments, nearer, offset)
     return number
 
 
@@ -69,7 +74,9 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
     All searches advance together, so that their cache misses overlap.
     """
     mask = len(fragments) - 1
-    first, end, head = state[0].first, state[0].end, state[0].head
+    first = state[0].first
+    end = state[0].end
+    head = state[0].head
     # the first row number at or after the head that falls into the slot
     rows = head + (slots - head) % capacity
     numbers = np.full(len(slots), first)
@@ -82,7 +89,8 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
         for j in range(len(rows)):
             later = numbers[j] + step
             # all ones where the difference is negative, else zero
-            inside, beyond = later - end >> 63, rows[j] - fragments[later & mask].first >> 63
+            inside = later - end >> 63
+            beyond = rows[j] - fragments[later & mask].first >> 63
             numbers[j] += step & inside & ~beyond
         step //= 2
     return rows, numbers
@@ -97,7 +105,8 @@ def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
     size = len(tree) - 1  # a power of two, so tree[size] is the sum of all
     total = tree[size]
     rest = min(np.int64(uniform * total), total - 1)
-    c, step = 0, size // 2
+    c = 0
+    step = size // 2
     # the first c weights sum up to at most the hit; each step tries to add ``step`` weights more
     while step:
         if tree[c + step] <= rest:

@@ -179,7 +179,8 @@ def link(
         number of fragments, without joined ones, that differ in a ``compared`` pair.
     """
     s = state[0]
-    before, slots = found[0], found[1]
+    before = found[0]
+    slots = found[1]
     count = len(joined)
     head = s.written + rows - capacity  # the oldest row after the write, if it drops any
     size = 4
@@ -193,7 +194,8 @@ def link(
             before[j] = -2 - (j - 1)
         elif not init[j]:
             # candidates: chain c of the index, or fragment i of this write, which is the newer one
-            c, i = np.int64(-1), np.int64(-1)
+            c = np.int64(-1)
+            i = np.int64(-1)
             if len(ids):
                 known = table[_entry(table, ids[j])].chain - 1
                 if known >= 0 and chains[known].id == ids[j]:
@@ -208,7 +210,8 @@ def link(
                 if len(step_first) == 0 or step_first[j] == chains[c].step:
                     row = fragment_stop(state, fragments, chains[c].last) - 1
                     if row >= head:
-                        before[j], slots[j] = c, row % capacity
+                        before[j] = c
+                        slots[j] = row % capacity
         if len(ids):
             at = _entry(seen, ids[j])
             seen[at].id = ids[j]
@@ -238,7 +241,8 @@ def keep(
     """
     s = state[0]
     pool[:] = 0
-    count, free = 0, 0
+    count = 0
+    free = 0
     for j in range(len(before)):
         if agree[j] > 0 and before[j] < -1:
             pool[-2 - before[j]] = -1
@@ -287,7 +291,8 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     s = state[0]
     mask = len(fragments) - 1
     chain = chains[c]
-    number, last = s.end, chain.last
+    number = s.end
+    last = chain.last
     if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
         fragments[last & mask].pool = pool
         return

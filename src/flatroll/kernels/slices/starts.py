@@ -27,7 +27,10 @@ def _nearest_mark(
         f = fragments[number & mask]
         row = f.first + offset - f.offset
         # the row number just beyond the fragment, in the direction of the search
-        stop = fragment_stop(state, fragments, number) if step > 0 else f.first - 1
+        if step > 0:
+            stop = fragment_stop(state, fragments, number)
+        else:
+            stop = f.first - 1
         while row != stop:
             if marks[slot_of(row, slot_0, capacity)]:
                 return offset
@@ -50,7 +53,9 @@ def _marked_start(
     strict: bool,
 ) -> Int:
     """Return the slot of a marked row of ``chain``, -1 if it has none; see :func:`draw_marked`."""
-    low, high, last = chain.dropped, chain.total, chain.last
+    low = chain.dropped
+    high = chain.total
+    last = chain.last
     full = max(high - length, low)  # the last row with ``length`` rows from it on, as an offset
     if high <= low or (strict and high - low < length):
         return -1

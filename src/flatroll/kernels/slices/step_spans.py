@@ -62,7 +62,8 @@ def step_spans(
     Returns:
         False if one of the rows was overwritten.
     """
-    mask, count = len(fragments) - 1, len(places)
+    mask = len(fragments) - 1
+    count = len(places)
     slots = np.zeros(count, np.int64)
     for i in range(count):
         step = places[i] // num_envs
@@ -71,8 +72,10 @@ def step_spans(
                 return False
             continue
         # the row itself, or if it is waiting, its env's last stored row, which may belong to the same trajectory
-        env, step = places[i] - step * num_envs, min(step, stored - 1)
-        low, high = 0, used
+        env = places[i] - step * num_envs
+        step = min(step, stored - 1)
+        low = 0
+        high = used
         while low < high:
             middle = (low + high) // 2
             if windows[0, middle] <= step:
@@ -86,7 +89,8 @@ def step_spans(
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(count):
         step = places[i] // num_envs
-        env, at = places[i] - step * num_envs, step - stored
+        env = places[i] - step * num_envs
+        at = step - stored
         joined = False
         if oldest >= 0:
             f = fragments[numbers[i] & mask]

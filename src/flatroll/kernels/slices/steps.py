@@ -60,19 +60,22 @@ def locate(
     Returns:
         number of waiting rows; -1 if one of the others was overwritten.
     """
-    count, known = 0, np.int64(0)
+    count = 0
+    known = np.int64(0)
     slot_0 = head - head % capacity  # number of the row that slot 0 held when the oldest row was written
     for i in range(len(places)):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
         if step >= stored:
-            waiting[0, count], waiting[1, count] = i, env * length + step - stored
+            waiting[0, count] = i
+            waiting[1, count] = env * length + step - stored
             count += 1
             continue
         # The last window that begins at or before the step. First guess that all windows have ``length``
         # steps, else search: windows 0 ... low - 1 begin at or before the step, windows from high on begin
         # after it.
-        low, high = min((step - windows[0, 0]) // length + 1, used), used
+        low = min((step - windows[0, 0]) // length + 1, used)
+        high = used
         if not (low > 0 and windows[0, low - 1] <= step and (low == used or windows[0, low] > step)):
             low = 0
             while low < high:
@@ -127,13 +130,18 @@ def read_steps(
         False, with nothing copied, if one of the rows was overwritten.
     """
     count = len(places)
-    slots, waiting = np.empty(count, np.int64), np.empty((2, count), np.int64)
+    slots = np.empty(count, np.int64)
+    waiting = np.empty((2, count), np.int64)
     wait = locate(places, num_envs, windows, used, head, capacity, stored, length, slots, waiting)
     if wait < 0:
         return False
-    source, size, staged = columns[0], columns[1], columns[2]
+    source = columns[0]
+    size = columns[1]
+    staged = columns[2]
     if wait < count:
-        follow, patch, patched = np.empty(count, np.int64), np.empty((2, count), np.int64), 0
+        follow = np.empty(count, np.int64)
+        patch = np.empty((2, count), np.int64)
+        patched = 0
         if len(roots):
             patched = follow_rows(state, capacity, fragments, slots, follow, patch)
         found = patch[:, :patched]

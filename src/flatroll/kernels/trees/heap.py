@@ -21,7 +21,8 @@ def _worse(rank: Array, number: Array, a: Int, b: Int) -> Any:
 @compiled()
 def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
     """Move the entry on top down to its place."""
-    slot, i = heap[0], 0
+    slot = heap[0]
+    i = 0
     # the children of entry i are the entries 2 i + 1 and 2 i + 2; the worse of them moves up
     while 2 * i + 1 < live:
         child = 2 * i + 1
@@ -70,7 +71,8 @@ def push(
         offered: number of rows offered, including those without room.
         ranks, numbers: ranks and numbers of the rows to insert.
     """
-    live, used = state[0]["live"], state[0]["used"]
+    live = state[0]["live"]
+    used = state[0]["used"]
     for k in range(len(ranks)):
         i = live + k
         slot = heap[i]

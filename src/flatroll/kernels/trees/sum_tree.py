@@ -29,13 +29,16 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
     """Return ``(priority + eps) ** alpha``; it underflows to 0 only if ``priority + eps`` is 0."""
     base = np.float64(priority) + eps
     value = base**alpha
-    return _TINY if base > 0.0 and value < _TINY else value
+    if base > 0.0 and value < _TINY:
+        return _TINY
+    return value
 
 
 @compiled()
 def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     """Compute node ``i`` of level ``k`` from its children."""
-    total, least = 0.0, np.inf
+    total = 0.0
+    least = np.inf
     # leaves hold weights only; a group of FAN siblings of a higher level holds FAN sums, then FAN least weights
     if k == 1:
         at = levels[0, 0] + i * FAN
@@ -69,12 +72,14 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
     for i in range(len(slots)):
         nodes[levels[0, 0] + slots[i]] = weights[i]
     # level by level, refresh the parents of changed nodes; adjacent nodes with a common parent are merged in place
-    children, count = slots.copy(), len(slots)
+    children = slots.copy()
+    count = len(slots)
     for k in range(1, len(levels)):
         if levels[k, 1] <= count:  # fewer nodes than changes
             _refresh_from(nodes, levels, k)
             return
-        last, parents = np.int64(-1), 0
+        last = np.int64(-1)
+        parents = 0
         for i in range(count):
             parent = children[i] // FAN
             if parent != last:
@@ -87,11 +92,13 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
 @compiled()
 def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Float) -> None:
     """Set ``count`` leaves, at least 1, from ``first`` on to one weight."""
-    low, high = first, first + count - 1
+    low = first
+    high = first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
     for k in range(1, len(levels)):
         # parents of the first and the last changed node; all nodes between them are parents of changed nodes as well
-        low, high = low // FAN, high // FAN
+        low = low // FAN
+        high = high // FAN
         for i in range(low, high + 1):
             _refresh(nodes, levels, k, i)
 
@@ -113,7 +120,9 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
         for i in range(len(uniform)):
             # ``slots[i]`` is the parent; its children are adjacent on this level
             at = levels[k, 0] + slots[i] * stride
-            passed, before, child = 0.0, 0.0, 0
+            passed = 0.0
+            before = 0.0
+            child = 0
             for j in range(FAN):
                 passed += nodes[at + j]
                 if passed <= rest[i]:
@@ -148,7 +157,8 @@ def draw(
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
     # slots before the head's slot have been written once more than the others
-    base, turn = head % capacity, head // capacity
+    base = head % capacity
+    turn = head // capacity
     for i in range(len(slots)):
         ratios[i] = nodes[slots[i]] / least
         generation[i] = turn + (slots[i] < base)
@@ -166,7 +176,8 @@ def spread(
     generation: Array,
 ) -> None:
     """Set entries ``firsts[j] ... lasts[j]`` of ``each`` to ``ratios[j]``; set the ``generation`` of these rows."""
-    base, turn = head % capacity, head // capacity
+    base = head % capacity
+    turn = head // capacity
     for j in range(len(ratios)):
         for i in range(firsts[j], lasts[j] + 1):
             each[i] = ratios[j]
@@ -208,9 +219,11 @@ def standing(
         is negative, NaN or above ``most``, -1 for none.
     """
     front = 0
-    base, turn = head % capacity, head // capacity
+    base = head % capacity
+    turn = head // capacity
     for i in range(len(slots)):
-        slot, value = slots[i], priority[i]
+        slot = slots[i]
+        value = priority[i]
         if slot == -1:
             continue
         if slot < -1 or slot >= min(capacity, written):
@@ -220,7 +233,8 @@ def standing(
         # generation of the row now in the slot; ``now * capacity + slot`` is its row number
         now = turn + (slot < base)
         if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
-            slots[front], priority[front] = slot, value
+            slots[front] = slot
+            priority[front] = value
             front += 1
     return front, -1, -1
 
@@ -246,7 +260,8 @@ class SumTree:
         self.capacity = capacity
         # (first entry, nodes) of each level: the leaves, then sums and least weights, up to one node
         count = _whole_nodes(capacity)
-        levels, size = [(0, count)], count
+        levels = [(0, count)]
+        size = count
         while count > 1:
             count = _whole_nodes(count) // FAN
             levels.append((size, count))
@@ -299,7 +314,8 @@ class SumTree:
             IndexError: a slot is out of range.
             ValueError: a weight is negative, infinite or NaN, or there is not one per slot.
         """
-        places, values = np.array(slots, np.int64), np.array(weights, np.float64)
+        places = np.array(slots, np.int64)
+        values = np.array(weights, np.float64)
         if places.ndim != 1 or places.shape != values.shape:
             raise ValueError(f"weights must have one number per slot, got {values.shape} for {places.shape}")
         if len(places) and not 0 <= places.min() <= places.max() < self.capacity:

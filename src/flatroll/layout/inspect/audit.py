@@ -131,8 +131,12 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
         breaches += rule(unpadded)
     findings = Findings()
     for breach in breaches:
-        shown, more = breach.rows[:limit], len(breach.rows) - limit
+        shown = breach.rows[:limit]
+        more = len(breach.rows) - limit
         for row in shown:
-            last = f" (and {more} more rows)" if more > 0 and row == shown[-1] else ""
+            if more > 0 and row == shown[-1]:
+                last = f" (and {more} more rows)"
+            else:
+                last = ""
             findings.append(Finding(row, breach.rule, breach.text + last, breach.severity))
     return findings

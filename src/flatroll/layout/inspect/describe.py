@@ -38,18 +38,22 @@ def describe(batch: TensorDictBase) -> str:
     """
     need_rows(batch, values=True)
     n = batch.batch_size.numel()
-    total, rows = 0, []
+    total = 0
+    rows = []
     for key in batch.keys(True, True, is_leaf=is_entry):
-        column, name = batch.get(key), key if isinstance(key, str) else ".".join(key)
+        column = batch.get(key)
+        name = key if isinstance(key, str) else ".".join(key)
         if not isinstance(column, torch.Tensor):
             rows.append((name, "", "no tensor", "", ""))
             continue
         size = column.numel() * column.element_size()
         total += size
-        shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
+        shape = str(list(column.shape[batch.batch_dims :]))
+        dtype = str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
-    columns, lines = ("column", "shape", "dtype", "bytes/row", "bytes"), [head, *_describe_runs(batch)]
+    columns = ("column", "shape", "dtype", "bytes/row", "bytes")
+    lines = [head, *_describe_runs(batch)]
     rows.sort()
     html = html_lines(lines) + html_table(rows, columns, numbers=2)
     return Text("\n".join([*lines, "", *_table([columns, *rows])]), html)
@@ -83,8 +87,12 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
     known = optional_marker(batch, NEXT_KNOWN)
-    lost = torch.zeros_like(last) if known is None else last & ~known.reshape(-1)
-    hidden, cut_off = int(lost.sum()), int((lost & kinds["truncated"]).sum())
+    if known is None:
+        lost = torch.zeros_like(last)
+    else:
+        lost = last & ~known.reshape(-1)
+    hidden = int(lost.sum())
+    cut_off = int((lost & kinds["truncated"]).sum())
     unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"
     return [
         f"{k:,} run{'s' * (k != 1)}: {shown}",

@@ -55,7 +55,8 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
-    n, i = batch.shape[0], whole_number("i", i, -(2**63))
+    n = batch.shape[0]
+    i = whole_number("i", i, -(2**63))
     if not -n <= i < n:
         raise IndexError(f"i={i} is not a row: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
@@ -66,16 +67,20 @@ class _Row:
     """Row ``i`` with the run it belongs to."""
 
     def __init__(self, batch: TensorDictBase, i: int) -> None:
-        self.batch, self.i = batch, i
+        self.batch = batch
+        self.i = i
         # the nearest start up to row i, and the nearest end from it on
-        starts, ends = run_starts(batch), run_ends(batch)
+        starts = run_starts(batch)
+        ends = run_ends(batch)
         self.first = int(starts[: i + 1].nonzero()[-1])
         self.last = i + int(ends[i:].nonzero()[0])
 
     def flag(self, key: NestedKey, i: int) -> bool | None:
         """The bool column ``key`` at row ``i``; None if the batch does not have it."""
         column = optional_marker(self.batch, key)
-        return None if column is None else bool(column[i])
+        if column is None:
+            return None
+        return bool(column[i])
 
     def number(self, key: NestedKey, i: int) -> int | None:
         """The integer column ``key`` at row ``i``; None if the batch does not have it."""
@@ -89,7 +94,9 @@ class _Row:
 
     def where(self) -> str:
         """Describe the row's number, markers and position in the run."""
-        i, first, last = self.i, self.first, self.last
+        i = self.i
+        first = self.first
+        last = self.last
         which = {first: "the first of", last: "the last of"}.get(i, "one of")
         place = f"{which} the {last - first + 1} rows {first}..{last}, which are one run"
         if first == last:
@@ -109,9 +116,13 @@ class _Row:
         i = self.i
         if i != self.first:
             return []
-        step, is_init = self.number(STEP_COUNT, i), self.flag(IS_INIT, i)
+        step = self.number(STEP_COUNT, i)
+        is_init = self.flag(IS_INIT, i)
         if is_init and not step:
-            what = "an episode begins here" if step == 0 else "an episode or a slice begins here"
+            if step == 0:
+                what = "an episode begins here"
+            else:
+                what = "an episode or a slice begins here"
         elif is_init:
             what = f"a slice begins here, in mid-episode at step {step}"
         elif step == 0:
@@ -127,8 +138,11 @@ class _Row:
     def _why(self, i: int) -> str:
         """Return the marker that separates row ``i`` from the next one."""
         if i in (-1, self.batch.shape[0] - 1):
-            return "first row of the batch" if i < 0 else "last row of the batch"
-        before, after = self.number(TRAJ_IDS, i), self.number(TRAJ_IDS, i + 1)
+            if i < 0:
+                return "first row of the batch"
+            return "last row of the batch"
+        before = self.number(TRAJ_IDS, i)
+        after = self.number(TRAJ_IDS, i + 1)
         marks = {
             f"row {i} is done": self.flag(DONE, i),
             f"row {i + 1} is is_init": self.flag(IS_INIT, i + 1),
@@ -151,7 +165,10 @@ class _Row:
         if not (done or terminated or truncated):
             return [f"It ends the run: cut here ({self._why(i)}), the episode went on.", bootstrapped]
         if terminated:
-            also = ", and truncated it on the same step: terminated wins" if truncated else ""
+            if truncated:
+                also = ", and truncated it on the same step: terminated wins"
+            else:
+                also = ""
             return [
                 f"It ends the run: the env terminated the episode here{also}.",
                 "The value after it is 0: nothing is bootstrapped.",
@@ -166,7 +183,8 @@ class _Row:
 
     def next_observation(self, final: TensorDictBase | None) -> str:
         """Explain where the next observation is: in a column, as a difference, in the next row, or in ``final``."""
-        i, batch = self.i, self.batch
+        i = self.i
+        batch = self.batch
         after = f"observation of row {i + 1}"
         roots = observation_keys(batch)
         # If an entry is named "observation", other entries that also exist under "next", such as values, are

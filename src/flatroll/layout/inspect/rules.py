@@ -86,9 +86,12 @@ class UnpaddedRows:
             batch = cast(TensorDictBase, batch[self.numbers])
         self.batch: TensorDictBase = batch
         self.keys = keys
-        self.is_init, self.done = usable(batch, IS_INIT), usable(batch, DONE)
-        self.terminated, self.truncated = usable(batch, TERMINATED), usable(batch, TRUNCATED)
-        self.ids, self.step = usable(batch, TRAJ_IDS), usable(batch, STEP_COUNT)
+        self.is_init = usable(batch, IS_INIT)
+        self.done = usable(batch, DONE)
+        self.terminated = usable(batch, TERMINATED)
+        self.truncated = usable(batch, TRUNCATED)
+        self.ids = usable(batch, TRAJ_IDS)
+        self.step = usable(batch, STEP_COUNT)
         self.said_done = self.done
         self.steps = _n_steps(batch)
         if self.steps is not None:
@@ -101,7 +104,10 @@ class UnpaddedRows:
         present = {key: column for key, column in markers.items() if column is not None}
         self.has_marker = bool(present)
         every = torch.ones_like(self.numbers, dtype=torch.bool)
-        self.ends = run_ends(TensorDict(present, batch.batch_size)) if present else every
+        if present:
+            self.ends = run_ends(TensorDict(present, batch.batch_size))
+        else:
+            self.ends = every
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
@@ -121,7 +127,8 @@ class UnpaddedRows:
         if self.steps is not None:
             return pairs
         for key in self.keys:
-            now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
+            now = self.batch.get(key, None)
+            later = self.batch.get(next_key(key), None)
             if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
                 pairs.append((key, now, later))
         return pairs
@@ -140,7 +147,9 @@ def same(x: Tensor, y: Tensor) -> Tensor:
     equal = x == y
     if x.is_floating_point():
         equal = equal | (x.isnan() & y.isnan())
-    return equal.flatten(1).all(1) if equal.dim() > 1 else equal
+    if equal.dim() > 1:
+        return equal.flatten(1).all(1)
+    return equal
 
 
 def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -182,7 +191,8 @@ def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Itera
 
 def padding(batch: TensorDictBase) -> Iterator[Breach]:
     """Rule ``padding``: padded rows come after a real row, and are not ``is_init``."""
-    mask, is_init = usable(batch, MASK), usable(batch, IS_INIT)
+    mask = usable(batch, MASK)
+    is_init = usable(batch, IS_INIT)
     if mask is None:
         return
     if len(mask) and not bool(mask[0]):
@@ -289,7 +299,8 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     # rows sorted by id, then by step, then by place: twins are adjacent
     order = rows.step.argsort(stable=True)
     order = order[rows.ids[order].argsort(stable=True)]
-    before, after = order[:-1], order[1:]
+    before = order[:-1]
+    after = order[1:]
     # the same step of the same id, and whether it is another transition
     one_id = rows.ids[before] == rows.ids[after]
     twin = one_id & (rows.step[before] == rows.step[after])
@@ -349,7 +360,8 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
     if deltas is None:
         return
     for key in deltas.keys(True, True):
-        delta, name = deltas.get(key), (*DELTA, *as_tuple(key))
+        delta = deltas.get(key)
+        name = (*DELTA, *as_tuple(key))
         if delta.is_floating_point():
             overflows = ~delta.isfinite().reshape(len(rows.numbers), -1).all(1)
             text = f"{name!r} is not finite: the difference does not fit {delta.dtype}"
@@ -432,7 +444,10 @@ def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
         return
     # terminated rows' steps are the lengths of their episodes
     lengths = rows.step[rows.terminated] + 1
-    episodes = len(lengths) if rows.ids is None else len(torch.unique(rows.ids[rows.terminated]))
+    if rows.ids is None:
+        episodes = len(lengths)
+    else:
+        episodes = len(torch.unique(rows.ids[rows.terminated]))
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
         text = (
             f"all {episodes} ended episodes terminate after {int(lengths[0])} steps: is a time limit "

@@ -38,7 +38,10 @@ MOST_LINES = 30
 BEGINS, RESUMES, TERMINATES, TRUNCATES, IS_CUT = range(5)
 
 # The marks use Okabe and Ito's colours, which colour-blind readers can tell apart; their shapes differ as well.
-INK, MUTED, TRACK, PAPER = "#37424d", "#7d8791", "#f6f8fa", "#ffffff"
+INK = "#37424d"
+MUTED = "#7d8791"
+TRACK = "#f6f8fa"
+PAPER = "#ffffff"
 RIBBONS = ("#c3d1df", "#d9e2ea")
 TINTS = ("#9dc3e0", "#f0c987", "#a3d5bf", "#e3b1cd", "#c9c6e6", "#efb399", "#cfd8a0", "#b9c4cc")
 MARKS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -134,11 +137,15 @@ class RunTable(NamedTuple):
 def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     """Return the runs of the rows that are not padding, and the numbers of these rows."""
     mask = optional_marker(batch, MASK)
-    rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(to_numpy(mask))
+    if mask is None:
+        rows = np.arange(batch.batch_size.numel())
+    else:
+        rows = np.flatnonzero(to_numpy(mask))
     last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
     # each run begins one row after the last row of the run before
     first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
-    step, begins = np.zeros(0, np.int64), np.ones(len(first), np.bool_)
+    step = np.zeros(0, np.int64)
+    begins = np.ones(len(first), np.bool_)
     is_init = optional_marker(batch, IS_INIT)
     if batch.get(STEP_COUNT, None) is not None:
         step = to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
@@ -196,10 +203,13 @@ def lay_out(runs: RunTable) -> Placement:
     if count > MOST_LANES:
         return _end_to_end(runs)
     # by step of the episode, unless that would shrink the runs to dots
-    every, zero = np.arange(count), np.zeros(count, np.int64)
-    x, xlabel = zero, "row within the run"
+    every = np.arange(count)
+    zero = np.zeros(count, np.int64)
+    x = zero
+    xlabel = "row within the run"
     if len(runs.step) and int((runs.step + runs.length).max()) <= 20 * float(np.median(runs.length)):
-        x, xlabel = runs.step, "step of the episode"
+        x = runs.step
+        xlabel = "step of the episode"
     return Placement(count, every, zero, every, x, runs.length, xlabel, runs.first)
 
 
@@ -221,7 +231,9 @@ def _end_to_end(runs: RunTable) -> Placement:
     left = np.maximum(start[run], lane * width)
     right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)
     count = -(-total // width)  # rounded up
-    skipped, x, heads = left - start[run], left - lane * width, np.arange(count) * width
+    skipped = left - start[run]
+    x = left - lane * width
+    heads = np.arange(count) * width
     return Placement(
         count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True
     )
@@ -294,7 +306,10 @@ def _draw_ribbons(
 
 def _boxes(x: npt.NDArray[Any], width: npt.NDArray[Any], lane: Ints) -> list[npt.NDArray[Any]]:
     """Corners of the boxes from ``x`` to ``x + width`` in their lanes, each ``[4, 2]``."""
-    left, right, top, bottom = x, x + width, lane - HALF, lane + HALF
+    left = x
+    right = x + width
+    top = lane - HALF
+    bottom = lane + HALF
     corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
     return list(np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1))
 
@@ -316,7 +331,10 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
         x, lane = left if starts else right
         side = max(ribbon * SIDE[kind], 2.5)
         # Inside the run and flush with its edge, so that marks of neighbours do not cover each other.
-        inward = 0.0 if kind == BEGINS else (0.5 if starts else -0.5) * (side + 2.0)
+        if kind == BEGINS:
+            inward = 0.0
+        else:
+            inward = (0.5 if starts else -0.5) * (side + 2.0)
         moved = ax.transData + ScaledTranslation(inward / 72, 0, ax.figure.dpi_scale_trans)
         edge = x[chosen] + (-0.5 if starts else 0.5)
         label = f"{name} ({chosen.sum():,})"

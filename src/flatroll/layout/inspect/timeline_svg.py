@@ -25,9 +25,15 @@ from flatroll.layout.inspect.timeline import (
 )
 from flatroll.layout.keys import TRAJ_IDS, NestedKey, flat_column
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 58, 12, 46, 34  # of the picture and its margins, in pixels
+# of the picture and its margins, in pixels
+WIDTH = 900
+LEFT = 58
+RIGHT = 12
+TOP = 46
+BOTTOM = 34
 # Colours of medium lightness, visible on light and dark pages; text has the page's own colour.
-PLAIN, MUTED = ("#8fa9c2", "#b4c5d5"), "#8a949e"
+PLAIN = ("#8fa9c2", "#b4c5d5")
+MUTED = "#8a949e"
 TINTS = ("#6fa8d6", "#dfa94e", "#6db48e", "#cf87ad", "#9d97d3", "#dd8f68", "#a8b45f", "#8d9da9")
 SCALE = (
     "#31557f",
@@ -116,17 +122,27 @@ class Svg(Text):
 def _trajectories(batch: TensorDictBase, rows: Ints, runs: RunTable) -> Ints | None:
     """The trajectory id of each run; None if the batch has none."""
     column = batch.get(TRAJ_IDS, None)
-    return None if column is None else to_numpy(flat_column(column, batch, TRAJ_IDS))[rows][runs.first]
+    if column is None:
+        return None
+    return to_numpy(flat_column(column, batch, TRAJ_IDS))[rows][runs.first]
 
 
 class _Picture:
     """Draws the placed runs; each method returns lines of SVG."""
 
     def __init__(self, runs: RunTable, placed: Placement, rows: Ints, pitch: float) -> None:
-        self.runs, self.placed, self.rows, self.pitch = runs, placed, rows, pitch
+        self.runs = runs
+        self.placed = placed
+        self.rows = rows
+        self.pitch = pitch
         self.thick = 0.68 * pitch
-        right, left = int((placed.x + placed.width).max()), int(placed.x.min())
-        self.first = 0 if 2 * left < right else left  # the step or row at the left edge
+        right = int((placed.x + placed.width).max())
+        left = int(placed.x.min())
+        # the step or row at the left edge
+        if 2 * left < right:
+            self.first = 0
+        else:
+            self.first = left
         self.last = right
         self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
 
@@ -140,7 +156,8 @@ class _Picture:
 
     def legend(self) -> list[str]:
         """Return the legend: each mark that occurs, its name and its count."""
-        lines, x = [], float(LEFT)
+        lines = []
+        x = float(LEFT)
         for kind, (name, _) in enumerate(MARKS):
             count = int((self.runs.begin == kind).sum() + (self.runs.end == kind).sum())
             if count:
@@ -174,8 +191,11 @@ class _Picture:
 
     def ribbons(self, name: str, values: npt.NDArray[Any] | None) -> list[str]:
         """One path per colour, a stroke as thick as the ribbon."""
-        placed, runs = self.placed, self.runs
-        x, width, lane = placed.x, placed.width, placed.lane
+        placed = self.placed
+        runs = self.runs
+        x = placed.x
+        width = placed.width
+        lane = placed.lane
         colours: tuple[str, ...] = TINTS
         note: list[str] = []
         if name and values is not None:
@@ -187,13 +207,18 @@ class _Picture:
             heads = np.flatnonzero(
                 np.diff(piece, prepend=-1).astype(bool) | np.diff(shades, prepend=-1).astype(bool)
             )
-            x, lane, colour = (placed.x[piece] + place)[heads], placed.lane[piece[heads]], shades[heads]
+            x = (placed.x[piece] + place)[heads]
+            lane = placed.lane[piece[heads]]
+            colour = shades[heads]
             width = np.diff(heads, append=len(piece))
         elif values is not None:
             colour = values[runs.first][placed.run] % len(TINTS)
         else:
             colours = PLAIN
-            colour = placed.run % 2 if placed.continuous else np.zeros_like(placed.run)
+            if placed.continuous:
+                colour = placed.run % 2
+            else:
+                colour = np.zeros_like(placed.run)
         lines = []
         for number in np.unique(colour):
             chosen = colour == number
@@ -227,7 +252,8 @@ class _Picture:
 
     def marks(self) -> list[str]:
         """One path per kind of mark."""
-        runs, every = self.runs, np.arange(len(self.runs.first))
+        runs = self.runs
+        every = np.arange(len(self.runs.first))
         left = self.placed.at(every, np.zeros_like(every))
         right = self.placed.at(every, runs.length - 1)
         lines = []
@@ -250,7 +276,8 @@ class _Picture:
 
     def tooltips(self, trajectories: Ints | None) -> list[str]:
         """Draw an invisible stroke with a tooltip over each run (all its pieces)."""
-        runs, placed = self.runs, self.placed
+        runs = self.runs
+        placed = self.placed
         first_piece = np.searchsorted(placed.run, np.arange(len(runs.first) + 1)).tolist()
         x, y, end = (
             column.tolist()
@@ -266,7 +293,8 @@ class _Picture:
     def _tooltip(self, run: int, trajectories: Ints | None) -> str:
         """Return the tooltip text of a run."""
         runs = self.runs
-        first, length = int(runs.first[run]), int(runs.length[run])
+        first = int(runs.first[run])
+        length = int(runs.length[run])
         text = f"rows {self.rows[first]}..{self.rows[first + length - 1]} ({length})"
         if trajectories is not None:
             text += f", trajectory {trajectories[run]}"

@@ -30,10 +30,13 @@ def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
     """
     if not isinstance(net, (nn.GRU, nn.LSTM)):
         return "scan"
-    steps, runs = len(index.batch_sizes), len(index.first)
+    steps = len(index.batch_sizes)
+    runs = len(index.first)
     wide = len(rows) >= WIDE * steps
     fused = net.mode == "LSTM" and steps >= DENSE_STEPS * runs
-    return "packed" if net.bidirectional or rows.device.type != "cpu" or wide or fused else "scan"
+    if net.bidirectional or rows.device.type != "cpu" or wide or fused:
+        return "packed"
+    return "scan"
 
 
 def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:

@@ -65,7 +65,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         rows, first, w_ih, w_hh, b_ih, b_hh, out = ctx.saved_tensors
-        (steps, runs, _), shape, first = out.shape, rows.shape, first.squeeze(0)
+        (steps, runs, _) = out.shape
+        shape = rows.shape
+        first = first.squeeze(0)
         rows, out, grad = (x.reshape(steps * runs, -1) for x in (rows, out, grads[0]))
         # the state before row [t, r] is output row [t - 1, r], and at the first step the initial state
         gates = _gates(rows, torch.cat([first, out[:-runs]]), w_ih, w_hh, b_ih, b_hh)
@@ -84,7 +86,8 @@ def _gates(
     """The gates of :func:`flatroll.modules.backends.scan.gru_scan`, of rows whose states before are known."""
     hidden = w_hh.shape[1]
     gates = rows.new_empty(len(rows), 4 * hidden)  # column blocks n r z u
-    n, u = gates[:, :hidden], gates[:, 3 * hidden :]
+    n = gates[:, :hidden]
+    u = gates[:, 3 * hidden :]
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     from_state = before @ w_hh.t()
     if b_ih is not None and b_hh is not None:

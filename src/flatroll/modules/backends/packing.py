@@ -67,7 +67,8 @@ def run_index(starts: Tensor) -> RunIndex:
     rows = starts.numel()
     if rows == 0:
         raise ValueError("batch must have at least one row, got batch size [0]")
-    device, starts = starts.device, starts.cpu()
+    device = starts.device
+    starts = starts.cpu()
     first = starts.nonzero().squeeze(1)
     # lengths of the runs, and the number of runs longer than t for each step t
     lengths = first.diff(append=first.new_tensor([rows]))
@@ -82,7 +83,8 @@ def run_index(starts: Tensor) -> RunIndex:
         row = torch.arange(rows)
         place = (batch_sizes.cumsum(0) - batch_sizes)[row - first[run]] + rank[run]
         order = torch.empty_like(place).scatter_(0, place, row)
-        order, place = order.to(device, non_blocking=True), place.to(device, non_blocking=True)
+        order = order.to(device, non_blocking=True)
+        place = place.to(device, non_blocking=True)
     last = first_ranked + sorted_lengths - 1
     return RunIndex(batch_sizes, first_ranked.to(device), last.to(device), order, place)
 
@@ -131,7 +133,8 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
             continue
         # the width of a piece is that of its first step
         width = width if steps else size
-        steps, rows = steps + count, rows + size * count
+        steps = steps + count
+        rows = rows + size * count
     if steps:
         cut.append(Stretch(steps, rows, width, dense=False))
     return cut

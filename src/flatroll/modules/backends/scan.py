@@ -40,7 +40,8 @@ def step_widths(sizes: Tensor) -> list[int]:
 
 def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     """Return the state before each packed row, ``[N, H]``: its run's state one step earlier."""
-    rows, runs = len(states), widths[0]
+    rows = len(states)
+    runs = widths[0]
     counts = torch.tensor(widths, device=states.device)
     # the previous row of a run is as many rows back as the previous step is wide
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
@@ -132,8 +133,10 @@ def gru_scan(
     Returns:
         states after each row ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, widths = w_hh.shape[1], step_widths(sizes)
-    gates, out = uninitialised(len(rows), 4 * hidden, rows), uninitialised(len(rows), hidden, rows)
+    hidden = w_hh.shape[1]
+    widths = step_widths(sizes)
+    gates = uninitialised(len(rows), 4 * hidden, rows)
+    out = uninitialised(len(rows), hidden, rows)
     # the input's part of all steps at once; rolling the stock order r z n by one block gives n r z
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     gates[:, 3 * hidden :] = 0
@@ -145,7 +148,8 @@ def gru_scan(
     n, r, z, u = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
     r_and_z = torch.split(gates[:, hidden : 3 * hidden], widths)
     from_state = torch.split(gates[:, hidden:], widths)
-    after, state = torch.split(out, widths), first
+    after = torch.split(out, widths)
+    state = first
     for t, width in enumerate(widths):
         state = state[:width]  # runs that have ended come last, because they are the shortest
         from_state[t].addmm_(state, weight)
@@ -177,7 +181,8 @@ def gru_scan_backward(
 
     The gradient of a gate is its slope times the gradient of the state after the row.
     """
-    hidden, widths = w_hh.shape[1], step_widths(sizes)
+    hidden = w_hh.shape[1]
+    widths = step_widths(sizes)
     before = states_before(first, out, widths)
     n, r, z, u = torch.split(gates, hidden, 1)
     # d state / d gate sum, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
@@ -189,7 +194,8 @@ def gru_scan_backward(
     torch.sub(before, n, out=d_z).mul_(z).addcmul_(d_z, z, value=-1)  # (before - n) z (1 - z)
     by_step = torch.split(slopes.view(-1, 4, hidden), widths)
     to_state = torch.split(slopes[:, hidden:], widths)
-    z_by_step, grads = torch.split(z, widths), torch.split(grad, widths)
+    z_by_step = torch.split(z, widths)
+    grads = torch.split(grad, widths)
     # back in time: the gradient of the state after a step becomes that of the state before it; an initial
     # state that starts no run keeps its zeros
     state = grad.new_zeros(len(first), hidden)
@@ -208,7 +214,8 @@ def gru_gradients(
     """Return the gradients of rows, weights and biases from those of the gates (``slopes``)."""
     hidden = before.shape[1]
     # the input contributes to n r z, the state to r z u; rolling back restores the stock order of the weights
-    from_rows, summed = slopes[:, : 3 * hidden], slopes.sum(0)
+    from_rows = slopes[:, : 3 * hidden]
+    summed = slopes.sum(0)
     return (
         from_rows @ w_ih.roll(hidden, 0),
         (from_rows.t() @ rows).roll(-hidden, 0),
@@ -246,8 +253,10 @@ def lstm_scan(
     Returns:
         outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, widths = w_hh.shape[1], step_widths(sizes)
-    out, cells = uninitialised(len(rows), hidden, rows), uninitialised(len(rows), hidden, rows)
+    hidden = w_hh.shape[1]
+    widths = step_widths(sizes)
+    out = uninitialised(len(rows), hidden, rows)
+    cells = uninitialised(len(rows), hidden, rows)
     # the input's part of all steps at once; rolling the stock order i f g o by one block gives o i f g
     gates = torch.mm(rows, w_ih.roll(hidden, 0).t(), out=uninitialised(len(rows), 4 * hidden, rows))
     if b_ih is not None and b_hh is not None:
@@ -255,9 +264,12 @@ def lstm_scan(
     weight = w_hh.roll(hidden, 0).t()
     # views of each gate, step by step
     o, i, f, g = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
-    o_i_f, by_step = torch.split(gates[:, : 3 * hidden], widths), torch.split(gates, widths)
-    outs, states = torch.split(out, widths), torch.split(cells, widths)
-    state, cell = first, first_cell
+    o_i_f = torch.split(gates[:, : 3 * hidden], widths)
+    by_step = torch.split(gates, widths)
+    outs = torch.split(out, widths)
+    states = torch.split(cells, widths)
+    state = first
+    cell = first_cell
     for t, width in enumerate(widths):
         # runs that have ended come last, because they are the shortest
         by_step[t].addmm_(state[:width], weight)
@@ -296,7 +308,8 @@ def lstm_scan_backward(
     The gradient of ``i``, ``f``, ``g`` is their slope times the gradient of the cell after the row, that of ``o``
     its slope times the gradient of the output.
     """
-    hidden, widths = w_hh.shape[1], step_widths(sizes)
+    hidden = w_hh.shape[1]
+    widths = step_widths(sizes)
     o, i, f, g = torch.split(gates, hidden, 1)
     # slopes of the gate sums, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
     slopes = uninitialised(len(gates), 4 * hidden, gates)
@@ -314,9 +327,11 @@ def lstm_scan_backward(
     cell_grads = None if grad_cell is None else torch.split(grad_cell, widths)
     # back in time: the gradients of output and cell after a step become those before it, in place; initial
     # states that start no run keep their zeros
-    state, cell = cells.new_zeros(len(first), hidden), cells.new_zeros(len(first), hidden)
+    state = cells.new_zeros(len(first), hidden)
+    cell = cells.new_zeros(len(first), hidden)
     for t in reversed(range(len(widths))):
-        now, now_cell = state[: widths[t]], cell[: widths[t]]
+        now = state[: widths[t]]
+        now_cell = cell[: widths[t]]
         if grads is not None:
             now += grads[t]
         if cell_grads is not None:
@@ -401,7 +416,8 @@ def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``order``, ``place`` and ``batch_sizes`` (padded with 0 to ``[N]``) of :func:`run_index`."""
     index = run_index(starts)
     rows = torch.arange(len(starts), device=starts.device)
-    order, place = index.order, index.place
+    order = index.order
+    place = index.place
     if order is None or place is None:
         # runs of one length are [runs, steps]; packed order is [steps, runs]
         order = rows.view(len(index.first), -1).t().flatten()

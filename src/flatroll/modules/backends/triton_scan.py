@@ -104,7 +104,9 @@ def precision() -> str:
         tf32 = matmul.fp32_precision == "tf32"
     except AttributeError:  # torch before 2.9
         tf32 = matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    if tf32:
+        return "tf32"
+    return "ieee"
 
 
 def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -155,7 +157,9 @@ def _dense_rows(states: Tensor) -> Tensor:
     """Return states with contiguous rows; the rows may be strided or all the same one."""
     if states.stride(0) == 0:
         return states[:1].contiguous().expand_as(states)
-    return states if states.stride(1) == 1 else states.contiguous()
+    if states.stride(1) == 1:
+        return states
+    return states.contiguous()
 
 
 @torch.library.custom_op("flatroll::gru_triton", mutates_args=())
@@ -183,9 +187,12 @@ def gru_triton(
     Returns:
         states after each row ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, first = w_hh.shape[1], _dense_rows(first)
-    out, gates = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), 4 * hidden)
-    from_rows, bias = gates[:, : 3 * hidden], w_hh.new_zeros(hidden)
+    hidden = w_hh.shape[1]
+    first = _dense_rows(first)
+    out = rows.new_empty(len(rows), hidden)
+    gates = rows.new_empty(len(rows), 4 * hidden)
+    from_rows = gates[:, : 3 * hidden]
+    bias = w_hh.new_zeros(hidden)
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=from_rows)
     if b_ih is not None and b_hh is not None:
         # only u keeps its own bias, because the reset gate multiplies the state's part of n including the bias
@@ -213,9 +220,12 @@ def gru_triton_backward(
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of rows, initial states ``first``, w_ih, w_hh, b_ih and b_hh."""
-    hidden, programs = w_hh.shape[1], _programs(rows)
-    before, slopes = _states_before(first, out, starts), torch.empty_like(gates)
-    d_first, carry = torch.zeros_like(out), _carry(programs, hidden, out)
+    hidden = w_hh.shape[1]
+    programs = _programs(rows)
+    before = _states_before(first, out, starts)
+    slopes = torch.empty_like(gates)
+    d_first = torch.zeros_like(out)
+    carry = _carry(programs, hidden, out)
     arguments = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
     _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *arguments)
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
@@ -241,8 +251,11 @@ def lstm_triton(
     Returns:
         outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, first, first_cell = w_hh.shape[1], _dense_rows(first), _dense_rows(first_cell)
-    out, cells = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), hidden)
+    hidden = w_hh.shape[1]
+    first = _dense_rows(first)
+    first_cell = _dense_rows(first_cell)
+    out = rows.new_empty(len(rows), hidden)
+    cells = rows.new_empty(len(rows), hidden)
     weight = w_ih.roll(hidden, 0).t()
     if b_ih is not None and b_hh is not None:
         gates = torch.addmm((b_ih + b_hh).roll(hidden), rows, weight)
@@ -272,8 +285,12 @@ def lstm_triton_backward(
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of rows, first, first_cell, w_ih, w_hh and bias (the same one for both biases)."""
-    hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _dense_rows(first_cell)
-    slopes, d_first, d_cell = torch.empty_like(gates), torch.zeros_like(out), torch.zeros_like(out)
+    hidden = w_hh.shape[1]
+    programs = _programs(rows)
+    first_cell = _dense_rows(first_cell)
+    slopes = torch.empty_like(gates)
+    d_first = torch.zeros_like(out)
+    d_cell = torch.zeros_like(out)
     grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())
     arguments = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
     results = (slopes, d_first, d_cell, _carry(programs, hidden, out), _carry(programs, hidden, out))

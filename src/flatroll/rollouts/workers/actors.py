@@ -127,7 +127,8 @@ class CollectorActor:
 
     def _collect_of_many(self, version: int, weights: Any, limit: int) -> tuple[Answer, Any]:
         """Collect from a `MultiCollector`."""
-        collector, versions = self._collector, self._versions
+        collector = self._collector
+        versions = self._versions
         assert versions is not None
         if weights is not None or version != versions[-1]:
             collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
@@ -219,9 +220,14 @@ class Actors:
         by_reference: bool,
         with_signals: bool,
     ) -> None:
-        self.calls, self.in_flight, self.by_reference = calls, in_flight, by_reference
-        self.version, self.weights = 0, None  # a reference; None for the policy's initial weights
-        self.makes_policies, self.writers_of_each = True, workers
+        self.calls = calls
+        self.in_flight = in_flight
+        self.by_reference = by_reference
+        # a reference; None for the policy's initial weights
+        self.version = 0
+        self.weights = None
+        self.makes_policies = True
+        self.writers_of_each = workers
         self.served = 0  # counts received messages
         self._with_signals = with_signals
         group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
@@ -283,8 +289,13 @@ class Actors:
         if window <= self._largest:
             return
         self._largest, count = window, len(self._configs)
-        weights = 0 if self._flat is None else 2 * self._flat.nbytes  # room for this version and the next
-        need, room = count * self.in_flight * window + weights, self.calls.store_bytes()
+        # room for this version and the next
+        if self._flat is None:
+            weights = 0
+        else:
+            weights = 2 * self._flat.nbytes
+        need = count * self.in_flight * window + weights
+        room = self.calls.store_bytes()
         if need > room:
             each = "" if in_step else f" x max_in_flight={self.in_flight}"
             raise MemoryError(
@@ -318,7 +329,10 @@ class Actors:
         if timeout > 0 and self._with_signals:  # otherwise `close` waits for all requested windows
             for link in links:
                 self.calls.call(link.actor, "stop", group=_ASIDE)
-        closing = [self.calls.call(link.actor, "close") for link in links] if timeout > 0 else []
+        if timeout > 0:
+            closing = [self.calls.call(link.actor, "close") for link in links]
+        else:
+            closing = []
         while closing and (left := ends - monotonic()) > 0:
             ready = self.calls.wait(closing, left)
             closing = [reference for reference in closing if reference not in ready]
@@ -345,12 +359,18 @@ class Actor:
         self, actors: Actors, actor: Any, job: Job, config: Mapping[str, Any], starting: Any
     ) -> None:
         self.name = f"collector {job.place} (writer {job.writer})"
-        self.actor, self.served, self.is_ready = actor, 0, False
-        self._actors, self._job, self._config = actors, job, config
+        self.actor = actor
+        self.served = 0
+        self.is_ready = False
+        self._actors = actors
+        self._job = job
+        self._config = config
         self._starting = starting  # the call that creates the collector, until answered
         #: (Request number, reference to the answer, reference to the rows), oldest first.
         self.under_way: deque[tuple[int, Any, Any]] = deque()
-        self._asked, self._request, self._ended = 0, (0, WITHOUT_END), False
+        self._asked = 0
+        self._request = (0, WITHOUT_END)
+        self._ended = False
         self._version = -1  # version of the weights sent last
         self._windows = 0
         self._began = -inf  # time of its last request received while idle
@@ -362,7 +382,9 @@ class Actor:
     def head(self) -> Any:
         if self._starting is not None:
             return self._starting
-        return self.under_way[0][1] if self.under_way else None
+        if self.under_way:
+            return self.under_way[0][1]
+        return None
 
     def ask(self, rows: int, limit: int) -> None:
         self._asked, self._request, self._ended = self._asked + 1, (rows, limit), False
@@ -391,12 +413,14 @@ class Actor:
     def receive(self) -> tuple[str, Any] | None:
         if not self.is_ready or self.head is None:
             return None
-        actors, answer = self._actors, self._get(self.head)
+        actors = self._actors
+        answer = self._get(self.head)
         if isinstance(answer, Failure):
             answer.throw(self.name + (", while its collector was made" if self._starting is not None else ""))
         if self._starting is not None:
             actors.check_store(answer.row_bytes * self._job.frames_per_batch, self._job.sync)
-            self._starting, self.is_ready = None, False
+            self._starting = None
+            self.is_ready = False
             return READY, answer
         number, _, reference = self.under_way[0]
         window: Rows | None = None
@@ -431,7 +455,8 @@ class Actor:
 
     def quiet(self, since: float, limit: float) -> float:
         # Waiting for a slow learner does not count: the actor was idle until the request.
-        quiet, calls = monotonic() - max(since, self._began), self._actors.calls
+        quiet = monotonic() - max(since, self._began)
+        calls = self._actors.calls
         if self._actors.writers_of_each > 1:  # a MultiCollector watches its own workers
             return 0.0
         if quiet < limit:
@@ -500,7 +525,9 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColum
             "create a new collector"
         )
     parts = [state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name in layout]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    if parts:
+        return np.concatenate(parts)
+    return np.zeros(0, np.uint8)
 
 
 def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColumn]) -> dict[str, Tensor]:
@@ -511,7 +538,8 @@ def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColu
     >>> unflatten_weights(flatten_weights(state, layout), layout)
     {'a': tensor([1., 2.]), 'b': tensor(3)}
     """
-    state, start = {}, 0
+    state = {}
+    start = 0
     for name, column in layout.items():
         dtype: torch.dtype = getattr(torch, column.dtype)
         end = start + prod(column.shape) * dtype.itemsize

@@ -26,7 +26,10 @@ class Delivery:
     """
 
     def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
-        self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
+        self._buffer = buffer
+        self._storing = storing
+        self._wait = wait
+        self._stack = stack
         #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer has taken them.
         self.final: TensorDict | None = None
         self._columns: dict[Any, Any] = {}  # columns of the first batch, see _join_tables
@@ -48,7 +51,8 @@ class Delivery:
             *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
         )
         final: TensorDict | None = None
-        finals, first = [], 0
+        finals = []
+        first = 0
         for (_, window, _), note in zip(filled, notes, strict=True):
             if len(window.tables) > 1:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
@@ -63,7 +67,10 @@ class Delivery:
         batch = nest(columns, *shape)
         if self._storing is not None:
             batch = batch.to(self._storing, non_blocking=not self._wait)
-            final = None if final is None else final.to(self._storing, non_blocking=not self._wait)
+            if final is None:
+                final = None
+            else:
+                final = final.to(self._storing, non_blocking=not self._wait)
         self.final = final
         for _, window, _ in filled:
             window.release()
@@ -88,7 +95,10 @@ class Delivery:
         if not getattr(self._buffer, "copies_rows", False):
             return False
         columns, *finals = window.tables
-        final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
+        if finals:
+            final = {"final": nest(finals[0], len(finals[0]["row"]))}
+        else:
+            final = {}
         try:
             self._buffer.extend(nest(columns, *window.note.shape), **final)
         except (KeyError, TypeError, ValueError) as error:
@@ -153,7 +163,9 @@ def _join_tables(
 
 
 def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
-    return "none" if form is None else f"{form[0]} {form[1]}"
+    if form is None:
+        return "none"
+    return f"{form[0]} {form[1]}"
 
 
 @dataclass
@@ -178,9 +190,16 @@ class Tally:
         self.held, self.waited = note.held, note.waited
         if note.versions is not None:
             oldest, mean, newest = note.versions
-            least, most = version - newest, version - oldest
-            self.lag_least = least if self.lag_least is None else min(self.lag_least, least)
-            self.lag_most = most if self.lag_most is None else max(self.lag_most, most)
+            least = version - newest
+            most = version - oldest
+            if self.lag_least is None:
+                self.lag_least = least
+            else:
+                self.lag_least = min(self.lag_least, least)
+            if self.lag_most is None:
+                self.lag_most = most
+            else:
+                self.lag_most = max(self.lag_most, most)
             self.lag_sum += version - mean
             self.lag_count += 1
 

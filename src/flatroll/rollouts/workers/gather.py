@@ -33,7 +33,9 @@ class Gatherer:
 
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         self.team = team
-        self._rows, self.total, self._whole = frames_per_batch, total_frames, whole
+        self._rows = frames_per_batch
+        self.total = total_frames
+        self._whole = whole
 
     def next(self, limited: bool, wake: Wake | None = None) -> list[Filled] | None:
         """Return the windows of the next batch; none once ``total_frames`` are collected.
@@ -102,7 +104,8 @@ class InStep(Gatherer):
                 for event in events:
                     self.take(event, limited)
                 self._cut()
-            asks, self._asks = self._asks, []
+            asks = self._asks
+            self._asks = []
             self.team.frames += sum(ask.fresh for ask in asks)
             filled = [Filled(ask.member, ask.window, ask.fresh) for ask in asks if ask.window is not None]
             if filled or over:
@@ -118,7 +121,8 @@ class InStep(Gatherer):
 
     def _send(self, ask: Ask, limited: bool) -> None:
         """Send a request. For complete trajectories a worker must know when to stop waiting for their ends."""
-        member, limit = ask.member, WITHOUT_END
+        member = ask.member
+        limit = WITHOUT_END
         if limited and self._whole:
             limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
         member.ask(ask.rows, limit)
@@ -194,9 +198,13 @@ class InTurn(Gatherer):
         if limited and not self._whole and not self._left():
             return []
         # Request no more windows than are still needed.
-        windows = ceil(self._left() / self._rows) if limited and not self._whole else sys.maxsize
+        if limited and not self._whole:
+            windows = ceil(self._left() / self._rows)
+        else:
+            windows = sys.maxsize
         while True:
-            served, self._last = self._last, None
+            served = self._last
+            self._last = None
             if served is not None and self._turns and served in self.team.members:
                 self._go_on([served], limited, windows)
                 return [self._serve()]
@@ -204,7 +212,10 @@ class InTurn(Gatherer):
             going = [member for member in self.team.members if not member.ended]
             if not going and not self._turns:
                 return []
-            events = self.team.events(going, wake, 0 if self._turns else None) if going else []
+            if going:
+                events = self.team.events(going, wake, 0 if self._turns else None)
+            else:
+                events = []
             for event in events:
                 self.take(event)
             if self._turns:
@@ -215,9 +226,13 @@ class InTurn(Gatherer):
     def _go_on(self, members: Sequence[Member], limited: bool, windows: int) -> None:
         """Let these members make windows, up to their limits."""
         for member in members:
-            limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
+            if limited and self._whole:
+                limit = self._limits.get(member, WITHOUT_END)
+            else:
+                limit = WITHOUT_END
             if limit != member.row_limit:
-                member.row_limit, member.ended = limit, False
+                member.row_limit = limit
+                member.ended = False
                 member.ask(self._rows, limit)
             if not member.ended:
                 member.link.go_on(windows)

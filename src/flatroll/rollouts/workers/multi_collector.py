@@ -146,9 +146,12 @@ class MultiCollector(Facts):
         progress: bool = False,
         **collector_arguments: Any,
     ) -> None:
-        options, splits = collector_arguments, collector_arguments.get("splits", 1)
+        options = collector_arguments
+        splits = collector_arguments.get("splits", 1)
         functions, factories = one_for_each(create_env_fn, policy_factory, num_workers, splits)
-        count, trajs, random_frames = len(functions), trajs_per_batch, init_random_frames or 0
+        count = len(functions)
+        trajs = trajs_per_batch
+        random_frames = init_random_frames or 0
         counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
         counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
         self._writers = 1 if transport is None else transport.writers_of_each
@@ -167,11 +170,20 @@ class MultiCollector(Facts):
         made_there = transport is not None and transport.makes_policies
         policy = policy_here(policy, factories, update_at_each_batch, made_there)
         seeds = seeds_of(seed)
-        self.num_workers, self.frames_per_batch, self._total = count, frames_per_batch, total_frames
-        self.policy, self._modes, self._buffer = policy, modes, replay_buffer
-        self._update, self._whole, self._progress = update_at_each_batch, trajs is not None, progress
+        self.num_workers = count
+        self.frames_per_batch = frames_per_batch
+        self._total = total_frames
+        self.policy = policy
+        self._modes = modes
+        self._buffer = replay_buffer
+        self._update = update_at_each_batch
+        self._whole = trajs is not None
+        self._progress = progress
         storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
-        self._storing = None if storing is None else usable_device(name, storing)
+        if storing is None:
+            self._storing = None
+        else:
+            self._storing = usable_device(name, storing)
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
         shared = {"policy_device": device} | options
@@ -202,8 +214,10 @@ class MultiCollector(Facts):
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
         """Start the workers after ``frames`` collected rows, with the next free ``writer`` and ``seeds``."""
-        interrupts, team = Interrupts(), None
-        self._seed_sequence, self._begun_at = seeds, frames
+        interrupts = Interrupts()
+        team = None
+        self._seed_sequence = seeds
+        self._begun_at = frames
         try:
             # Allow Ctrl-C only while waiting: elsewhere a worker that was just started could be lost.
             with interrupts:
@@ -256,7 +270,8 @@ class MultiCollector(Facts):
 
     def _publisher(self) -> Callable[[], None]:
         """Return a function that publishes the policy's weights without a reference to the collector."""
-        policy, transport = self.policy, self._transport
+        policy = self.policy
+        transport = self._transport
         return lambda: transport.publish(policy.state_dict())
 
     def __iter__(self) -> Iterator[Any]:
@@ -391,7 +406,8 @@ class MultiCollector(Facts):
             its window (``min``, ``mean`` and ``max``).
         """
         self._raise_error()
-        supply, team = self._supply, self._supply.gatherer.team
+        supply = self._supply
+        team = self._supply.gatherer.team
         with supply.lock:
             workers = [
                 {"worker": place, "seed": seed} | tally.facts()
@@ -497,7 +513,10 @@ class MultiCollector(Facts):
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
-        policy = "random actions" if self.policy is None else type(self.policy).__name__
+        if self.policy is None:
+            policy = "random actions"
+        else:
+            policy = type(self.policy).__name__
         if self.policy is None and self._jobs[0].policy_factory is not None:
             policy = "of a policy_factory"
         facts: dict[str, Any] = {

@@ -40,7 +40,10 @@ def work(
     maker = WindowMaker(replace(job, **parts, options=options), signals, weights, first_version)
     with maker.collector:
         channel.send(READY, maker.ready())
-        outbox, waited, going, asked = Outbox(channel, job.slots), 0.0, False, 0
+        outbox = Outbox(channel, job.slots)
+        waited = 0.0
+        going = False
+        asked = 0
         while True:
             began = monotonic()
             channel.feed()
@@ -81,7 +84,10 @@ class Processes:
         start_method: Literal["fork", "spawn"] | None = None,
         num_threads: int = 1,
     ) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         if workers > cores:
             _LOG.warning(
                 "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",
@@ -152,10 +158,12 @@ class Processes:
 
     def _watch(self, wanted: "set[Process | Wake]") -> None:
         """Register these workers, which stay registered: a wait for 512 of them is then one system call."""
-        watched, self._watched = self._watched, None
+        watched = self._watched
+        self._watched = None
         if watched is None:
             self._selector.close()
-            self._selector, watched = selectors.DefaultSelector(), set()
+            self._selector = selectors.DefaultSelector()
+            watched = set()
         known = self._selector.get_map()
         for gone in watched - wanted:
             old = [gone.worker.channel, gone.worker.report] if isinstance(gone, Process) else [gone]
@@ -186,7 +194,9 @@ class Process:
     """A worker in another process."""
 
     def __init__(self, worker: Worker, signals: Signals, sync: bool) -> None:
-        self.worker, self.signals, self.name = worker, signals, worker.name
+        self.worker = worker
+        self.signals = signals
+        self.name = worker.name
         self._inbox = Inbox(worker.channel)
         self._sync = sync
         self._asked = 0  # number of cuts

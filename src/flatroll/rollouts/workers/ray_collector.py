@@ -117,7 +117,8 @@ class RayCollector(MultiCollector):
         functions, _ = one_for_each(
             create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors"
         )
-        count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
+        count = len(functions)
+        workers = whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
         whole_number("max_in_flight", max_in_flight)
         for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
@@ -228,9 +229,12 @@ class RayCollector(MultiCollector):
             ``actors_made`` and ``actors_lost``; and ``collectors``, for each actor: its ``writer``, ``frames`` and
             ``windows``, and ``in_flight``, its windows that are being collected or wait in the object store.
         """
-        stats, team, tallies = super().stats(), self._supply.gatherer.team, self._supply.tallies
+        stats = super().stats()
+        team = self._supply.gatherer.team
+        tallies = self._supply.tallies
         seen = [tally for tally in tallies if tally.lag_count]
-        lag_sum, count = sum(tally.lag_sum for tally in seen), sum(tally.lag_count for tally in seen)
+        lag_sum = sum(tally.lag_sum for tally in seen)
+        count = sum(tally.lag_count for tally in seen)
         return stats | {
             "rows_held": max(0, self.frames - self._begun_at - sum(tally.rows for tally in tallies)),
             "windows": sum(tally.windows for tally in tallies),
@@ -274,7 +278,10 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: the list has a wrong length, or an option lets Ray restart actors.
     """
-    given = [configs or {}] * count if configs is None or isinstance(configs, Mapping) else list(configs)
+    if configs is None or isinstance(configs, Mapping):
+        given = [configs or {}] * count
+    else:
+        given = list(configs)
     if len(given) != count:
         raise ValueError(
             f"remote_configs has {len(given)} entries for {count} collectors: pass one, or one for each"

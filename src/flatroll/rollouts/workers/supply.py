@@ -45,9 +45,15 @@ class Supply:
         whole: bool,
         progress: bool,
     ) -> None:
-        self.gatherer, self.delivery, self.transport = gatherer, delivery, transport
-        self._interrupts, self._publish = interrupts, publish
-        self._note_waiting = getattr(buffer, "note_waiting", None) if whole else None
+        self.gatherer = gatherer
+        self.delivery = delivery
+        self.transport = transport
+        self._interrupts = interrupts
+        self._publish = publish
+        if whole:
+            self._note_waiting = getattr(buffer, "note_waiting", None)
+        else:
+            self._note_waiting = None
         self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]
@@ -92,7 +98,8 @@ class Supply:
         except BaseException:
             self.close(0.3)
             raise
-        made, self._made = self._made, None
+        made = self._made
+        self._made = None
         return made
 
     def _count(self, filled: list[Filled]) -> None:
@@ -176,7 +183,9 @@ class _Thread(threading.Thread):
         self, step: Callable[[Wake], bool], tell: Callable[[Callable[[], None]], None] | None
     ) -> None:
         super().__init__(name="collector", daemon=True)
-        self._step, self._tell, self._wake = step, tell, Wake()
+        self._step = step
+        self._tell = tell
+        self._wake = Wake()
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -196,6 +205,7 @@ class _Thread(threading.Thread):
 
     def raise_error(self) -> None:
         """Raise its error, once."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error

@@ -36,7 +36,8 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
-                self._handler, self._pressed = handler, False
+                self._handler = handler
+                self._pressed = False
                 signal.signal(signal.SIGINT, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -61,8 +62,10 @@ class Interrupts:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._handler is not None:
-            handler, pressed = self._handler, self._pressed
-            self._handler, self._pressed = None, False
+            handler = self._handler
+            pressed = self._pressed
+            self._handler = None
+            self._pressed = False
             signal.signal(signal.SIGINT, handler)
             if pressed and kind is None:
                 handler(signal.SIGINT, None)
@@ -85,7 +88,9 @@ class Member:
 
     def idle(self, limit: float) -> float:
         """Return the seconds since its current step or idle time began, or since its start if it has no collector."""
-        return self.link.quiet(self.since, limit) if self.ready else monotonic() - self.since
+        if self.ready:
+            return self.link.quiet(self.since, limit)
+        return monotonic() - self.since
 
     def ask(self, rows: int, limit: int) -> None:
         """Request windows, see `Link.ask`."""
@@ -135,15 +140,22 @@ class Team:
         step_timeout: float | None,
         start_timeout: float | None,
     ) -> None:
-        self.transport, self._jobs, self._writers = transport, jobs, writers
-        self._on_failure, self._max_failures = on_failure, max_failures
-        self._step_timeout, self._start_timeout = step_timeout, start_timeout
-        self._seed_sequence, self._random_frames, self._interrupts = seeds, random_frames, interrupts
+        self.transport = transport
+        self._jobs = jobs
+        self._writers = writers
+        self._on_failure = on_failure
+        self._max_failures = max_failures
+        self._step_timeout = step_timeout
+        self._start_timeout = start_timeout
+        self._seed_sequence = seeds
+        self._random_frames = random_frames
+        self._interrupts = interrupts
         self.next_writer = first_writer
         #: Rows collected in all windows delivered so far.
         self.frames = frames
         #: The seed of the last worker started at each place, and the number of workers started.
-        self.seeds, self.started = [0] * len(jobs), 0
+        self.seeds = [0] * len(jobs)
+        self.started = 0
         self._failed_at: list[float] = []
         #: Number of failed workers.
         self.failures = 0
@@ -201,7 +213,8 @@ class Team:
         while True:
             self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
-                events, self.arrived = self.arrived, []
+                events = self.arrived
+                self.arrived = []
                 return events
 
     def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Wake | None = None) -> None:
@@ -225,14 +238,19 @@ class Team:
             for member in waiting
             if (limit := self._limit(member)) is not None and not member.overdue
         ]
-        return max(0.0, min(left)) if left else None
+        if left:
+            return max(0.0, min(left))
+        return None
 
     def _limit(self, member: Member) -> float | None:
-        return self._step_timeout if member.ready else member.limit
+        if member.ready:
+            return self._step_timeout
+        return member.limit
 
     def _check_time(self, member: Member) -> None:
         """Kill a member whose step or env creation takes too long."""
-        limit, link = self._limit(member), member.link
+        limit = self._limit(member)
+        link = member.link
         if limit is None or member.overdue is not None or member not in self.members:
             return
         if member.idle(limit) < limit:
@@ -263,13 +281,15 @@ class Team:
                 if message is None:
                     break
                 kind, content = message
-                member.since, heard = monotonic(), True
+                member.since = monotonic()
+                heard = True
                 if kind == READY:
                     member.ready, self.returns_key = True, content.returns
                     self.scaled = content.scaled
                     continue
                 note = content if kind == END else content.note
-                fresh, member.frames = note.frames - member.frames, note.frames
+                fresh = note.frames - member.frames
+                member.frames = note.frames
                 self.arrived.append(Event(member, note, None if kind == END else content, fresh))
         return heard
 

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-READY, WINDOW, END = "ready", "window", "end"  # message kinds, see Link.receive
+# message kinds, see Link.receive
+READY = "ready"
+WINDOW = "window"
+END = "end"
 WITHOUT_END = -1  # no row limit
 
 

@@ -45,7 +45,10 @@ class WindowMaker:
     def __init__(self, job: Job, signals: "Signals", weights: Weights, first_version: int) -> None:
         for set_seed in (random.seed, torch.manual_seed, np.random.seed):
             set_seed(job.seed)
-        policy = job.policy if job.policy_factory is None else job.policy_factory()
+        if job.policy_factory is None:
+            policy = job.policy
+        else:
+            policy = job.policy_factory()
         options = dict(job.options)
         self._counted = RowCount(options.pop("postproc", None))
         self._watch = Watch(signals, weights, first_version, policy, looks=not job.sync, timed=job.timed)
@@ -68,7 +71,10 @@ class WindowMaker:
     def ready(self) -> Ready:
         """Return the message for the owner once the collector exists."""
         collector = self.collector
-        env = collector.env[0] if isinstance(collector.env, tuple) else collector.env
+        if isinstance(collector.env, tuple):
+            env = collector.env[0]
+        else:
+            env = collector.env
         returns = find_wrapper(env, RewardSum)
         leaves: Any = collector.spec.items(True, True)
         row_bytes = sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
@@ -77,14 +83,16 @@ class WindowMaker:
 
     def ask(self, rows: int, limit: int) -> None:
         """Set the window size to ``rows`` and the total limit to ``limit`` rows (-1: no limit)."""
-        self.collector.frames_per_batch, self.collector.total_frames = rows, limit
+        self.collector.frames_per_batch = rows
+        self.collector.total_frames = limit
 
     def make(self, waited: float) -> tuple[Note, list[Mapping[Any, Tensor]]]:
         """Collect a window; return its note, and the columns of its rows and of its *final* if there is one.
 
         There are no columns once the limit is reached. ``waited`` is passed on in the note.
         """
-        collector, watch = self.collector, self._watch
+        collector = self.collector
+        watch = self._watch
         watch.begin_window()
         batch = next(collector, None)
         watch.end_window()
@@ -105,11 +113,12 @@ class Signals:
 
     def __init__(self, block: Block | None = None) -> None:
         made = block is None
-        self._block = (
-            Block([Table(1, {"numbers": BlockColumn("int64", (2,)), "beat": BlockColumn("float64", ())})])
-            if block is None
-            else block
-        )
+        if block is None:
+            self._block = Block(
+                [Table(1, {"numbers": BlockColumn("int64", (2,)), "beat": BlockColumn("float64", ())})]
+            )
+        else:
+            self._block = block
         arrays = self._block.arrays()
         #: int64 [2]: number of the last window to deliver early; whether to stop (0 or 1).
         self.numbers = arrays["numbers"][0]
@@ -143,14 +152,24 @@ class Watch:
         looks: bool,
         timed: bool,
     ) -> None:
-        self._numbers, self._beat = signals.numbers, signals.beat
-        self._weights, self._first, self._looks, self._timed = weights, first_version, looks, timed
+        self._numbers = signals.numbers
+        self._beat = signals.beat
+        self._weights = weights
+        self._first = first_version
+        self._looks = looks
+        self._timed = timed
         # The policy's own tensors, valid until its parameters are replaced.
-        self._state = policy.state_dict() if isinstance(policy, nn.Module) else {}
+        if isinstance(policy, nn.Module):
+            self._state = policy.state_dict()
+        else:
+            self._state = {}
         self._collector: Collector | None = None
         self._window = 0
         self._seen = -1  # version of the policy
-        self._oldest, self._sum, self._steps = 0, 0, 0  # of the window's steps
+        # of the window's steps
+        self._oldest = 0
+        self._sum = 0
+        self._steps = 0
 
     def attach(self, collector: Collector) -> None:
         """Attach to a collector, which is notified of new versions; load the newest weights."""
@@ -162,7 +181,8 @@ class Watch:
         self._window += 1
         if self._weights.version != self._seen:
             self._fetch()
-        self._sum, self._steps = 0, 0
+        self._sum = 0
+        self._steps = 0
 
     def end_window(self) -> None:
         """Record that no step is running."""

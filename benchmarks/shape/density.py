@@ -1,0 +1,119 @@
+"""Counts how dense the code of each room is: ``python -m benchmarks.shape.density [CHECKOUT]`` prints the table.
+
+Only lines of code count: docstrings, comments and blank lines are left out, except for the blank lines inside
+functions, which have a column of their own.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from benchmarks.measure.timing import table
+from benchmarks.shape.imports import PACKAGE, ROOMS, ROOT, files_of
+from benchmarks.shape.sizes import LAYOUT_TOKENS, docstring_lines, sizes_of
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Density:
+    """What is counted in some files."""
+
+    code_lines: int = 0
+    tokens: int = 0
+    parallel_assignments: int = 0
+    conditional_expressions: int = 0
+    blank_lines_in_functions: int = 0
+    functions: int = 0
+
+    def __add__(self, other: "Density") -> "Density":
+        """Return the counts of both."""
+        return Density(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def cells(self) -> list[str]:
+        """Return the code lines and tokens as they are, and the other counts per 1,000 lines of code."""
+        per_1000 = 1000 / self.code_lines
+        return [
+            f"{self.code_lines:,}",
+            f"{self.tokens:,}",
+            f"{self.tokens * per_1000:,.0f}",
+            f"{self.parallel_assignments * per_1000:.1f}",
+            f"{self.conditional_expressions * per_1000:.1f}",
+            f"{self.blank_lines_in_functions * per_1000:.1f}",
+            f"{self.functions * per_1000:.0f}",
+        ]
+
+
+def is_parallel(node: ast.AST) -> bool:
+    """Return whether a node is an assignment ``a, b = x, y``."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
+
+
+def density_of(file: Path) -> Density:
+    """Count one file."""
+    source = file.read_text()
+    lines = source.splitlines()
+    nodes = list(ast.walk(ast.parse(source)))
+    documented = {line for node in nodes for line in docstring_lines(node)}
+
+    tokens = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        outside_code = token.type == tokenize.COMMENT or token.type in LAYOUT_TOKENS
+        is_docstring = token.type == tokenize.STRING and token.start[0] in documented
+        if not outside_code and not is_docstring:
+            tokens += 1
+
+    in_functions: set[int] = set()
+    for node in nodes:
+        if isinstance(node, FUNCTIONS):
+            in_functions.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    blank = [line for line in in_functions - documented if not lines[line - 1].strip()]
+
+    return Density(
+        code_lines=sizes_of(file).code,
+        tokens=tokens,
+        parallel_assignments=sum(map(is_parallel, nodes)),
+        conditional_expressions=sum(isinstance(node, ast.IfExp) for node in nodes),
+        blank_lines_in_functions=len(blank),
+        functions=sum(isinstance(node, FUNCTIONS) for node in nodes),
+    )
+
+
+def total(files: Iterable[Path]) -> Density:
+    """Count several files together."""
+    return sum(map(density_of, files), Density())
+
+
+def densities(root: Path = ROOT) -> Mapping[str, Density]:
+    """Return the counts of each room, of the files beside the rooms (``"-"``), and of all."""
+    found = {room: total(files_of(room, root)) for room in ROOMS}
+    found["-"] = total((root / "src" / PACKAGE).glob("*.py"))
+    found["all"] = sum(found.values(), Density())
+    return found
+
+
+def density_table(root: Path = ROOT) -> str:
+    """Return the table, a row for each room."""
+    head = [
+        "room",
+        "code lines",
+        "tokens",
+        "tokens per 1,000 lines",
+        "parallel assignments",
+        "conditional expressions",
+        "blank lines in functions",
+        "functions",
+    ]
+    return table(head, [[room, *density.cells()] for room, density in densities(root).items()])
+
+
+if __name__ == "__main__":
+    print(density_table(*(Path(word).resolve() for word in sys.argv[1:])))
