@@ -72,7 +72,6 @@ class NStepReturns:
     """
 
     def __init__(self, n_steps: int, gamma: float) -> None:
-
         self.look_ahead = n_steps
         self.gamma = gamma
         self.env: Any = None  # SB3's VecNormalize, which normalizes rewards before they are summed
@@ -84,11 +83,14 @@ class NStepReturns:
         rewards = column.view(used.shape).numpy(force=True)
         if self.env is not None:
             rewards = self.env.normalize_reward(rewards)
+
         powers = self.gamma ** np.arange(self.look_ahead, dtype=np.float32)
         sums = (rewards * powers * used.numpy(force=True)).sum(1, keepdims=True)
+
         steps = used.sum(1, keepdim=True)
         last = ahead.gather(1, steps - 1).squeeze(1)
         changed = {**columns, **get(last, [key for key in columns if as_tuple(key)[0] == NEXT])}
+
         discounts = self.gamma ** steps.numpy(force=True).astype(np.float32)
         changed[REWARD] = torch.from_numpy(sums).to(column.device)
         changed[DISCOUNTS] = torch.from_numpy(discounts).to(column.device)
@@ -258,7 +260,6 @@ class FlatReplayBuffer(ReplayBuffer):
     def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> Entry:
         """What is stored of an observation, or of one in a Dict space."""
         name = "obs" if isinstance(key, str) else f"obs[{key[1]!r}]"
-
         shape = space.shape or ()
         stored: Any = get_obs_shape(space)
         return Entry(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
@@ -435,8 +436,8 @@ class FlatReplayBuffer(ReplayBuffer):
                 arrays = env.normalize_obs(arrays)
             else:
                 arrays = {"": env.normalize_obs(arrays[""])}
-
             named = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
         named = {name: value.to(self.device) for name, value in named.items()}
         if self._names:
             return named
