@@ -140,8 +140,9 @@ class PettingZooSource(VectorSource):
 
         sources = {}
         for label, members in groups.items():
-            sources[label] = source = cls.__new__(cls)
+            source = cls.__new__(cls)
             source._join(games, list(members), state, f"{label!r}: ")
+            sources[label] = source
         return sources
 
     def _join(self, games: "Games", names: list[Any], state: bool, label: str) -> None:

@@ -240,7 +240,6 @@ class _Place:
                 "this envpool in async mode was reset, or its rows received, by other code, so it is unknown "
                 "which envs are stepping: create a new pool, and let only the collector call send, recv and reset"
             )
-
         self.torn = True
 
 

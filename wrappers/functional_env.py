@@ -104,9 +104,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         return None
 
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
-
     layer: Any = env
-
     while family is not None and layer is not None:
         module = type(layer).__module__
         name = type(layer).__name__

@@ -171,18 +171,18 @@ def _compiled(
         return changed
 
     def step_all(key: Any, state: Pytree, actions: Pytree) -> tuple[Any, ...]:
-
         key, steps, resets = jax.random.split(key, 3)
         inner, elapsed = state
         obs, inner, reward, terminated, truncated, info = jax.vmap(step)(
             jax.random.split(steps, num_envs), inner, actions
         )
+
         elapsed += 1
         if limit is not None:
             truncated |= elapsed >= limit
-
         ended = terminated | truncated
         state, shown = restart(resets, (inner, elapsed), obs, ended)
+
         if info:  # entries of an ended row belong to the step that ended it; its new episode has none yet
 
             def clear(leaf: Any) -> Any:
@@ -201,7 +201,6 @@ def _compiled(
 
 def _count_operations(jaxpr: Any) -> float:
     """Count the operations of a function and of those it calls; infinite if there is a loop."""
-
     count = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("while", "scan"):

@@ -297,7 +297,7 @@ def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
         if env.asymmetric_obs:
             sizes["privileged_state"] = env.num_privileged_obs
 
-        boxes = {}
+        boxes: dict[str, spaces.Space[Any]] = {}
         for name, size in sizes.items():
             shape = (size,) if isinstance(size, int) else tuple(size)
             boxes[name] = spaces.Box(-np.inf, np.inf, shape)

@@ -565,8 +565,8 @@ def _masks_of(
     shown = isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
     if not shown:
         if action_mask:
-            for path in choices:
-                found[path] = _Mask(plain_key((ACTION_MASK, *map(str, path))), "options", None)
+            for choice in choices:
+                found[choice] = _Mask(plain_key((ACTION_MASK, *map(str, choice))), "options", None)
         return found
 
     for key, seen in space_leaves(observation[ACTION_MASK], (ACTION_MASK,), (ACTION_MASK,)):

@@ -192,8 +192,8 @@ class RecurrentModule(StatefulModule):
             out, after = compute_rows(self.net, rows, stored, starts)
             if self._output_is_state:
                 return out, (out.clone(),)
-            # a row is the last of its run if the next row is a start
 
+            # a row is the last of its run if the next row is a start
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
 

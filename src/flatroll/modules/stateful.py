@@ -384,7 +384,6 @@ def run_with_burn_in(
         state.index_select(0, rest).index_copy(0, at, after.to(state.dtype).view(-1, *state.shape[1:]))
         for state, after in zip(stored, left, strict=True)
     )
-
     out, after = over_runs(rows.index_select(0, rest), part, entered)
 
     def merged(of_head: Tensor, of_rest: Tensor) -> Tensor:

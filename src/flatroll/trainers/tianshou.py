@@ -211,7 +211,6 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         raise ValueError(f"buffer must have one reward for each row, got shape {reward.shape[1:]} per row")
 
     lane = np.searchsorted(buffer.subbuffer_edges, slots, side="right") - 1
-
     # Whether a row is the first of its sub-buffer, and whether it follows a done row.
     first, after_end = np.ones((2, len(slots)), np.bool_)
     first[1:] = lane[1:] != lane[:-1]
