@@ -367,13 +367,15 @@ class Games:
 
     def reset(self, seed: Seed, options: Info | None) -> None:
         """Reset all games; game ``g`` is seeded with ``seed + g``, or with ``seed[g]`` of a list."""
-        if isinstance(seed, int):
-            seed = [seed + number for number in range(len(self.envs))]
-        elif seed is None:
-            seed = [None] * len(self.envs)
-        if len(seed) != len(self.envs):
+        if seed is None:
+            seeds: list[int | None] = [None] * len(self.envs)
+        elif isinstance(seed, int):
+            seeds = [seed + number for number in range(len(self.envs))]
+        else:
+            seeds = seed
+        if len(seeds) != len(self.envs):
             raise ValueError(
-                f"seed must be one number, or one for each of {len(self.envs)} games, got {len(seed)}"
+                f"seed must be one number, or one for each of {len(self.envs)} games, got {len(seeds)}"
             )
 
         # Together: an interrupt must not come between.
@@ -381,7 +383,7 @@ class Games:
         for group in self.groups:
             group.begin()
             group.actions = None
-        for game, game_seed in enumerate(seed):
+        for game, game_seed in enumerate(seeds):
             self._begin(game, game_seed, options)
 
         for group in self.groups:

@@ -831,8 +831,11 @@ def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
             continue
 
         merged[key] = value
-        are_arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
-        if are_arrays and old.shape == value.shape:
+        if (
+            isinstance(value, np.ndarray | Tensor)
+            and isinstance(old, np.ndarray | Tensor)
+            and old.shape == value.shape
+        ):
             merged[key] = select(rows, value, old)
     return merged
 
