@@ -237,21 +237,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            name = type(self.source.env).__name__
-            if limits and is_from("ale_py", self.source.env):
-                raise ValueError(
-                    f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
-                    "max_num_frames_per_episode=..."
-                )
-
-            if limits:
-                way_out = "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
-            else:
-                way_out = "or with autoreset_mode=SAME_STEP"
-            raise ValueError(
-                f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
-                f"vectorization_mode='sync', {way_out}"
-            )
+            raise self._partial_reset_error(asked, limits)
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
 
@@ -269,6 +255,20 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
         self._folds = not self._native_same_step
         self._declare(AutoresetMode.SAME_STEP)
+
+    def _partial_reset_error(self, asked: str, limits: bool) -> ValueError:
+        """Return the error for an env that cannot reset chosen rows."""
+        if limits and is_from("ale_py", self.source.env):
+            way_out = "set the limit in the env, max_num_frames_per_episode=..."
+        elif limits:
+            way_out = (
+                "make it with vectorization_mode='sync', or set the limit in the env (gymnasium, envpool: "
+                "max_episode_steps=...)"
+            )
+        else:
+            way_out = "make it with vectorization_mode='sync', or with autoreset_mode=SAME_STEP"
+        name = type(self.source.env).__name__
+        return ValueError(f"{asked} needs an env that can reset chosen envs, and {name} cannot: {way_out}")
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).

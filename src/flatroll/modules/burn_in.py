@@ -117,12 +117,7 @@ class BurnIn:
             return td
 
         marked = td.clone(recurse=False)
-        absent = [key for key in self.out_keys if td.get(key, None) is None]
-        if absent:
-            for key, first in self._initial_states().items():
-                if key in absent:
-                    marked.set(key, first.to(td.device).expand(len(td), *first.shape))
-
+        self._fill_absent_states(marked)
         parts = self._divide(marked, ends)
         rest = cast(TensorDictBase, marked[parts.rest])
         if not len(parts.head):
@@ -147,6 +142,16 @@ class BurnIn:
         return rest
 
     __call__ = forward
+
+    def _fill_absent_states(self, rows: TensorDictBase) -> None:
+        """Give rows that store no states those that episodes start from."""
+        absent = [key for key in self.out_keys if rows.get(key, None) is None]
+        if not absent:
+            return
+
+        for key, first in self._initial_states().items():
+            if key in absent:
+                rows.set(key, first.to(rows.device).expand(len(rows), *first.shape))
 
     def _divide(self, marked: TensorDictBase, ends: Tensor | None) -> "_Parts":
         """The rows to burn in and those that stay; marks the first rows of both in ``marked``."""
