@@ -67,7 +67,11 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
         return list(parts[index])
     numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
     several = isinstance(numbers, list | range)
-    for number in numbers if several else [numbers]:
+    if several:
+        listed = numbers
+    else:
+        listed = [numbers]
+    for number in listed:
         if type(number) is not int:
             raise TypeError(
                 f"{name} is indexed by member, rb[0], and a member by row, rb[0][:]; several members are rb[:2] or "
@@ -177,7 +181,11 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     @num_buffer_sampled.setter
     def num_buffer_sampled(self, value: int | None) -> None:
-        count = whole_number("num_buffer_sampled", len(self) if value is None else value)
+        if value is None:
+            wanted = len(self)
+        else:
+            wanted = value
+        count = whole_number("num_buffer_sampled", wanted)
         self._check_choice(count != len(self))
         self._num_buffer_sampled = count
 
@@ -199,7 +207,8 @@ class SamplerEnsemble(_Parts[Sampler]):
                 raise ValueError(f"p must be one number per member or 'sampleable', got {value!r}")
             self._p: Tensor | Literal["sampleable"] | None = value
             return
-        shares = torch.as_tensor(value if isinstance(value, Tensor) else list(value), dtype=torch.float64)
+        given = value if isinstance(value, Tensor) else list(value)
+        shares = torch.as_tensor(given, dtype=torch.float64)
         fits = shares.shape == (len(self),) and bool((shares >= 0).all())
         if not fits or not 0 < float(shares.sum()) < torch.inf:
             raise ValueError(
@@ -599,10 +608,18 @@ class ReplayBufferEnsemble(Facts):
         for member, rb in self._prioritized():
             mask = buffer_ids == member
             if bool(mask.any()):
+                if priority.ndim:
+                    chosen = priority[mask.to(priority.device)]
+                else:
+                    chosen = priority
+                if generation is None:
+                    made_in = None
+                else:
+                    made_in = generation[mask.to(generation.device)]
                 rb.update_priority(
                     index[mask.to(index.device)],
-                    priority[mask.to(priority.device)] if priority.ndim else priority,
-                    None if generation is None else generation[mask.to(generation.device)],
+                    chosen,
+                    made_in,
                 )
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -652,9 +669,13 @@ class ReplayBufferEnsemble(Facts):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the members and of the random generator."""
+        if self.generator is None:
+            generator = None
+        else:
+            generator = self.generator.get_state()
         return {
             "members": [rb.state_dict() for rb in self._members],
-            "generator": None if self.generator is None else self.generator.get_state(),
+            "generator": generator,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -766,10 +787,11 @@ class ReplayBufferEnsemble(Facts):
             tree = read_tree(version, rows)
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
-                raise ValueError(
-                    f"{'a run without a buffer' if state is None else 'a single buffer'} was saved, not an "
-                    "ensemble: load it the way it was saved"
-                )
+                if state is None:
+                    saved = "a run without a buffer"
+                else:
+                    saved = "a single buffer"
+                raise ValueError(f"{saved} was saved, not an ensemble: load it the way it was saved")
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is not the state of an ensemble")
             saved = state["members"]

@@ -53,7 +53,11 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        function = getattr(self if method in ("draw", "weight") else self._buffer, method)
+        if method in ("draw", "weight"):
+            owner = self
+        else:
+            owner = self._buffer
+        function = getattr(owner, method)
         return pack_batches(function(*map(unpack_batches, arguments)))
 
     def draw(self, rows: int) -> tuple[Any, dict[str, Any], Weight]:
@@ -82,7 +86,11 @@ class BufferActor:
 
     def _extend(self, rows: Any) -> int:
         batch, final = unpack_batches(rows)
-        return len(self._buffer.extend(batch, **({} if final is None else {"final": final})))
+        if final is None:
+            options = {}
+        else:
+            options = {"final": final}
+        return len(self._buffer.extend(batch, **options))
 
 
 class RayReplayBuffer(Facts):
@@ -192,7 +200,8 @@ class RayReplayBuffer(Facts):
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
         """As `ReplayBuffer.extend`."""
-        positions: Tensor = self._run("extend", data, *(() if final is None else (final,)))
+        finals = () if final is None else (final,)
+        positions: Tensor = self._run("extend", data, *finals)
         return positions
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
@@ -292,4 +301,8 @@ class RayReplayBuffer(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """What `repr` and notebooks show."""
-        return {"": "in an actor" if self._actor is not None else "closed", "prefetch": self.prefetch or 0}
+        if self._actor is not None:
+            state = "in an actor"
+        else:
+            state = "closed"
+        return {"": state, "prefetch": self.prefetch or 0}

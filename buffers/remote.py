@@ -203,7 +203,8 @@ class BufferHandle:
         else:
             options = {"update_priority": update_priority}
         # An ensemble's method has neither option and raises its own error.
-        stored: Tensor = self._call("extend", data, *(() if final is None else (final,)), **options)
+        finals = () if final is None else (final,)
+        stored: Tensor = self._call("extend", data, *finals, **options)
         return stored
 
     def add(self, data: Any) -> int:

@@ -313,8 +313,9 @@ class ReplayBuffer(Facts):
             if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
+            subject = "trajectories" if needs_index else "policy versions"
             raise TypeError(
-                f"{needs_index or 'max_policy_lag'} follows {'trajectories' if needs_index else 'policy versions'}, "
+                f"{needs_index or 'max_policy_lag'} follows {subject}, "
                 f"which needs tensordict batches, got {type(data).__name__}"
             )
         return self.writer.ring(self.storage.capacity, self.markers is not None)
@@ -348,7 +349,11 @@ class ReplayBuffer(Facts):
         slot = first % ring.capacity  # row r goes to slot r modulo the capacity
         if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
-                storage.write(slot, rows, links.after(fragments.firsts) if storage.shares else None)
+                if storage.shares:
+                    following = links.after(fragments.firsts)
+                else:
+                    following = None
+                storage.write(slot, rows, following)
             entries = released = None
             if storage.compact_obs:
                 entries, released = storage.keep_next(ring, rows, links, first)
@@ -510,7 +515,11 @@ class ReplayBuffer(Facts):
         """Mark the rows and apply the transforms."""
         storage = self.storage
         (draw, values) = drawn
-        info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
+        if storage.lanes:
+            index = positions(draw.slots, storage.lanes)
+        else:
+            index = draw.slots
+        info = {"index": index, **draw.info}
         structure = storage.structure
         shape = draw.slots.shape
         if isinstance(structure, TensorDicts):
@@ -559,7 +568,11 @@ class ReplayBuffer(Facts):
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
-            return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
+            if names[0] == "_data" and len(names) > 1:
+                path = names[1:]
+            else:
+                path = names
+            return entry(self[:], path)
         self.enter_process()
         slots = slots_at(index, self.ring, self.storage.lanes)
         strict = not isinstance(index, slice)
@@ -776,7 +789,11 @@ class ReplayBuffer(Facts):
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
                     self.storage.load_state_dict(state["storage"])
                     self.storage.use_ring(ring, self._unshareable_part(ring), first)
-                    self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+                    if keys is None:
+                        markers = None
+                    else:
+                        markers = BoundaryKeys.from_plain(keys)
+                    self.ring, self.markers = ring, markers
                     self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
@@ -897,7 +914,11 @@ class ReplayBuffer(Facts):
         # rows with a new ring.
         alone = not self.ring.in_order or not self.started
         ahead = self.made_ahead() if alone else []
-        with self.write_lock if alone else nullcontext():
+        if alone:
+            lock = self.write_lock
+        else:
+            lock = nullcontext()
+        with lock:
             ring = self.ring
 
             def rows() -> tuple[int, int]:
@@ -909,7 +930,11 @@ class ReplayBuffer(Facts):
                 if not alone:
                     # Without a lock, because the prefetching threads may wait for it.
                     ahead = self.made_ahead()
-                with nullcontext() if alone else self.write_lock:
+                if alone:
+                    lock = nullcontext()
+                else:
+                    lock = self.write_lock
+                with lock:
                     if ring is not self.ring:
                         raise RuntimeError(
                             "the buffer was emptied or loaded while it was saved: nothing was saved"
@@ -959,7 +984,11 @@ class ReplayBuffer(Facts):
 
         def apply() -> None:
             # If the state is empty, the ring continues the row numbers of the buffer that loads it.
-            self._load(state, None if state["ring"] is None else ring, checked_for)
+            if state["ring"] is None:
+                loaded = None
+            else:
+                loaded = ring
+            self._load(state, loaded, checked_for)
             saved.folder = folder
             saved.note(self.ring)
 
@@ -971,13 +1000,25 @@ class ReplayBuffer(Facts):
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """Return the state without the rows; ``ahead`` are prefetched samples. The caller holds both locks."""
+        if self.started:
+            ring = self.ring.state_dict()
+        else:
+            ring = None
+        if self.markers is None:
+            keys = None
+        else:
+            keys = self.markers.to_plain()
+        if self.generator is None:
+            generator = None
+        else:
+            generator = self.generator.get_state()
         return {
             "storage": self.storage.tables(self.ring.pool_size),
-            "ring": self.ring.state_dict() if self.started else None,
-            "keys": None if self.markers is None else self.markers.to_plain(),
+            "ring": ring,
+            "keys": keys,
             "sampler": self.sampler.state_dict(),
             "writer": self.writer.state_dict(),
-            "generator": None if self.generator is None else self.generator.get_state(),
+            "generator": generator,
             "ahead": ahead,
         }
 
@@ -1048,7 +1089,11 @@ class ReplayBuffer(Facts):
         if self.sampler.needs_index:
             return type(self.sampler).__name__
         ahead = (type(transform).__name__ for transform in self.transforms if reads_others(transform))
-        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
+        if self.storage.compact_obs:
+            option = "compact_obs=True"
+        else:
+            option = None
+        return next(ahead, option)
 
     def _unshareable_part(self, ring: Ring) -> str | None:
         """Return the name of the part whose state other processes cannot see (for errors), or None."""

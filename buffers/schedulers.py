@@ -55,9 +55,8 @@ class ParameterScheduler(ABC):
         self.steps += 1
         current = getattr(self.obj, self.param_name)
         value = min(max(self.value(float(current)), self.min_value), self.max_value)
-        setattr(
-            self.obj, self.param_name, current.new_tensor(value) if isinstance(current, Tensor) else value
-        )
+        new = current.new_tensor(value) if isinstance(current, Tensor) else value
+        setattr(self.obj, self.param_name, new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the initial value; the attribute itself is part of its object's state."""

@@ -156,8 +156,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
         if index is None or priority is None:
+            missing = _INDEX if index is None else self.priority_key
             raise KeyError(
-                f"data has no entry {_INDEX if index is None else self.priority_key!r}: update_tensordict_priority "
+                f"data has no entry {missing!r}: update_tensordict_priority "
                 f"takes a sample of this buffer, with its {_INDEX!r} and with the new priorities in "
                 f"{self.priority_key!r} (priority_key)"
             )

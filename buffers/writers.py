@@ -216,9 +216,11 @@ class TensorDictMaxValueWriter(Writer):
             values = part.detach().to("cpu", torch.float64)
             if values.ndim > 1:
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-            reduced.append(
-                values if isinstance(values, Tensor) else values.values
-            )  # median also returns indices
+            if isinstance(values, Tensor):
+                column = values
+            else:
+                column = values.values
+            reduced.append(column)  # median also returns indices
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
@@ -231,7 +233,11 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
-    for item in batch if isinstance(batch, list) else [batch]:
+    if isinstance(batch, list):
+        items = batch
+    else:
+        items = [batch]
+    for item in items:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 

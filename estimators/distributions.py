@@ -46,7 +46,11 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
         # several parts may share one log-probability entry, which the loss finds itself
-        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
+        if len(log_prob_keys) == 1:
+            shared = {"sample_log_prob": log_prob_keys}
+        else:
+            shared = {}
+        keys |= shared
     return keys
 
 

@@ -372,7 +372,11 @@ class TimeColumns:
 
     def column(self, x: Tensor) -> Tensor:
         """Flatten ``x``, of the reward's shape, a view if possible; floats are cast to the common dtype."""
-        column = (x if self._in_order else x.movedim(self.time, -1)).reshape(-1)
+        if self._in_order:
+            column = x
+        else:
+            column = x.movedim(self.time, -1)
+        column = column.reshape(-1)
         if x.dtype is torch.bool:
             return column
         return column.to(self.dtype)
@@ -419,7 +423,11 @@ class TimeColumns:
         """Return a discount or decay as a number or as a column, one per row; ValueError if outside [0, 1]."""
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        checks.dense_tensor(name, x, self.device if x.ndim or not x.is_cpu else None, "the reward")
+        if x.ndim or not x.is_cpu:
+            device = self.device
+        else:
+            device = None
+        checks.dense_tensor(name, x, device, "the reward")
         # On a device the check would sync.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():

@@ -157,7 +157,9 @@ class RewardScale(TensorDictModuleBase):
         done = marker(batch, DONE)
         is_init = optional_marker(batch, IS_INIT)
         mask = optional_marker(batch, MASK)
-        rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
+        if is_init is None:
+            is_init = torch.zeros_like(done)
+        rows += [done, is_init, torch.ones_like(done)]
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.
         none = torch.zeros_like(self.open_ids, dtype=torch.bool)

@@ -132,7 +132,11 @@ class UpdateStep:
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Update the networks once on a batch ``[N]`` or ``[B, T]``; return the loss's detached outputs."""
         checks.need_rows(batch)
-        return self._update(batch, columns_read_by(self.loss, batch) if self.compiled else {})
+        if self.compiled:
+            columns = columns_read_by(self.loss, batch)
+        else:
+            columns = {}
+        return self._update(batch, columns)
 
     def epochs(
         self,
@@ -233,7 +237,8 @@ class UpdateStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the loss; return the sum of its losses, and all that it returns."""
         kind = next(self.loss.parameters()).device.type
-        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
+        precision = nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast)
+        with precision:
             numbers: dict[str, Tensor] = dict(loss(batch).items())
         losses = [value for key, value in numbers.items() if key.startswith("loss")]
         if not losses or losses[0].ndim:
@@ -254,7 +259,11 @@ def _where(error: RuntimeError) -> str:
     own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
     # "backend='inductor' raised:" and what it raised
-    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    if lines[0].endswith(":"):
+        number = 2
+    else:
+        number = 1
+    first = " ".join(lines[:number])
     reason = next((line for line in lines if line.startswith("Explanation: ")), first)
     place = " at {}:{}".format(*own[-1]) if own else ""
     return f"{place}: {reason.removeprefix('Explanation: ')}"
@@ -278,7 +287,11 @@ def columns_read_by(loss: LossModule, batch: TensorDictBase) -> dict[NestedKey, 
             prefix = (key,) if isinstance(key, str) else key
             inner: list[Any] = list(entry.keys(True, True))
             for name in inner:
-                found[(*prefix, *((name,) if isinstance(name, str) else name))] = entry.get(name)
+                if isinstance(name, str):
+                    path = (name,)
+                else:
+                    path = name
+                found[(*prefix, *path)] = entry.get(name)
     return found
 
 
@@ -299,9 +312,11 @@ class _Graph:
         names = _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)
         cuda = next(step.loss.parameters()).is_cuda
-        self.run: Callable[..., Any] = torch.compile(
-            own, fullgraph=True, mode="reduce-overhead" if cuda else None
-        )
+        if cuda:
+            mode = "reduce-overhead"
+        else:
+            mode = None
+        self.run: Callable[..., Any] = torch.compile(own, fullgraph=True, mode=mode)
 
     def update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
         """Update once; compile first if the batch is of a new kind."""
@@ -444,7 +459,11 @@ class _Graph:
                 lambda data: functional_call(self.loss, named, (data,)), batch
             )
             written = "priority" in self.loss.tensor_keys
-            return value, (numbers, [get_entry(batch, self.loss.key("priority"))] if written else [])
+            if written:
+                priorities = [get_entry(batch, self.loss.key("priority"))]
+            else:
+                priorities = []
+            return value, (numbers, priorities)
 
         with torch.no_grad():
             flat = [x.detach() for own in parameters for x in own]

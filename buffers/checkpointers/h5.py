@@ -192,7 +192,9 @@ class H5Writer:
         """Write the state and rename the file."""
         self._h5.attrs["format"] = _FORMAT
         first = self.end if self._first is None else self._first
-        self._h5.attrs["rows"] = (first, self.end, first if head is None else head)
+        if head is None:
+            head = first
+        self._h5.attrs["rows"] = (first, self.end, head)
         text = np.frombuffer(to_text(state).encode(), np.uint8)
         self._h5.create_dataset("json", data=text, chunks=(max(1, len(text)),), fletcher32=True)
         group = self._h5.create_group("state")

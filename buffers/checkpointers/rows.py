@@ -289,7 +289,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             else:
                 blank[slots[slots >= 0]] = False
             targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
-            tensors = read(targets if in_place else {})
+            if in_place:
+                into = targets
+            else:
+                into = {}
+            tensors = read(into)
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
                 column, _, part = name.partition("#")

@@ -207,7 +207,11 @@ def scattered(
     values = torch.zeros((rows, *shape), dtype=dtype)
     for slots, dumped in parts:
         given = dumped[name]
-        scatter(values, slots, given[0] if isinstance(given, tuple) else given)
+        if isinstance(given, tuple):
+            place = given[0]
+        else:
+            place = given
+        scatter(values, slots, place)
     return values
 
 
@@ -355,4 +359,8 @@ def plain_columns(
         and column.data.numel()
         and column.data.is_contiguous()
     }
-    return HostColumns(plain, next_keys if len(plain) == len(columns) else None)
+    if len(plain) == len(columns):
+        names = next_keys
+    else:
+        names = None
+    return HostColumns(plain, names)

@@ -451,7 +451,11 @@ class FramePool:
         used = self._frames_in(state)
         # Allocate each piece for its frames, and the first at least as large as this pool's first.
         keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
-        sizes = [self._first_size if keep else used[0], *used[1:]]
+        if keep:
+            first_size = self._first_size
+        else:
+            first_size = used[0]
+        sizes = [first_size, *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
         reused = [self.columns[0][1]] if keep else []
         columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]

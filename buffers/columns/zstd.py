@@ -171,12 +171,14 @@ class ZstdColumn(Column):
                 low = int(sizes[:first].sum())
                 high = int(sizes[:stop].sum())
                 before = int(lengths[:first].sum())
+                if len(lengths):
+                    shared = dictionary[before : before + int(lengths[first])]
+                else:
+                    shared = dictionary
                 part = {
                     "rows": joined[low:high],
                     "sizes": sizes[first:stop],
-                    "dictionary": dictionary[before : before + int(lengths[first])]
-                    if len(lengths)
-                    else dictionary,
+                    "dictionary": shared,
                 }
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()

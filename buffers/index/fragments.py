@@ -50,7 +50,9 @@ class BoundaryKeys:
         if traj_key is None:
             only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
             traj_key = "episode" if only_episode else TRAJ_IDS
-        return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
+        if end_key is None:
+            end_key = DONE
+        return cls(is_init=init_key, done=end_key, traj=traj_key)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the names as plain values, which a state holds."""

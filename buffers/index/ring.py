@@ -247,7 +247,11 @@ class Ring:
                     "is not written yet"
                 )
             slots = slots[readable]
-        return Draw(slots, follow=self.follow(slots) if follow else None, version=version)
+        if follow:
+            following = self.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=version)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -303,7 +307,11 @@ class Ring:
         kept_back = (
             f" ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
         )
-        return RuntimeError(_EMPTY + (kept_back if self.waiting else ""))
+        if self.waiting:
+            reason = kept_back
+        else:
+            reason = ""
+        return RuntimeError(_EMPTY + reason)
 
     def move(self, memory: Array) -> None:
         """Move the counters into ``memory`` (uint8), which other processes share."""

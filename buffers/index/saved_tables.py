@@ -66,9 +66,13 @@ def check_heap(
 def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
     """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
     if (saved is None) != (generator is None):
+        if whose == "buffer":
+            kind = "ReplayBuffer"
+        else:
+            kind = "ReplayBufferEnsemble"
         raise ValueError(
             f"the state was saved with a generator and this {whose} has none, or the other way round: use "
-            f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
+            f"{kind}(generator=torch.Generator()) on both "
             "sides to draw the same rows"
         )
     if saved is not None:

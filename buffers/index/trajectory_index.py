@@ -135,7 +135,11 @@ class TrajectoryIndex(Ring):
         self._changing = True
         self._claimed = -1, 0
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
-        entries = NONE if pool is None else pool, self._spare, NONE if released is None else released
+        if pool is None:
+            pool = NONE
+        if released is None:
+            released = NONE
+        entries = pool, self._spare, released
         tables = self._state, self._fragments, self._chains, self._table
         _kernels().publishing.publish(*tables, *columns, *entries, self._touched)
         self._update_weights(self._touched, count)
@@ -333,7 +337,11 @@ class TrajectoryIndex(Ring):
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-        begin[rows < (length if strict else 1)] = -1  # too short for a slice
+        if strict:
+            least = length
+        else:
+            least = 1
+        begin[rows < least] = -1  # too short for a slice
         # By start, a trajectory yields its full slices and one shorter slice at each end.
         if by == "trajectory":
             most = len(chains)

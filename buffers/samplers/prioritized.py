@@ -203,7 +203,11 @@ class PrioritizedSampler(RandomSampler):
         default = priorities.top(known - head)
         for slots in _stretches(known, written, ring.capacity):
             priorities.values[slots] = default
-        for slots in _stretches(head, written, ring.capacity) if self._every_row else []:
+        if self._every_row:
+            pieces = _stretches(head, written, ring.capacity)
+        else:
+            pieces = []
+        for slots in pieces:
             priorities.drawable[slots] = True
         priorities.weigh_all()
         self._allow_starts(ring, head)
@@ -229,7 +233,11 @@ class PrioritizedSampler(RandomSampler):
         slots, weights, generation = self._choose(ring, batch_size, generator)
         info = {"priority_weight": weights, "index_generation": generation}
         indexed = follow and isinstance(ring, TrajectoryIndex)
-        return Draw(slots, follow=ring.follow(slots) if indexed else None, version=ring.version, info=info)
+        if indexed:
+            following = ring.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=ring.version, info=info)
 
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None

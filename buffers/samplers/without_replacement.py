@@ -42,7 +42,11 @@ class PassSampler(Sampler):
                     f"than the {count} of a batch. Use drop_last=False, smaller batches, or store more"
                 )
         taken, left = self._split(left, count)
-        self.ran_out = self._amount(left, count) < (count if self.drop_last else 1)
+        if self.drop_last:
+            least = count
+        else:
+            least = 1
+        self.ran_out = self._amount(left, count) < least
         self._left, self._key = None if self.ran_out else left, key
         return taken
 
@@ -89,7 +93,11 @@ class PassSampler(Sampler):
         super().load_state_dict(state)
         left = state["pass"]["left"]
         self._key = tuple(state["pass"]["key"])
-        self._left, self.ran_out = None if left is None else left.clone(), state["ran_out"]
+        if left is None:
+            left = None
+        else:
+            left = left.clone()
+        self._left, self.ran_out = left, state["ran_out"]
 
 
 class SamplerWithoutReplacement(PassSampler):
@@ -143,7 +151,11 @@ class SamplerWithoutReplacement(PassSampler):
         if self.freshness is not None:
             key = (*key, self.freshness.look(ring))
         slots = self._take(key, batch_size, begin, "rows")
-        draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+        if follow:
+            following = ring.follow(slots)
+        else:
+            following = None
+        draw = Draw(slots, follow=following, version=version)
         if not self.shuffle:
             # Slices end where the next row was not written directly after the row, as happens with selecting writers.
             numbers = ring.numbers(slots, ring.head)

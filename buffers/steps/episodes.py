@@ -234,4 +234,8 @@ class Episodes:
         if what not in self._warned:
             self._warned.add(what)
             # the caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between
-            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)
+            if what == "ended":
+                level = 8
+            else:
+                level = 7
+            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=level)

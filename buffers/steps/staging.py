@@ -72,10 +72,13 @@ class StagedColumn:
         except TypeError:
             raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
         if not first.ndim or len(first) != num_envs:
+            if num_envs == 1:
+                hint = ": add the dimension of the one env in front"
+            else:
+                hint = ""
             raise ValueError(
                 f"step[{key!r}] must have one row for each of the {num_envs} envs, [{num_envs}, ...], got "
-                f"{list(first.shape)}"
-                + (": add the dimension of the one env in front" if num_envs == 1 else "")
+                f"{list(first.shape)}" + hint
             )
         dtype = first.dtype
         shape = first.shape[1:]
@@ -115,11 +118,13 @@ class StagedColumn:
             if array.shape == (*self.shape, 1) and len(self.shape) == 1 and self.data.ndim == 3:
                 return array[:, 0]
             rows = len(array) if array.ndim else 0
-            raise ValueError(
-                f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
-                if rows != self.shape[0]
-                else f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
-            )
+            if rows != self.shape[0]:
+                problem = f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
+            else:
+                problem = (
+                    f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
+                )
+            raise ValueError(problem)
         return array
 
     def window(self, steps: int) -> Tensor:
@@ -167,9 +172,12 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         below = capacity // rows * rows
         above = -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
+        if window is None:
+            way_out = ""
+        else:
+            way_out = ", or change window"
         raise ValueError(
             f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "
-            f"{num_envs} envs): make the storage for {nearest} rows"
-            + ("" if window is None else ", or change window")
+            f"{num_envs} envs): make the storage for {nearest} rows" + way_out
         )
     return length

@@ -73,7 +73,11 @@ class StepPositions:
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
         """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
-        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
+        if ring is self.ring:
+            count = self._count
+        else:
+            count = 0
+        return self._table, count, ring.head, ring.capacity, stored, window
 
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
         """Find rows by place, step * E + env, int64 ``[N]``; None if one was overwritten.
@@ -124,7 +128,9 @@ class StepPositions:
         index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         asked = np.ascontiguousarray(places.numpy())
         spans = np.empty((2, len(places)), np.int64)
-        windows = self._table, self._count, -1 if oldest is None else oldest
+        if oldest is None:
+            oldest = -1
+        windows = self._table, self._count, oldest
         if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
             return None
         step = asked // self.num_envs
@@ -170,7 +176,8 @@ class StepCopies:
         stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
         self._extra = [key for key in stored if key not in asked]
-        if len(found) - len(self._extra) != len(staged if names is None else asked):
+        expected = staged if names is None else asked
+        if len(found) - len(self._extra) != len(expected):
             return
         # Columns that are copied as bytes are tensors.
         tensors = cast(dict[NestedKey, TensorColumn], storage.columns)

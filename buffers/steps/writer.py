@@ -361,7 +361,9 @@ class StepWriter:
             RuntimeError: no step was written.
             ValueError: the batch size is missing.
         """
-        size = whole_number("batch_size", self.buffer.batch_size if batch_size is None else batch_size)
+        if batch_size is None:
+            batch_size = self.buffer.batch_size
+        size = whole_number("batch_size", batch_size)
         with self._lock:
             while True:
                 first = self._oldest() * self.num_envs

@@ -74,7 +74,11 @@ class Known:
         self.compiled = compiled
         self.host: HostColumns[NestedKey] | None = None
         if compiled and columns and device.type == "cpu":
-            self.host = plain_columns(columns, pool.next_keys if pool is not None and pool.plain else None)
+            if pool is not None and pool.plain:
+                next_keys = pool.next_keys
+            else:
+                next_keys = None
+            self.host = plain_columns(columns, next_keys)
         self.later: HostColumns[NestedKey] | None = None
         self.now: Array = np.zeros(0, np.int64)
         if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
@@ -271,7 +275,11 @@ class ColumnStorage(Storage):
             if compared is None or compared.not_compared != len(self.not_compared):
                 check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
             else:
-                check_followed(columns, fragments, compared, source if usual else None, skip)
+                if usual:
+                    followed = source
+                else:
+                    followed = None
+                check_followed(columns, fragments, compared, followed, skip)
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
@@ -397,14 +405,22 @@ class ColumnStorage(Storage):
         # As many as fit before the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
         whole = fit == rows.count
-        for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
+        if whole:
+            parts = [(0, fit, slot)]
+        else:
+            parts = [(0, fit, slot), (fit, rows.count, 0)]
+        for first, stop, to in parts:
             hint = after
             if after is not None and not whole:
                 among = (after.rows >= first) & (after.rows < stop)
                 hint = After(after.rows[among] - first, after.slots[among])
             for key, values in rows.columns.items():
                 if key not in written:
-                    self.columns[key].write(to, values if whole else values[first:stop], hint)
+                    if whole:
+                        piece = values
+                    else:
+                        piece = values[first:stop]
+                    self.columns[key].write(to, piece, hint)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -515,7 +531,8 @@ class ColumnStorage(Storage):
                 return columns
         # First the columns that one call copies, then the others one by one.
         columns = {} if known.host is None else known.host.take(slots, keys)
-        if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
+        wanted = self.columns if keys is None else self.columns.keys() & keys
+        if len(columns) < len(wanted):
             slots = slots.to(self.device)
             columns = {
                 key: columns[key] if key in columns else column.take(slots)
@@ -610,9 +627,13 @@ class ColumnStorage(Storage):
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
+            if own is None:
+                lanes_here = ""
+            else:
+                lanes_here = f" and lanes {list(own)}"
             raise ValueError(
                 f"the state is of a storage with lanes {list(lanes)} after the time dim, this one has ndim={self.ndim}"
-                f"{'' if own is None else f' and lanes {list(own)}'}"
+                f"{lanes_here}"
             )
         whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states
         room = whole_steps if self.columns else self.room(lanes)

@@ -45,7 +45,11 @@ class Structure(ABC):
             rows = as_tensor(leaf)
             return rows.reshape(math.prod(rows.shape[: len(shape)]), *rows.shape[len(shape) :])
 
-        return self.columns(map_rows(data, flat) if shape else one_row(data))
+        if shape:
+            rows = map_rows(data, flat)
+        else:
+            rows = one_row(data)
+        return self.columns(rows)
 
     @staticmethod
     def of(batch: object) -> "Structure":
@@ -146,7 +150,11 @@ class Trees(Structure):
             names = tuple(
                 str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
             )
-            self.keys.append(plain_key(names) if names else VALUE)
+            if names:
+                key = plain_key(names)
+            else:
+                key = VALUE
+            self.keys.append(key)
         if len(set(self.keys)) != len(self.keys):  # for example {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
 
@@ -350,7 +358,11 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
     for name, value in batch.items():
         key = (*path, name)
         if isinstance(value, Tensor):
-            columns[key if path else name] = value
+            if path:
+                place = key
+            else:
+                place = name
+            columns[place] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             columns |= leaves(value, key)
         else:

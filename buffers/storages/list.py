@@ -35,7 +35,9 @@ class ListStorage(Storage):
     """
 
     def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
-        super().__init__(1000 if max_size is None else max_size, compilable=compilable)
+        if max_size is None:
+            max_size = 1000
+        super().__init__(max_size, compilable=compilable)
         self._items: list[Any] = []
 
     @override
@@ -48,7 +50,11 @@ class ListStorage(Storage):
             )
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
-        items, left_out = apart(batch, None if whole else self.max_size)
+        if whole:
+            room = None
+        else:
+            room = self.max_size
+        items, left_out = apart(batch, room)
         if left_out:
             self.warn_left_out(left_out)
         return Rows(len(items), items=items)

@@ -137,7 +137,11 @@ class LazyMemmapStorage(ColumnStorage):
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         size = self._encodings.row_bytes(like)
-        instead = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
+        if self.compact_obs:
+            ways = []
+        else:
+            ways = ["compact_obs=True"]
+        instead = ["another scratch_dir", *ways]
         if not self.frame_stack:
             instead.append("frame_stack for images")
         names = file_names(like)
@@ -175,7 +179,11 @@ class LazyMemmapStorage(ColumnStorage):
                     columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
             self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
         except BaseException as error:  # also Ctrl-C: leave no file behind
-            remove_files(files, folder if made else None, os.getpid())
+            if made:
+                made_folder = folder
+            else:
+                made_folder = None
+            remove_files(files, made_folder, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
                 available = f"the disk of {folder} is full ({error.strerror})"
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None

@@ -214,5 +214,9 @@ class NextPool:
         unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)
         for key in self.pairs:
             different = differ(tails[key].to(device), heads[key].index_select(0, at))
-            (unlike if key in keys else wrong).logical_or_(different)
+            if key in keys:
+                found = unlike
+            else:
+                found = wrong
+            found.logical_or_(different)
         return np.where(unlike.numpy(force=True), -1, ~wrong.numpy(force=True))

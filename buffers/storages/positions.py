@@ -27,7 +27,11 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
 
     def flat(leaf: object) -> Any:
         values = as_tensor(leaf)
-        if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
+        if isinstance(values, TensorDictBase):
+            dims = values.batch_dims
+        else:
+            dims = values.ndim
+        if dims < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
                 f"got {list(values.shape)}; leave ndim out for a collector's flat batches, where ids tell envs apart"

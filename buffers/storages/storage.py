@@ -196,7 +196,11 @@ class Storage(Facts, ABC):
                 raise RuntimeError(
                     "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
                 )
-            slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+            if self._alone is None:
+                ring = Ring(1)
+            else:
+                ring = self._alone
+            slots = slots_at(index, ring, self.lanes)
             rows = slots.reshape(-1)
             values = self.read_rows(rows)
         else:
@@ -258,7 +262,11 @@ class Storage(Facts, ABC):
             slots = torch.as_tensor(index)
         if slots.dtype is torch.bool:
             slots = slots.nonzero().squeeze(1)
-        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
+        if slots.ndim:
+            batch = data
+        else:
+            batch = self.batch_of_one(data)
+        rows = self.prepare(batch, None, None)
         slots = slots.reshape(-1)
         if len(slots) != rows.count:
             raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")

@@ -177,7 +177,11 @@ class LazyTensorStorage(ColumnStorage):
 
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        instead = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
+        if self.device.type == "cpu":
+            other = "LazyMemmapStorage"
+        else:
+            other = "device='cpu'"
+        instead = [other]
         if not self.compact_obs and any(next_key(key) in like for key in like):
             instead.append("compact_obs=True")
         if not self.frame_stack and not self.codec:
@@ -246,9 +250,13 @@ class TensorStorage(ColumnStorage):
             raise ValueError(f"storage must have at least one row, got tensors of shape {list(first.shape)}")
         if max_size is not None and max_size > rows:
             raise ValueError(f"max_size={max_size} is more than the {rows} rows of storage")
+        if max_size is None:
+            max_size = rows
+        if device is None:
+            device = first.device
         super().__init__(
-            rows if max_size is None else max_size,
-            device=first.device if device is None else device,
+            max_size,
+            device=device,
             ndim=ndim,
             compact_obs=compact_obs,
         )

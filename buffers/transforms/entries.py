@@ -122,7 +122,11 @@ class SelectTransform(Transform):
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return a tensordict with the named entries of ``td``."""
         flags: list[NestedKey] = [REWARD] if self.keep_rewards else []
-        flags += [DONE, TERMINATED, TRUNCATED] if self.keep_dones else []
+        if self.keep_dones:
+            dones = [DONE, TERMINATED, TRUNCATED]
+        else:
+            dones = []
+        flags += dones
         flags += [without_next(key) for key in flags]
         return batch_of(self, td).select(*self.selected_keys, *flags, strict=False)
 

@@ -27,7 +27,9 @@ class _ImageTransform(Transform):
         in_keys: NestedKey | Sequence[NestedKey] | None,
         out_keys: NestedKey | Sequence[NestedKey] | None,
     ) -> None:
-        super().__init__(["pixels"] if in_keys is None else in_keys, out_keys)
+        if in_keys is None:
+            in_keys = ["pixels"]
+        super().__init__(in_keys, out_keys)
 
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """Return the images; check their shape, so that a batch dimension is not mistaken for one of an image."""

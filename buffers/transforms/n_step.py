@@ -60,7 +60,9 @@ class NStep(Transform):
         if not rewards:
             raise ValueError("reward_keys must name at least one entry, got an empty list")
         self.reward_keys = [under_next(key) for key in rewards]
-        self.done_key = under_next("done" if done_key is None else done_key)
+        if done_key is None:
+            done_key = "done"
+        self.done_key = under_next(done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries found to be complete
 
@@ -109,7 +111,11 @@ class NStep(Transform):
         for key in (*moved, *known):
             if key not in deltas:
                 changed[key] = reached[key]
-        for key in (*rewards, *([self.done_key] if self.done_key in columns else [])):
+        if self.done_key in columns:
+            dones = [self.done_key]
+        else:
+            dones = []
+        for key in (*rewards, *dones):
             *path, name = as_tuple(key)
             changed[(*path, f"original_{name}")] = columns[key]
         changed |= rewards
@@ -171,8 +177,12 @@ class NStep(Transform):
         roots = observation_keys(TensorDict(dict(columns), [rows]))
         lacking = [next_key(key) for key in roots if next_key(key) not in columns]
         if lacking or not roots:
+            if lacking:
+                missing = lacking[0]
+            else:
+                missing = ("next", "<observation>")
             raise ValueError(
-                f"n-step transitions need {lacking[0] if lacking else ('next', '<observation>')!r} at every row: store "
+                f"n-step transitions need {missing!r} at every row: store "
                 "with compact_obs=True and extend(batch, final=...), or call MultiStep.forward(batch, final=...)"
             )
         self._checked = keys

@@ -92,7 +92,11 @@ class NextStateReconstructor(Transform):
         """Rows that the next row does not follow, bool ``[N]``: those marked in ``td``, and ``ends``."""
         keys = [key for key in (self.traj_key, self.done_key, self.step_count_key) if key is not None]
         present = [key for key in keys if td.get(key, None) is not None]
-        for key in keys if self.strict else []:
+        if self.strict:
+            checked = keys
+        else:
+            checked = []
+        for key in checked:
             require(td, key)
         if ends is None and not keys and td.get(IS_INIT, None) is None:
             ends = torch.zeros(len(td), dtype=torch.bool, device=td.device)

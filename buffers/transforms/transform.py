@@ -358,7 +358,9 @@ class Inverted(Transform):
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``transform.forward`` of a shallow copy of ``td``."""
-        return apply(self.transform, td.clone(recurse=False) if isinstance(td, TensorDictBase) else td, None)
+        if isinstance(td, TensorDictBase):
+            td = td.clone(recurse=False)
+        return apply(self.transform, td, None)
 
 
 def insert_transform(
@@ -369,7 +371,8 @@ def insert_transform(
     chooser_of([*transforms, transform])
     if not -len(transforms) <= index <= len(transforms):
         raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
-    transforms.insert(index, Inverted(transform) if invert else transform)
+    member = Inverted(transform) if invert else transform
+    transforms.insert(index, member)
 
 
 def check_transform(transform: object, name: str = "transform") -> None:

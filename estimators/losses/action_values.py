@@ -275,9 +275,13 @@ class OffPolicyLoss(LossModule):
         for network in cast(Iterable[Any], networks):
             value = call_for(network, batch, key)
             if value is None:
+                if per_action:
+                    what = "a value for each action"
+                else:
+                    what = "the value"
                 raise KeyError(
                     f"{argument} wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
-                    f"holds {'a value for each action' if per_action else 'the value'} with "
+                    f"holds {what} with "
                     f"set_keys({self.value_name}=...)"
                 )
             if per_action and value.ndim != batch.batch_dims + 1:
@@ -285,7 +289,11 @@ class OffPolicyLoss(LossModule):
                     f"{argument} must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
                     f"got {tuple(value.shape)}"
                 )
-            values.append(value if per_action else flat_column(value, batch, key))
+            if per_action:
+                chosen = value
+            else:
+                chosen = flat_column(value, batch, key)
+            values.append(chosen)
         return values
 
     def minimum_value(self, networks: Iterable[nn.Module], batch: TensorDictBase) -> Tensor:
@@ -402,7 +410,9 @@ class OffPolicyLoss(LossModule):
 
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
-        return super().reduce(inputs, loss, self.weights_of(inputs) if weights is None else weights)
+        if weights is None:
+            weights = self.weights_of(inputs)
+        return super().reduce(inputs, loss, weights)
 
 
 def critic_ensemble(
@@ -440,7 +450,11 @@ def critic_ensemble(
                 "e.g. TensorDictModule(net, in_keys=['observation', 'action'], out_keys=[...]), "
                 f"got {type(network).__name__}"
             )
-    for _ in range(number - 1 if is_one else 0):  # otherwise the copies would stay equal
+    if is_one:
+        redrawn = number - 1
+    else:
+        redrawn = 0
+    for _ in range(redrawn):  # otherwise the copies would stay equal
         copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)

@@ -394,7 +394,11 @@ class LossModule(TensorDictModuleBase):
                 )
         if self.reduction == "mean":
             return masked_mean(loss, inputs.mask, weights)
-        counted = zero_masked(loss if weights is None else loss * weights, inputs.mask)
+        if weights is None:
+            weighted = loss
+        else:
+            weighted = loss * weights
+        counted = zero_masked(weighted, inputs.mask)
         if self.reduction == "sum":
             return counted.sum()
         return counted

@@ -133,7 +133,8 @@ class DQNLoss(OffPolicyLoss):
         read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
-        self.out_keys = ["loss", *(("pred_value", "target_value") if self.with_diagnostics else ())]
+        diagnostics = ("pred_value", "target_value") if self.with_diagnostics else ()
+        self.out_keys = ["loss", *diagnostics]
         self.tuple_length = 1
 
     @override

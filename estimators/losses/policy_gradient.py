@@ -112,7 +112,11 @@ def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
         makers = [cls.__dict__["__init__"] for cls in type(loss).__mro__[:-1] if "__init__" in cls.__dict__]
         own = {x for make in makers for x in inspect.signature(make).parameters}
         near = get_close_matches(name, sorted(own - {"self"}), 1)
-        meant = _ELSEWHERE.get(name, f"{near[0]}=" if near else None)
+        if near:
+            hint = f"{near[0]}="
+        else:
+            hint = None
+        meant = _ELSEWHERE.get(name, hint)
         hint = f": use {meant}" if meant else ""
         raise TypeError(f"{type(loss).__name__} got an unexpected keyword argument {name!r}{hint}")
 
@@ -388,7 +392,11 @@ class PolicyGradientLoss(LossModule):
         super().set_keys(**cast(Any, keys))
         with_critic = self.critic_network is not None and self.critic_coeff is not None
         if with_critic:
-            critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2]
+            if self.clip_value is None:
+                number = 1
+            else:
+                number = 2
+            critic_reads = ("value_target", "value")[:number]
         else:
             critic_reads = ()
         actor = cast(Any, self.actor_network)

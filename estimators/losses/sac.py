@@ -142,7 +142,11 @@ class SoftActorCritic(OffPolicyLoss):
             self.register_buffer("log_alpha", log_alpha)
         else:
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
-        self._bounds = math.log(low) if low else -math.inf, math.log(high)
+        if low:
+            least = math.log(low)
+        else:
+            least = -math.inf
+        self._bounds = least, math.log(high)
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
@@ -181,7 +185,11 @@ class SoftActorCritic(OffPolicyLoss):
         self.in_keys = [*inputs, *self.keys_of("action"), self.key("reward"), self.key("terminated")]
         written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
         written += ["alpha", "entropy"] if self.with_diagnostics else []
-        self.out_keys = written + ([] if state_value is None else ["loss_value"])
+        if state_value is None:
+            value_losses = []
+        else:
+            value_losses = ["loss_value"]
+        self.out_keys = written + value_losses
 
     @property
     def alpha(self) -> Tensor:
@@ -208,7 +216,11 @@ class SoftActorCritic(OffPolicyLoss):
             alpha = as_number(self.alpha)
             after = self.next_entries(inputs, self._observed)
             delayed = self.target_actor_network
-            dist = distribution(actor if delayed is None else delayed, after)
+            if delayed is None:
+                network = actor
+            else:
+                network = delayed
+            dist = distribution(network, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
         work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
         dist = distribution(actor, work)

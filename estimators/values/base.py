@@ -238,10 +238,11 @@ class ValueEstimator(TensorDictModuleBase):
                 raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
         require_critic("value_network", value_network)
         self.value_network = value_network
+        skip_existing = False if options.get("skip_existing") is None else options.get("skip_existing")
         flags(
             average_rewards=average_rewards,
             differentiable=options.get("differentiable", False),
-            skip_existing=False if options.get("skip_existing") is None else options.get("skip_existing"),
+            skip_existing=skip_existing,
             check_finite=options.get("check_finite", False),
         )
         keys = ("group_key", "advantage_key", "value_target_key", "value_key")
@@ -287,7 +288,11 @@ class ValueEstimator(TensorDictModuleBase):
             )
         for bound in x.aminmax():
             unit_interval(name, bound)
-        self.register_buffer(name, x if device is None else x.to(torch_device("device", device)))
+        if device is None:
+            column = x
+        else:
+            column = x.to(torch_device("device", device))
+        self.register_buffer(name, column)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
@@ -512,8 +517,12 @@ class ValueEstimator(TensorDictModuleBase):
         else:
             if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # the network was replaced and may read other entries
+            if network is None:
+                reader = None
+            else:
+                reader = self._inputs
             values_of = ValueInputs(
-                network=None if network is None else self._inputs,
+                network=reader,
                 value_key=self.tensor_keys["value"],
                 batch=batch,
                 at=at,
@@ -662,7 +671,8 @@ def check_finite(
             of_input = f"{bad[0]!r} is not finite there"
         else:
             of_input = "the inputs of value_network are finite there"
-        raise ValueError(
-            f"the value of the {words} of row {named} is {shown}, and {of_input}: "
-            + ("fix the data" if bad else "value_network has diverged, or divides by zero")
-        )
+        if bad:
+            way_out = "fix the data"
+        else:
+            way_out = "value_network has diverged, or divides by zero"
+        raise ValueError(f"the value of the {words} of row {named} is {shown}, and {of_input}: " + way_out)

@@ -372,14 +372,26 @@ def _flatten(
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
         columns[network.is_init_key] = starts
+    if final is not None and next_final:
+        final_row = final.row
+    else:
+        final_row = None
+    if inputs.at.unknown is None:
+        unknown = None
+    else:
+        unknown = inputs.at.unknown.reshape(-1)
+    if starts is None:
+        marked = None
+    else:
+        marked = (network.is_init_key, starts)
     return Observations(
         root=columns,
         next={key: flat_rows(column, dims) for key, column in following.items()},
         final=next_final,
-        final_row=final.row if final is not None and next_final else None,
+        final_row=final_row,
         nowhere=[key for key in root if key not in following and key not in next_final],
-        unknown=None if inputs.at.unknown is None else inputs.at.unknown.reshape(-1),
-        starts=None if starts is None else (network.is_init_key, starts),
+        unknown=unknown,
+        starts=marked,
     )
 
 
@@ -411,13 +423,19 @@ def _over_stream(
                 known = [flat_rows(value, inputs.batch.batch_dims)]
     evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     # The values at the places of the rows, and at the place after each.
-    now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
+    if known:
+        all_values = torch.cat([*known, evaluated])
+    else:
+        all_values = evaluated
+    now, next_value = stream.split(all_values)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now = now.reshape(shape)
     next_value = next_value.reshape(shape)
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
-    return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
+    if value is None:
+        value = now
+    return Values(value, zeroed(next_value, at.terminated), valid)
 
 
 def _values_at_places(
@@ -505,7 +523,11 @@ def next_observations(
     sources = [(observations.next, rows, hidden)]
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
-        sources.append((observations.final, place, missing if hidden is None else hidden | missing))
+        if hidden is None:
+            needed = missing
+        else:
+            needed = hidden | missing
+        sources.append((observations.final, place, needed))
     for source, place, lost in sources:
         for key, column in source.items():
             own = observations.root[key].index_select(0, rows)
@@ -589,7 +611,11 @@ def _warn_of_nan(
         silent = hidden
     else:
         silent = hidden | over
-    rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
+    if silent is None:
+        shape = nan.shape[:1]
+    else:
+        shape = silent.shape
+    rows = nan.reshape(*shape, -1).any(-1)
     rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):
         warn(
@@ -612,7 +638,11 @@ def value_of(
     value has no trailing dim.
     """
     # The parameters replace the network's own only during the call.
-    with nullcontext() if parameters is None else parameters.to_module(network):
+    if parameters is None:
+        weights = nullcontext()
+    else:
+        weights = parameters.to_module(network)
+    with weights:
         out = call_network(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)
     if value is None:

@@ -62,7 +62,9 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
     """
     first = true_indices(ends[:-1]) + 1  # the first row of every run except the first
     first = first if position is None else position[first]
-    return torch.cat([first, first.new_tensor([len(ends) if places is None else places])])
+    if places is None:
+        places = len(ends)
+    return torch.cat([first, first.new_tensor([places])])
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,11 @@ def check_runs(
 def _bits(column: Tensor) -> Array:
     """Return the column as an array for bitwise comparison: NumPy has no bfloat16."""
     column = column.detach()
-    array: Array = (column.view(torch.int16) if column.dtype is torch.bfloat16 else column).numpy()
+    if column.dtype is torch.bfloat16:
+        bits = column.view(torch.int16)
+    else:
+        bits = column
+    array: Array = bits.numpy()
     return array
 
 

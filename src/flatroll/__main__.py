@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program name. Default: ``sys.argv[1:]``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     try:
         if words[:1] == ["demo"]:  # the program parses its own arguments, including --help
             from flatroll.examples.report import demo

@@ -227,7 +227,11 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
         raise
     if not found:
         raise ValueError(f"{path} has no rows")
-    return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])
+    if len(found) > 1:
+        batch = TensorDict.cat(found)
+    else:
+        batch = found[0]
+    return cast(TensorDictBase, batch)
 
 
 def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:

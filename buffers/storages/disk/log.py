@@ -369,7 +369,11 @@ class RowLog:
         rows, seconds = self.rule
         # Only full blocks become files; the rows of the last block wait, unless the flush rule says otherwise.
         early = rows is not None and end - self.folder.end >= rows
-        self._due = max(self._due, end if early or last.limit == end else last.first)
+        if early or last.limit == end:
+            due = end
+        else:
+            due = last.first
+        self._due = max(self._due, due)
         if self._due > self.folder.end and not self._at_work:
             self.thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
             self.thread.start()
@@ -441,7 +445,11 @@ class RowLog:
         head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
         # Two versions, in case one manifest is damaged.
-        for _ in range(2 if self.folder.version is None else 1):
+        if self.folder.version is None:
+            tries = 2
+        else:
+            tries = 1
+        for _ in range(tries):
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 

@@ -141,7 +141,8 @@ class DiskStorage(ColumnStorage):
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
             rows = folder.recover(verify=verify)
-            super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
+            room = (len(rows) or 1) if max_size is None else max_size
+            super().__init__(room, compact_obs=compact_obs)
             # A storage of this size would use less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
@@ -405,7 +406,11 @@ class DiskStorage(ColumnStorage):
         columns: Columns = dict(batch.items(True, True))
         count = batch.batch_size[0]
         if self.pool is None:
-            return Rows(count, columns, None if keys is None else Fragments.read(columns, keys))
+            if keys is None:
+                fragments = None
+            else:
+                fragments = Fragments.read(columns, keys)
+            return Rows(count, columns, fragments)
         tails: Columns = {}
         cuts = torch.zeros(count, dtype=torch.bool)
         assert piece.segment is not None
@@ -558,7 +563,11 @@ class DiskStorage(ColumnStorage):
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
         layout = self._log.layout
-        log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
+        if layout is None:
+            saved = None
+        else:
+            saved = layout.to_json()
+        log = {"offset": self._offset, "layout": saved}
         return super().tables(pool_rows) | {"log": log}
 
     def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:

@@ -131,7 +131,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             self.root = file_path("root", root).expanduser().absolute()
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
         progress = options.get("progress")
-        flags(**named, progress=False if progress is None else progress)
+        if progress is None:
+            shown = False
+        else:
+            shown = progress
+        flags(**named, progress=shown)
         if (writer := options.get("writer")) is not None:
             expect("writer", writer, Writer, "a Writer")
         download = options.pop("download", True)
@@ -139,7 +143,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
                 raise ValueError("pass fetch or download_url, not both")
-            fetch = partial(self._download, [urls] if isinstance(urls, str) else urls)
+            addresses = [urls] if isinstance(urls, str) else urls
+            fetch = partial(self._download, addresses)
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()

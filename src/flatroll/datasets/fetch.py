@@ -39,7 +39,11 @@ def fetch_url(
         with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:
             claimed = answer.headers.get("Content-Length")
             done = 0
-            with progress_bar(int(claimed) if claimed else None, progress, target.name, "B") as bar:
+            if claimed:
+                size = int(claimed)
+            else:
+                size = None
+            with progress_bar(size, progress, target.name, "B") as bar:
                 while piece := answer.read(1 << 20):
                     done += len(piece)
                     if max(done, int(claimed or 0)) > max_bytes:

@@ -275,7 +275,11 @@ def write_folder(
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
             layout = layout or _layout_of(piece, kinds or {})
-            folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)
+            if folder.segments:
+                first_row = folder.end
+            else:
+                first_row = first
+            folder.append(_encode(piece, layout), first=first_row)
         if layout is None or not folder.segments:
             raise ValueError(f"no rows to convert into {target}")
         _check_place(target, overwrite)  # another process may have made it meanwhile
@@ -452,7 +456,11 @@ def convert(
             "[buffer.oldest_first()] for the rows of a buffer"
         )
     checks.iterable("batches", batches, "a list or an iterator of flat batches")
-    checks.flags(overwrite=overwrite, progress=False if progress is None else progress)
+    if progress is None:
+        shown = False
+    else:
+        shown = progress
+    checks.flags(overwrite=overwrite, progress=shown)
     checks.whole_number("segment_bytes", segment_bytes)
     if facts is not None:
         facts = dict(checks.expect("facts", facts, Mapping, "a dict"))

@@ -217,7 +217,11 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(value, type):
         methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
         own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        return value.__module__, value.__qualname__, _describe(methods, within) if own else ()
+        if own:
+            described = _describe(methods, within)
+        else:
+            described = ()
+        return value.__module__, value.__qualname__, described
     if isinstance(value, ModuleType):
         return "module", value.__name__
     try:

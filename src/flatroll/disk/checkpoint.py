@@ -169,7 +169,11 @@ class Checkpoint:
         if not self._complete:
             _check_trained(self._parts, parts)
             self._complete = True
-        others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}
+        if self._rng:
+            generators = _generators()
+        else:
+            generators = None
+        others = {"parts": parts, "rng": generators, "extra": extra}
         if self._buffer is not None:
             return self._buffer.save_version(self.path, others, self._options).number
         packer = Packer()
@@ -319,7 +323,11 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
         trained = [parameter for group in groups for parameter in group["params"]]
         missing = [list(parameter.shape) for parameter in trained if not is_saved(parameter)]
         if missing:
-            shapes = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            if len(missing) > 3:
+                more = ", ..."
+            else:
+                more = ""
+            shapes = ", ".join(map(str, missing[:3])) + more
             raise ValueError(
                 f"{name} trains {len(trained)} parameters, of which {len(missing)} are in no part of this Checkpoint "
                 f"(shapes {shapes}) and would be lost: pass the module that holds them all, such as "
@@ -345,9 +353,13 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
 
 def _generators() -> dict[str, Any]:
     """Return the states of the global random generators."""
+    if torch.cuda.is_available():
+        cuda = torch.cuda.get_rng_state_all()
+    else:
+        cuda = []
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": cuda,
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }

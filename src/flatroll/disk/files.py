@@ -83,7 +83,11 @@ def replace(source: Path, target: Path, old: Path) -> None:
 
     At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
     """
-    swap = getattr(_SYSTEM, "renameat2" if sys.platform == "linux" else "renameatx_np", None)
+    if sys.platform == "linux":
+        name = "renameat2"
+    else:
+        name = "renameatx_np"
+    swap = getattr(_SYSTEM, name, None)
     names = os.fsencode(source), os.fsencode(target)
     if swap is not None and not swap(_THIS_FOLDER, names[0], _THIS_FOLDER, names[1], _EXCHANGE):
         rename(source, old)

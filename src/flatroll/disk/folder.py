@@ -194,8 +194,12 @@ class Folder:
         self._overwrite = overwrite
         self._unsettled = False  # whether names of published rows may not be synced yet
         self._keep = whole_number("keep", keep)
+        if segment_rows is None:
+            rows = MOST_ROWS
+        else:
+            rows = whole_number("segment_rows", segment_rows)
         self._whole = Size(
-            MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows),
+            rows,
             whole_number("segment_bytes", segment_bytes),
         )
         self._max_bytes = max_bytes
@@ -211,7 +215,11 @@ class Folder:
         if self.path.is_dir() or not write:
             listing = Listing.of(self.path)
             if listing.foreign and not (listing.rows or listing.versions or listing.others):
-                shown = ", ".join(listing.foreign[:3]) + (", ..." if len(listing.foreign) > 3 else "")
+                if len(listing.foreign) > 3:
+                    more = ", ..."
+                else:
+                    more = ""
+                shown = ", ".join(listing.foreign[:3]) + more
                 raise ValueError(
                     f"path must be a folder of rows and versions, or an empty or new one; {self.path} holds other "
                     f"files: {shown}"

@@ -138,7 +138,11 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     if versions and folder.end > versions[0].end:
         since = _rows(max(folder.head, versions[0].end), folder.end)
         lines.append(f"after {versions[0].name}: {since}, which a DiskStorage or Folder.recover() has, too")
-    lines += ["", *_table(folder.columns)] if folder.columns else []
+    if folder.columns:
+        table = ["", *_table(folder.columns)]
+    else:
+        table = []
+    lines += table
     trajectories = _trajectories(folder) if count else None
     if trajectories is not None:
         lines += ["", f"{len(trajectories.lengths):,} trajectories"]
@@ -206,7 +210,11 @@ def _draw_log(axes: Any, report: Report) -> None:
         )
     count = len(report.files)
     axes.set_yticks(range(len(bars) + 1), [f"{count} file{'s' * (count != 1)}", *(bar.name for bar in bars)])
-    axes.set_xlabel(f"row ({len(report.damage)} damaged)" if report.damage else "row")
+    if report.damage:
+        label = f"row ({len(report.damage)} damaged)"
+    else:
+        label = "row"
+    axes.set_xlabel(label)
     _plain(axes)
 
 
@@ -349,7 +357,11 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     returns = None
     if reward is not None:
         returns = torch.zeros(count, dtype=torch.float64).index_add_(0, trajectory, reward.double())
-    return Trajectories(trajectory.bincount(), returns, None if done is None else done[lasts])
+    if done is None:
+        ended = None
+    else:
+        ended = done[lasts]
+    return Trajectories(trajectory.bincount(), returns, ended)
 
 
 def _number_trajectories(

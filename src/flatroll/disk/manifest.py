@@ -74,7 +74,11 @@ class Manifest:
     @property
     def names(self) -> set[str]:
         """The files of the version, its manifest included."""
-        named = [*self.rows, *([] if self.state is None else [self.state])]
+        if self.state is None:
+            states = []
+        else:
+            states = [self.state]
+        named = [*self.rows, *states]
         return {manifest_name(self.version.number), *(record.name for record in named)}
 
     @property
@@ -170,7 +174,8 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
             raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
         first = name.first if first is None else first
         position = name.end
-    if end != (head if position is None else position) or not (0 if first is None else first) <= head <= end:
+    last = head if position is None else position
+    if end != last or not (0 if first is None else first) <= head <= end:
         raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
     columns: Schema = {}
     for column, (dtype, shape, ragged) in fields["columns"].items():

@@ -248,7 +248,11 @@ class Segment:
             raise DamagedFileError("ragged columns do not match their lengths")
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
             raise DamagedFileError("lengths of ragged columns are not int64 per row")
-        self.needs = header.needs | ({"ragged"} if ragged else set())
+        if ragged:
+            ragged_needs = {"ragged"}
+        else:
+            ragged_needs = set()
+        self.needs = header.needs | ragged_needs
 
     @classmethod
     def open(
@@ -402,7 +406,11 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         stop = high - segment.first
         whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
-        for name, column in segment.read(targets if whole else {}).items():
+        if whole:
+            into = targets
+        else:
+            into = {}
+        for name, column in segment.read(into).items():
             if isinstance(column, Ragged):
                 ends = column.lengths.cumsum(0)
                 at = int(ends[begin - 1]) if begin else 0

@@ -194,7 +194,11 @@ class Packer:
                 return ["dict", pairs]
             # nn.Module.state_dict stores the versions of its modules here.
             metadata = getattr(value, "_metadata", None)
-            return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
+            if metadata is None:
+                described = None
+            else:
+                described = self.value(metadata, path, depth + 1)
+            return ["ordered", pairs, described]
         if isinstance(value, (TensorDictBase, NonTensorData)):
             return self._tensordict(value, path, depth)
         if isinstance(value, Tensor):
@@ -250,7 +254,11 @@ class Packer:
         form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
         if given in self._names and plain.numel():
             return ["tensor", self._names[given][0], *form]
-        flat = (plain.cpu() if self._host else plain).resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if self._host:
+            dense = plain.cpu()
+        else:
+            dense = plain
+        flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
         flat = flat.as_strided((plain.numel(),), (1,))
         # Words that every version of safetensors supports, in place of the dtype.
         words = flat.view(_WORDS[plain.element_size()])
@@ -374,7 +382,11 @@ class _Unpacker:
                         entry, (Tensor, TensorDictBase, NonTensorData)
                     ):
                         raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
-                return TensorDict(entries, _shape(shape), device=device[0] if device else None)
+                if device:
+                    place = device[0]
+                else:
+                    place = None
+                return TensorDict(entries, _shape(shape), device=place)
             case ["lazy_stack", int(dim), list(parts)]:
                 stacked = [self.value(part, depth) for part in parts]
                 if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):

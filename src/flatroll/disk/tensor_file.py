@@ -166,12 +166,20 @@ def encode(
         views = [bytes_of(piece) for piece in pieces]
         data.extend(views)
         size = sum(map(len, views))
-        checksum = checksum_of("xxh64" if size >= LARGE else "crc32", views)
+        if size >= LARGE:
+            kind = "xxh64"
+        else:
+            kind = "crc32"
+        checksum = checksum_of(kind, views)
         if dtype in DECLARED:
             declared[name] = called
+        if dtype.is_complex:
+            sizes = [*shape, 2]
+        else:
+            sizes = list(shape)
         table[name] = {
             "dtype": STORED[kinds[name]],
-            "shape": [*shape, 2] if dtype.is_complex else list(shape),
+            "shape": sizes,
             "data_offsets": [position, position + size],
         }
         found[name] = Entry(dtype, shape, position, size, checksum)
@@ -309,7 +317,9 @@ def check_bytes(
 ) -> None:
     """Raise DamagedFileError if the bytes in ``view`` are not those of the tensor ``name``; ``pieces`` fills ``view``
     (default: it is filled already)."""
-    if checksum_of(entry.checksum.kind, [view] if pieces is None else pieces) != entry.checksum:
+    if pieces is None:
+        pieces = [view]
+    if checksum_of(entry.checksum.kind, pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
     if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:

@@ -131,7 +131,11 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
         head = a[:-k] if row_wise else a  # type: ignore[index]  # a tensor where row_wise
         # Selected, not multiplied by 0: a NaN or inf after the end of a run, or after a decay of 0, must not cross it.
         # A finite number after a decay of 0 is still multiplied, for the gradient of the decay.
-        open_ = goes_on[:-k] & (b[k:].isfinite() | (reads[:-k] if row_wise else reads))
+        if row_wise:
+            decays = reads[:-k]
+        else:
+            decays = reads
+        open_ = goes_on[:-k] & (b[k:].isfinite() | decays)
         carried = torch.where(goes_on[:-k], head * torch.where(open_, b[k:], 0.0), 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
         if row_wise:
@@ -148,8 +152,14 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
         y = _evaluate(a, b, ends, longest)
-        ctx.longest, ctx.number = longest, None if isinstance(a, Tensor) else a
-        ctx.save_for_backward(y, ends, *([a] if isinstance(a, Tensor) else []))
+        if isinstance(a, Tensor):
+            number = None
+        else:
+            number = a
+        ctx.longest = longest
+        ctx.number = number
+        saved = [a] if isinstance(a, Tensor) else []
+        ctx.save_for_backward(y, ends, *saved)
         return y
 
     @staticmethod
@@ -350,7 +360,11 @@ def _check_columns(factors: dict[str, Tensor | float], flags: dict[str, Tensor],
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
         if (x.dtype is torch.bool) != (name in flags) or x.is_complex():
-            raise TypeError(f"{name} must be {'bool' if name in flags else 'floating'}, got {x.dtype}")
+            if name in flags:
+                wanted = "bool"
+            else:
+                wanted = "floating"
+            raise TypeError(f"{name} must be {wanted}, got {x.dtype}")
         if x.shape != like.shape or x.device != like.device:
             raise ValueError(
                 f"{name} must have the shape of {first}, {tuple(like.shape)}, on {like.device}, got {tuple(x.shape)} "
@@ -446,7 +460,8 @@ def _readable_arrays(
         elif not isinstance(factor, (int, float)):
             return None
         else:  # one number in memory, repeated for every row by strides of 0
-            number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
+            kind = np.float32 if dtype is torch.float32 else np.float64
+            number = np.array([factor], kind)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
 

@@ -53,7 +53,11 @@ Number = TypeVar("Number", bound=SupportsFloat)
 
 def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
     """``name must wanted, got got: hint``."""
-    return f"{name} must {wanted}, got {got}{f': {hint}' if hint else ''}"
+    if hint:
+        way_out = f": {hint}"
+    else:
+        way_out = ""
+    return f"{name} must {wanted}, got {got}{way_out}"
 
 
 def shown(value: object) -> str:
@@ -106,7 +110,11 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         limits = f"of at least {least}"
     else:
         limits = f"from {least} to {most}"
-    limits += ", of 64 bits" if most is None and isinstance(value, int) and value >= 2**63 else ""
+    if most is None and isinstance(value, int) and value >= 2**63:
+        size = ", of 64 bits"
+    else:
+        size = ""
+    limits += size
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
@@ -167,7 +175,8 @@ def number(
         limits = f"be {'at most' if below is None else 'below'} {high}"
     else:
         limits = "be a number"
-    raise ValueError(_text(name, limits, real if isinstance(value, torch.Tensor) else shown(value), hint))
+    got = real if isinstance(value, torch.Tensor) else shown(value)
+    raise ValueError(_text(name, limits, got, hint))
 
 
 def did_you_mean(got: object, known: Iterable[object]) -> str:

@@ -227,7 +227,8 @@ class RestoreNextObservation:
         if not self.drop_delta:
             return out
         # the whole entry if all deltas were used, else only the used ones
-        return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
+        left_out = (DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)
+        return out.exclude(*left_out)
 
     __call__ = forward
 

@@ -290,9 +290,13 @@ def _shape_of_parts(
     wanted = set(np.ndindex(*shape))
     if present != wanted:
         odd = sorted(present ^ wanted)[0]
+        if odd in wanted:
+            problem = "missing"
+        else:
+            problem = "one too many"
         raise ValueError(
             f"entry {name!r} needs its {len(wanted)} columns {name}[...]: {name}[{','.join(map(str, odd))}] is "
-            f"{'missing' if odd in wanted else 'one too many'}"
+            f"{problem}"
         )
     return shape
 
@@ -339,7 +343,11 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
                 f"entry {name!r} has rows without numbers, which Arrow's lists cannot hold: leave it out"
             )
         values = pyarrow.array(array.reshape(-1))
-        arrays.append(values if size == 1 else pyarrow.FixedSizeListArray.from_arrays(values, size))
+        if size == 1:
+            column = values
+        else:
+            column = pyarrow.FixedSizeListArray.from_arrays(values, size)
+        arrays.append(column)
         shape = json.dumps(list(array.shape[1:]))
         fields.append(pyarrow.field(name, arrays[-1].type, nullable=False, metadata={_RECORD: shape}))
     return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))

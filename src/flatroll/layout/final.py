@@ -62,7 +62,8 @@ def read_final(
                 raise ValueError(
                     f"final has an entry {key!r}, expected only 'row' and ('next', <entry of the batch>)"
                 )
-            present[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
+            path = names[1] if len(names) == 2 else names[1:]
+            present[path] = column  # ("next", "pos") follows "pos"
     return Final(final.get("row", None), present)
 
 

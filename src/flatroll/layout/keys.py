@@ -162,7 +162,9 @@ def without_next(key: NestedKey) -> NestedKey:
     ('reward', 'observation')
     """
     names = as_tuple(key)
-    return plain_key(names[1:] if names[0] == NEXT else names)
+    if names[0] == NEXT:
+        names = names[1:]
+    return plain_key(names)
 
 
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
@@ -213,7 +215,11 @@ def missing_marker(
     available = list(available)
     writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
     near = did_you_mean(plain_key(key), available)
-    writer += f"; {near}" if near else "."
+    if near:
+        ending = f"; {near}"
+    else:
+        ending = "."
+    writer += ending
     present = ", ".join(sorted(map(repr, available))) or "none"
     return KeyError(f"batch has no entry {plain_key(key)!r}: {writer} Entries present: {present}")
 

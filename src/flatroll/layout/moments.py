@@ -120,12 +120,16 @@ class Moments(nn.Module):
         """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``; its dtype is kept."""
         # In float64 and cast once, which preserves differences of one part in a million.
         out = (x.double() - self.mean.view(self.shape)) * self._rate(epsilon)
-        return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
+        if clip is not None:
+            out = out.clamp(-clip, clip)
+        return out.to(x.dtype)
 
     def scaled(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
         """``x / sqrt(var + epsilon)`` within ``[-clip, clip]``; the dtype of ``x`` is kept."""
         out = x * self._rate(epsilon)
-        return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
+        if clip is not None:
+            out = out.clamp(-clip, clip)
+        return out.to(x.dtype)
 
 
 def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -78,7 +78,8 @@ def draw(
     (1.0, tensor(True), tensor(nan))
     """
     if _knows_base(dist):
-        with nullcontext() if reparametrize else torch.no_grad():
+        gradients = nullcontext() if reparametrize else torch.no_grad()
+        with gradients:
             base = dist.draw_base(shape)
         return *dist.from_base(base), base
     root = _root(dist)
@@ -89,7 +90,11 @@ def draw(
         # As sample() does, at half the cost of sample() and log_prob().
         choice = torch.multinomial(dist.probs, 1, True)
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
-    together: Any = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
+    if reparametrize:
+        method = "rsample_and_log_prob"
+    else:
+        method = "sample_and_log_prob"
+    together: Any = getattr(dist, method, None)
     if together is not None:
         sample, log_prob = together(shape)
     else:  # the distribution may recognise its own sample and reuse what it computed
@@ -131,7 +136,11 @@ def _parts(dist: TransformedDistribution) -> list[Any]:
     """Its own transforms, one by one."""
     parts: list[Any] = []
     for transform in dist.transforms:
-        parts += transform.parts if isinstance(transform, ComposeTransform) else [transform]
+        if isinstance(transform, ComposeTransform):
+            inner = transform.parts
+        else:
+            inner = [transform]
+        parts += inner
     return parts
 
 

@@ -30,7 +30,8 @@ def space_leaves(
     elif isinstance(space, spaces.Tuple):
         items = enumerate(space.spaces)
     else:
-        return [(key[0] if len(key) == 1 else key, path)]
+        name = key[0] if len(key) == 1 else key
+        return [(name, path)]
     return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 

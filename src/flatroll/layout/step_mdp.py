@@ -70,8 +70,16 @@ def step_mdp(
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        ahead = ahead.select(*([] if exclude_action else actions))
+        if exclude_action:
+            excluded = []
+        else:
+            excluded = actions
+        ahead = ahead.select(*excluded)
     ahead.update(following)
     left_out = rewards * exclude_reward + dones * exclude_done + actions * exclude_action
     ahead = ahead.exclude(*left_out).filter_empty_()
-    return cast(TD, ahead if next_tensordict is None else next_tensordict.update(ahead))
+    if next_tensordict is None:
+        out = ahead
+    else:
+        out = next_tensordict.update(ahead)
+    return cast(TD, out)

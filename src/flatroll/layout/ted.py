@@ -217,8 +217,12 @@ class TED2Flat(Conversion):
         ]
         flat = TensorDict({}, [])
         is_full = self.is_full is not False
+        if is_full:
+            shift = self.shift or 0
+        else:
+            shift = shape[0]
         for name, value in (
-            (self.shift_key, (self.shift or 0) if is_full else shape[0]),
+            (self.shift_key, shift),
             (self.is_full_key, is_full),
             (SHAPE, tuple(shape)),
             (COLUMNS, json.dumps({"shifted": shifted, "next": moved})),
@@ -368,7 +372,11 @@ class Flat2TED(Conversion):
                 if COLUMNS not in names and plain_key(key) in self.done_keys:
                     put(key, torch.zeros_like(column))  # torchrl's form does not keep the root's flags
             else:
-                put(key[1:] if key[0] == ROOT else key, column)
+                if key[0] == ROOT:
+                    name = key[1:]
+                else:
+                    name = key
+                put(name, column)
         if out is None:
             return target
         return out
@@ -384,7 +392,11 @@ class Flat2TED(Conversion):
             return ends
         done: Tensor = data.get(self.done_key)
         ends = done.reshape(lanes, slots).clone()
-        ends[:, (slots if is_full else shift) - 1] = True
+        if is_full:
+            end = slots
+        else:
+            end = shift
+        ends[:, end - 1] = True
         return ends.reshape(-1)
 
     def _kinds(
@@ -415,7 +427,7 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
         return value
 
     shape = kept(SHAPE)
-    sizes = torch.Size([shape] if isinstance(shape, int) else [int(size) for size in shape])
+    sizes = torch.Size([shape]) if isinstance(shape, int) else torch.Size([int(size) for size in shape])
     shift = kept(shift_key)
     is_full = bool(kept(is_full_key))
     if not 0 <= int(shift) <= sizes[0]:
@@ -472,7 +484,11 @@ class NestedRuns(TensorDict):
         flat = TensorDict({}, [])
         for key, value in _entries(self):
             if isinstance(value, Tensor):
-                flat.set(key, nested_values(value) if value.is_nested else value)
+                if value.is_nested:
+                    column = nested_values(value)
+                else:
+                    column = value
+                flat.set(key, column)
             else:
                 flat.set_non_tensor(key, value)
         return flat
@@ -531,7 +547,11 @@ class Nested2TED(Flat2TED):
         flat = TensorDict({}, [])
         for key, value in _entries(data):
             if isinstance(value, Tensor):
-                flat.set(key, nested_values(value) if value.is_nested else value)
+                if value.is_nested:
+                    column = nested_values(value)
+                else:
+                    column = value
+                flat.set(key, column)
             else:
                 flat.set_non_tensor(key, value)
         return super().__call__(flat, out)
@@ -613,4 +633,8 @@ def _entries(data: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:
     tensors = set(data.keys(True, True))
     for key in data.keys(True, True, is_leaf=is_entry):
         value = data.get(key) if key in tensors else None
-        yield key, value if isinstance(value, Tensor) else data.get_non_tensor(key)
+        if isinstance(value, Tensor):
+            column = value
+        else:
+            column = data.get_non_tensor(key)
+        yield key, column

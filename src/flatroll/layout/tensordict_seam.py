@@ -86,7 +86,8 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     (tensor([1., 1.]), None)
     """
     place: Any = batch
-    for name in (key,) if type(key) is str else key:
+    names = (key,) if type(key) is str else key
+    for name in names:
         if type(place) is not TensorDict or not USES_PRIVATES:
             if place is None:
                 return None
@@ -291,7 +292,11 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
         if alike and len(parts) == len(action_keys):
             if not sampler.return_log_prob:
                 for key, part in zip(action_keys, parts.values(), strict=True):
-                    set_entry(batch, key, part.rsample() if part.has_rsample else part.sample())
+                    if part.has_rsample:
+                        action = part.rsample()
+                    else:
+                        action = part.sample()
+                    set_entry(batch, key, action)
                 return batch
             log_prob_keys: list[Any] = sampler.log_prob_keys or []
             if len(log_prob_keys) == len(action_keys):
@@ -330,7 +335,11 @@ def build_distribution(
             with suppress(TypeError):
                 built: Distribution = sampler.distribution_class(**columns, **sampler.distribution_kwargs)
                 return built
-    dist: Distribution = sampler.get_dist(shallow_copy(batch).update(outputs) if outputs else batch)
+    if outputs:
+        inputs = shallow_copy(batch).update(outputs)
+    else:
+        inputs = batch
+    dist: Distribution = sampler.get_dist(inputs)
     return dist
 
 

@@ -103,7 +103,11 @@ def split_trajectories(
     offsets = torch.cat([first, first.new_tensor([starts.numel()])])
     if as_nested is False:
         return _pad(flat, starts, offsets, mask_key)
-    return _nest(flat, offsets, torch.strided if as_nested is torch.strided else torch.jagged)
+    if as_nested is torch.strided:
+        layout = torch.strided
+    else:
+        layout = torch.jagged
+    return _nest(flat, offsets, layout)
 
 
 def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
@@ -196,7 +200,11 @@ def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[N
         raise ValueError(f"pass prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
         parents = as_tuple(trajectory_key)[:-1]
-        return trajectory_key, (*parents, MASK[-1]) if parents else MASK
+        if parents:
+            mask = (*parents, MASK[-1])
+        else:
+            mask = MASK
+        return trajectory_key, mask
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
     return TRAJ_IDS, MASK
@@ -244,9 +252,13 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
             )
     # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its
     # size is what torch reports for such nested tensors: -1 if the lengths differ, else the common length.
+    if len(set(lengths)) == 1:
+        length = lengths[0]
+    else:
+        length = -1
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
-        batch_size=[len(lengths), lengths[0] if len(set(lengths)) == 1 else -1],
+        batch_size=[len(lengths), length],
     )
 
 

@@ -50,7 +50,11 @@ class ActionRange:
         """Check the actions of a batch."""
         for key, limits in list(self._limits):
             actions: Tensor = batch.get(key)
-            problem = limits.problem(self._copy_extrema(key, actions) if self._later else actions.numpy())
+            if self._later:
+                values = self._copy_extrema(key, actions)
+            else:
+                values = actions.numpy()
+            problem = limits.problem(values)
             if problem is None:
                 continue
             if not isinstance(limits.space, spaces.Box):

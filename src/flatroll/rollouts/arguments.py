@@ -97,9 +97,13 @@ def make_devices(
         )
     policy = where["policy_device"] or where["device"]
     storing = where["storing_device"] or where["device"]
+    if policy == env:
+        own_policy = None
+    else:
+        own_policy = policy
     return Devices(
         env=env,
-        policy=None if policy == env else policy,
+        policy=own_policy,
         storing=storing,
         blocking=not no_cuda_sync,
     )

@@ -309,7 +309,11 @@ class Collector(Facts):
     @property
     def rows_held(self) -> int:
         """Number of collected rows that are not yet in a batch; later batches contain them."""
-        return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
+        if self._joiner is None:
+            waiting = 0
+        else:
+            waiting = self._joiner.waiting
+        return self._runner.window.count() + waiting
 
     def stats(self) -> dict[str, int]:
         """Return ``frames``, ``rows_held`` and ``policy_version`` for logging, named as in `MultiCollector.stats`."""
@@ -405,7 +409,11 @@ class Collector(Facts):
         facts["frames_per_batch"] = f"{self.frames_per_batch:,}"
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
-        return facts | ({"state": "closed"} if self._closed else {})
+        if self._closed:
+            state = {"state": "closed"}
+        else:
+            state = {}
+        return facts | state
 
     def __enter__(self) -> "Collector":
         return self
@@ -420,11 +428,19 @@ class Collector(Facts):
         env.
         """
         ids = [marker.state_dict() for marker in self._id_markers()]
+        if ids:
+            newest = max(ids, key=lambda state: state["episode"])
+        else:
+            newest = None
+        if isinstance(self.policy, nn.Module):
+            policy = self.policy.state_dict()
+        else:
+            policy = None
         return {
             "frames": self._frames,
-            "traj_ids": max(ids, key=lambda state: state["episode"]) if ids else None,
+            "traj_ids": newest,
             "random": self._runner.random.state_dict(),
-            "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
+            "policy": policy,
             "policy_version": self._version,
             "vector_steps": self._runner.window.before + self._runner.window.steps,
         }
@@ -569,7 +585,11 @@ class Collector(Facts):
             self._post_hook(batch)
         if self._buffer is None:
             return batch
-        self._buffer.extend(batch, **({} if final is None else {"final": final}))
+        if final is None:
+            options = {}
+        else:
+            options = {"final": final}
+        self._buffer.extend(batch, **options)
         return None
 
 
@@ -593,7 +613,11 @@ class TrajectoryJoiner:
     @property
     def waiting(self) -> int:
         """Number of rows that are not yet in a batch."""
-        return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
+        if self._open is None:
+            opened = 0
+        else:
+            opened = len(self._open)
+        return sum(map(len, self._ready)) + opened
 
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
@@ -619,7 +643,11 @@ class TrajectoryJoiner:
 
     def pop(self, last: bool) -> TensorDict | None:
         """Return the next ``per_batch`` complete trajectories, or fewer if it is the last batch; or None."""
-        if len(self._ready) < (1 if last else self.per_batch):
+        if last:
+            least = 1
+        else:
+            least = self.per_batch
+        if len(self._ready) < least:
             return None
         ready = self._ready[: self.per_batch]
         self._ready = self._ready[self.per_batch :]

@@ -249,7 +249,11 @@ class _Play:
             self._frames = [[frame] for frame in self._render()]
         looks_each = isinstance(runner, PoolRunner) or runner.device.type == "cpu" or self._choice is not None
         while (self._count < self._goal).any():
-            for _ in range(1 if looks_each else _STEPS_BETWEEN_LOOKS):
+            if looks_each:
+                steps = 1
+            else:
+                steps = _STEPS_BETWEEN_LOOKS
+            for _ in range(steps):
                 runner.step()
             self._look()
 
@@ -375,7 +379,8 @@ def _seed(seed: int | None) -> Iterator[None]:
     """Context manager: seed torch, and restore its random state at the end. None changes nothing."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if started else []
-    with nullcontext() if seed is None else torch.random.fork_rng(devices):
+    random_state = nullcontext() if seed is None else torch.random.fork_rng(devices)
+    with random_state:
         if seed is not None:
             torch.manual_seed(seed)
         yield

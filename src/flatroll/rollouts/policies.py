@@ -160,7 +160,10 @@ class ModulePolicy:
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
                     f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
                 )
-        self.prime(primed if recurrent and primed else {})
+        if recurrent and primed:
+            self.prime(primed)
+        else:
+            self.prime({})
         self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
@@ -195,7 +198,11 @@ class ModulePolicy:
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
         for key in self.defaults:  # in first rows, as reset by the policy if it writes the state
             used = out.get(key, None)
-            written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
+            if used is None:
+                column = data.get(key)
+            else:
+                column = used
+            written[key] = column.to(home, non_blocking=wait)
         if isinstance(action, TensorDictBase):
             if self._beside:
                 parts = action.exclude(*(key[1:] for key in self._beside))
@@ -219,7 +226,9 @@ def copy_weights(policy: object, weights: Weights) -> None:
         own: Any = TensorDict.from_module(policy)
         own.data.update_(weights.data)
         return
-    policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+    if isinstance(weights, nn.Module):
+        weights = weights.state_dict()
+    policy.load_state_dict(weights)
 
 
 def state_of(weights: Weights) -> Mapping[str, Any]:

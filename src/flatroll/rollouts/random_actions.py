@@ -97,8 +97,11 @@ class RandomActions:
         self.space = space
         self.num_envs = num_envs
         self._device = device
-        self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-        self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
+        place = device if device.type == "cuda" else "cpu"
+        self.generator = torch.Generator(device=place)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        self.generator.manual_seed(seed)
         self._spec = as_spec(space, device=self.generator.device)
         #: Whether the actions are NumPy arrays.
         self.as_numpy = False
@@ -240,4 +243,8 @@ def _unbind(chunk: Tree, as_numpy: bool) -> list[Tree]:
         return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]
     if isinstance(chunk, tuple):
         return list(zip(*(_unbind(child, as_numpy) for child in chunk), strict=True))
-    return list(chunk.numpy() if as_numpy else chunk.unbind())
+    if as_numpy:
+        rows = chunk.numpy()
+    else:
+        rows = chunk.unbind()
+    return list(rows)

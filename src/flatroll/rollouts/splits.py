@@ -76,7 +76,11 @@ class SplitRunner:
         """Reset all parts, env ``e`` of the pool with ``seed + e``."""
         for part, first in zip(self._parts, self._firsts, strict=True):
             part.settle()
-            part.reset(None if seed is None else seed + first)
+            if seed is None:
+                part_seed = None
+            else:
+                part_seed = seed + first
+            part.reset(part_seed)
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
@@ -111,7 +115,11 @@ class SplitRunner:
                 finals.append(final)
             batches.append(batch)
             rows += len(batch)
-        return _concatenate(batches), _concatenate(finals) if compact else None
+        if compact:
+            final = _concatenate(finals)
+        else:
+            final = None
+        return _concatenate(batches), final
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that continue or have transitions not yet in a batch."""

@@ -235,7 +235,9 @@ class Window:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
             dead = self.columns[DEAD][: self.steps]
-            mask = ~(dead.cpu().numpy() if isinstance(dead, Tensor) else dead)
+            if isinstance(dead, Tensor):
+                dead = dead.cpu().numpy()
+            mask = ~dead
         mask[0, : self.taken] = False
         return mask
 
@@ -302,7 +304,11 @@ class Window:
             for key in keys.states:
                 state = batch.get(key)
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-        return batch, final_of(batch, keys, next_obs) if compact else None
+        if compact:
+            final = final_of(batch, keys, next_obs)
+        else:
+            final = None
+        return batch, final
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
         """Return a column's values in the True cells, in `lay_out`'s order; later steps may overwrite them."""
@@ -479,7 +485,11 @@ class _Rows:
         shape = column.shape[2:]
         if self.count <= _FEW_ROWS:
             flat = column.swapaxes(0, 1).reshape(self.count, *shape)
-            return torch.from_numpy(flat.copy() if np.may_share_memory(flat, column) else flat)
+            if np.may_share_memory(flat, column):
+                owned = flat.copy()
+            else:
+                owned = flat
+            return torch.from_numpy(owned)
         if shape and column[0, 0].nbytes != 16:
             return None
         like = torch.from_numpy(column)
@@ -533,7 +543,11 @@ def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tens
     """Return the *final* of a compact batch: the next observations that no later row holds."""
     ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
     known = batch.get(NEXT_KNOWN, None)
-    rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
+    if known is None:
+        cut = ends
+    else:
+        cut = ends & known
+    rows = cut.nonzero().squeeze(-1)
     columns: dict[NestedKey, Tensor] = {"row": rows}
     columns |= {next_key(key): column.index_select(0, rows) for key, column in next_obs.items()}
     return nest(columns, len(rows))

@@ -144,7 +144,9 @@ class Table:
             except TypeError:
                 raise ValueError(f"column {key!r} has data type {name}, which cannot be shared") from None
             made[key] = BlockColumn(name, tuple(values.shape[1:]))
-        return Table(count if rows is None else rows, made)
+        if rows is None:
+            rows = count
+        return Table(rows, made)
 
 
 def dtype_name(values: Any) -> str:
@@ -165,7 +167,11 @@ def row_count(columns: Mapping[Key, Any]) -> int:
 @cache
 def _numpy_dtype(name: str) -> "np.dtype[Any]":
     """Return NumPy's dtype of this name; bfloat16 is viewed as 16-bit integers."""
-    dtype = np.dtype("uint16" if name == "bfloat16" else name)
+    if name == "bfloat16":
+        stored = "uint16"
+    else:
+        stored = name
+    dtype = np.dtype(stored)
     if dtype.kind not in "biufc":  # bool, integers, floats, complex numbers
         raise TypeError
     return dtype

@@ -105,7 +105,11 @@ class Channel:
                 )
             except BlockingIOError:
                 poll = select.poll()
-                poll.register(self._socket, select.POLLOUT | (0 if self._ended else select.POLLIN))
+                if self._ended:
+                    reads = 0
+                else:
+                    reads = select.POLLIN
+                poll.register(self._socket, select.POLLOUT | reads)
                 if any(event & select.POLLIN for _, event in poll.poll()):
                     self.feed()
             except (BrokenPipeError, ConnectionResetError):
@@ -149,14 +153,22 @@ class Channel:
         """Wait at most ``timeout`` seconds for data or the end of the channel."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
+        if timeout is None:
+            milliseconds = None
+        else:
+            milliseconds = max(0, timeout) * 1000
+        return bool(poll.poll(milliseconds))
 
     def feed(self, once: bool = False) -> None:
         """Read available data without waiting; with ``once`` by one system call, which may leave some for later."""
         while not self._ended:
             try:
+                if once:
+                    size = _FEW
+                else:
+                    size = _CHUNK
                 data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, _FEW if once else _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
+                    self._socket, size, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
@@ -187,9 +199,11 @@ class Channel:
             data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
             descriptors = [self._descriptors.popleft() for _ in range(count)]
-            self._messages.append(
-                _Unpickler(io.BytesIO(data), descriptors).load() if count else pickle.loads(data)
-            )
+            if count:
+                message = _Unpickler(io.BytesIO(data), descriptors).load()
+            else:
+                message = pickle.loads(data)
+            self._messages.append(message)
 
     @property
     def ended(self) -> bool:
@@ -354,7 +368,11 @@ class MessagePickler(cloudpickle.Pickler):
         places = [place for place, known in enumerate(self.passed) if known is obj]
         if not places:
             self.passed.append(obj)
-        return type(obj).__name__, places[0] if places else len(self.passed) - 1
+        if places:
+            place = places[0]
+        else:
+            place = len(self.passed) - 1
+        return type(obj).__name__, place
 
 
 _OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {

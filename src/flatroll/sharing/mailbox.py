@@ -74,7 +74,11 @@ class Outbox:
         """
         rows = [row_count(table) if table else 0 for table in tables]
         while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
-            self.take_back(*(freed[1] if freed else self._channel.receive(FREE)))
+            if freed:
+                message = freed[1]
+            else:
+                message = self._channel.receive(FREE)
+            self.take_back(*message)
         if not self._fits(tables, rows):
             self._lay_out(tables, rows)
         slot = self._free.pop()
@@ -114,8 +118,16 @@ class Outbox:
         laid_out = []
         for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
             before = known[place] if place < len(known) else Table(0, {})
-            room = max(before.rows, count + count // 2 if 0 < before.rows < count else count)
-            laid_out.append(Table.like(table, room) if table else before)
+            if 0 < before.rows < count:
+                grown = count + count // 2
+            else:
+                grown = count
+            room = max(before.rows, grown)
+            if table:
+                made = Table.like(table, room)
+            else:
+                made = before
+            laid_out.append(made)
         self._block = Block(laid_out, self._slots)
         self._tensors = [
             [self._block.tensors(slot, place) for place in range(len(tables))] for slot in range(self._slots)
@@ -261,7 +273,11 @@ class _Packer(cloudpickle.Pickler):
             if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized or obj.is_nested:
                 return None
             kind = "tensor" if obj.ndim else "number"
-            self.tensors.append(obj.detach() if obj.ndim else obj.detach().reshape(1))
+            if obj.ndim:
+                tensor = obj.detach()
+            else:
+                tensor = obj.detach().reshape(1)
+            self.tensors.append(tensor)
         elif type(obj) is np.ndarray and obj.dtype.kind in "biufc" and hasattr(torch, obj.dtype.name):
             kind = "array" if obj.ndim else "array of one"
             self.tensors.append(torch.from_numpy(np.array(obj, obj.dtype.newbyteorder("="), ndmin=1)))

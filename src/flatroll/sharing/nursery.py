@@ -361,9 +361,13 @@ class _Helper:
         self._lock = RLock()  # held by the thread that writes to the helper, or waits until it is ready
         self._control, theirs = Channel.pair()
         try:
+            if fork:
+                helper_threads = 1
+            else:
+                helper_threads = threads
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", HELPER_PROGRAM, str(1 if fork else threads)),
+                    *(sys.executable, "-c", HELPER_PROGRAM, str(helper_threads)),
                     *map(str, (theirs.fileno(), self._owner, int(fork), len(preload))),
                     *(*preload, *sys.path),
                 ],

@@ -124,7 +124,9 @@ class RayCalls:
         options: dict[str, Any] = {} if returns == 1 else {"num_returns": returns}
         if group is not None:
             options["concurrency_group"] = group
-        return (function.options(**options) if options else function).remote(*arguments)
+        if options:
+            function = function.options(**options)
+        return function.remote(*arguments)
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return list(self._ray.wait(list(references), num_returns=1, timeout=timeout)[0])
@@ -137,7 +139,9 @@ class RayCalls:
             raise WorkerDied(f"the actor is gone: {error}") from error
         except errors.RayTaskError as error:  # not in `attempt`: arguments or results that cannot be pickled
             cause = error.cause
-            return Failure.of(cause if isinstance(cause, BaseException) else error, trace=str(error))
+            if not isinstance(cause, BaseException):
+                cause = error
+            return Failure.of(cause, trace=str(error))
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
@@ -264,5 +268,7 @@ def unpack_batches(value: Any) -> Any:
     batch = TensorDict({}, value.shape)
     for key, array in value.columns.items():
         column = torch.from_numpy(np.array(array))
-        batch.set(key, column.view(value.dtypes[key]) if key in value.dtypes else column)
+        if key in value.dtypes:
+            column = column.view(value.dtypes[key])
+        batch.set(key, column)
     return batch

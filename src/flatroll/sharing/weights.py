@@ -49,7 +49,11 @@ class SharedWeights:
             name: _values(name, value).unsqueeze(0) for name, value in state.items()
         }
         header = Table.like({"": np.zeros((1, 2), np.int64)})
-        self._open(Block([header, Table.like(rows, rows=1) if rows else Table(1, {})], slots=2))
+        if rows:
+            table = Table.like(rows, rows=1)
+        else:
+            table = Table(1, {})
+        self._open(Block([header, table], slots=2))
         self._write(0, state)
 
     def _open(self, block: Block) -> None:

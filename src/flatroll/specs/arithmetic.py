@@ -81,7 +81,11 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
     uniform = torch.rand(shape, generator=generator, device=low.device, dtype=torch.float64)
     # A weighted sum of the limits: low + (high - low) * u would overflow for the widest bounds. Whole numbers
     # reach high because the floor is taken of numbers below high + 1.
-    drawn = low * (1 - uniform) + (high + 1 if whole else high) * uniform
+    if whole:
+        end = high + 1
+    else:
+        end = high
+    drawn = low * (1 - uniform) + end * uniform
     if not bounded:
         below = low.isfinite()
         above = high.isfinite()

@@ -49,7 +49,11 @@ class NumberSpec(TensorSpec):
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        new = self._copy_with(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        if is_whole(dtype):
+            domain = "discrete"
+        else:
+            domain = "continuous"
+        new = self._copy_with(dtype=dtype, domain=domain)
         new.__class__ = self._by_domain[new.domain]
         return new
 
@@ -121,9 +125,12 @@ class Bounded(NumberSpec, Ranged):
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
+            if at:
+                place = f" at {list(at)}"
+            else:
+                place = ""
             raise ValueError(
-                f"low must not be above high, got {least[at].item()} and {most[at].item()}"
-                f"{f' at {list(at)}' if at else ''}"
+                f"low must not be above high, got {least[at].item()} and {most[at].item()}{place}"
             )
 
     @property
@@ -213,7 +220,11 @@ class Bounded(NumberSpec, Ranged):
             numbers = bound.reshape(-1).tolist()
             least = min(numbers, default="[]")
             most = max(numbers, default="[]")
-            parts.append(f"{name}={least}" if least == most else f"{name}={least}..{most}")
+            if least == most:
+                limits = f"{name}={least}"
+            else:
+                limits = f"{name}={least}..{most}"
+            parts.append(limits)
         return parts
 
 

@@ -58,7 +58,9 @@ class Composite(TensorSpec):
         if shape is not None and batch_size is not None:
             raise TypeError("shape and batch_size are two names of one argument: pass one of them")
         given = batch_size if shape is None else shape
-        super().__init__(() if given is None else given, None, device, None, "")
+        if given is None:
+            given = ()
+        super().__init__(given, None, device, None, "")
         self.data_cls = data_cls
         self.step_mdp_static = step_mdp_static
         self.names = names
@@ -100,7 +102,8 @@ class Composite(TensorSpec):
             inner[tuple(rest)] = spec
             return
         self._check_unlocked()
-        self._specs[first] = self._as_entry(first, {tuple(rest): spec} if rest else spec)
+        entry = {tuple(rest): spec} if rest else spec
+        self._specs[first] = self._as_entry(first, entry)
 
     def _check_unlocked(self) -> None:
         if self._locked:
@@ -135,9 +138,13 @@ class Composite(TensorSpec):
             if isinstance(spec, NonTensor):
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
+        if spec.value_dims:
+            note = f", of which the last {spec.value_dims} belong to one value"
+        else:
+            note = ""
         raise ValueError(
             f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
-            f"{f', of which the last {spec.value_dims} belong to one value' if spec.value_dims else ''}: write "
+            f"{note}: write "
             "spec.expand(...)"
         )
 
@@ -273,14 +280,16 @@ class Composite(TensorSpec):
 
     def lock_(self, recurse: bool | None = True) -> Self:
         """Lock the spec and nested entries against changes."""
-        for spec in () if recurse is False else self._composites():
+        inner = () if recurse is False else self._composites()
+        for spec in inner:
             spec.lock_(recurse)
         self._locked = True
         return self
 
     def unlock_(self, recurse: bool | None = True) -> Self:
         """Allow changes again."""
-        for spec in () if recurse is False else self._composites():
+        inner = () if recurse is False else self._composites()
+        for spec in inner:
             spec.unlock_(recurse)
         self._locked = False
         return self
@@ -437,7 +446,11 @@ class Composite(TensorSpec):
             self[key].type_check(value, key)
             return
         for name, spec in self.present().items():
-            spec.type_check(value.get(name), None if isinstance(spec, Composite) else name)
+            if isinstance(spec, Composite):
+                entry = None
+            else:
+                entry = name
+            spec.type_check(value.get(name), entry)
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> dict[str, Any]:

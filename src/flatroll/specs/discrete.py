@@ -73,7 +73,11 @@ class Numbered(Ranged):
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
-        return super()._domain_text(index) + ("" if self.mask is None else " that the mask allows")
+        if self.mask is None:
+            ending = ""
+        else:
+            ending = " that the mask allows"
+        return super()._domain_text(index) + ending
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -128,7 +132,9 @@ class Categorical(Numbered):
     ) -> None:
         self.n = as_count("n", n)
         self.start = as_count("start", start, least=-(2**62))
-        super().__init__(() if shape is None else shape, Categories(self.n), device, dtype, "discrete")
+        if shape is None:
+            shape = ()
+        super().__init__(shape, Categories(self.n), device, dtype, "discrete")
         self._check_dtype(self.dtype)
         self.update_mask(mask)
 
@@ -160,12 +166,18 @@ class Categorical(Numbered):
         mask = self.mask
         if mask is None:
             return self.nth(draw_categories(self.n, self._full_shape(shape), self.device, generator))
-        return self.nth(draw_masked(mask, as_shape(() if shape is None else shape), generator))
+        if shape is None:
+            shape = ()
+        return self.nth(draw_masked(mask, as_shape(shape), generator))
 
     def nth(self, counted: Tensor) -> Tensor:
         """The values of categories counted from 0."""
         assert self.dtype is not None
-        return (counted + self.start if self.start else counted).to(self.dtype)
+        if self.start:
+            value = counted + self.start
+        else:
+            value = counted
+        return value.to(self.dtype)
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -217,7 +229,11 @@ class Categorical(Numbered):
 
     @override
     def _repr_parts(self) -> list[str]:
-        parts = [f"n={self.n}", *([f"start={self.start}"] if self.start else [])]
+        if self.start:
+            start = [f"start={self.start}"]
+        else:
+            start = []
+        parts = [f"n={self.n}", *start]
         if self.mask is None:
             return parts
         return [*parts, "masked"]
@@ -296,7 +312,11 @@ class Encoded(TensorSpec):
         assert isinstance(value, Tensor)
         row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
         if row:
-            where = f"at index {row[0] if len(row) == 1 else row} "
+            if len(row) == 1:
+                place = row[0]
+            else:
+                place = row
+            where = f"at index {place} "
         else:
             where = ""
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
@@ -374,7 +394,9 @@ class OneHot(Encoded):
     ) -> None:
         n = as_count("n", n)
         flags(use_register=use_register)
-        sizes = as_shape((n,) if shape is None else shape)
+        if shape is None:
+            shape = (n,)
+        sizes = as_shape(shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
         super().__init__(sizes, Categories(n), device, dtype, "discrete")
@@ -483,7 +505,9 @@ class MultiCategorical(Numbered):
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
             raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
         counts = counts.long()
-        sizes = as_shape(counts.shape if shape is None else shape)
+        if shape is None:
+            shape = counts.shape
+        sizes = as_shape(shape)
         if sizes[-1:] != counts.shape[-1:]:
             raise ValueError(
                 f"the last dim of the shape must be that of nvec, {counts.shape[-1]}, got shape {tuple(sizes)}"
@@ -624,7 +648,11 @@ class MultiCategorical(Numbered):
     def _repr_parts(self) -> list[str]:
         rows = self._rows("nvec")
         same = bool((rows == rows[0]).all())
-        parts = [f"nvec={rows[0].tolist() if same else rows.tolist()}"]
+        if same:
+            nvec = rows[0].tolist()
+        else:
+            nvec = rows.tolist()
+        parts = [f"nvec={nvec}"]
         if self.mask is None:
             return parts
         return [*parts, "masked"]
@@ -663,7 +691,9 @@ class MultiOneHot(Encoded):
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()
-        sizes = as_shape((total,) if shape is None else shape)
+        if shape is None:
+            shape = (total,)
+        sizes = as_shape(shape)
         if not sizes or sizes[-1] != total:
             raise ValueError(f"the last dim of the shape must be sum(nvec)={total}, got shape {tuple(sizes)}")
         super().__init__(sizes, None, device, dtype, "discrete")
@@ -728,7 +758,9 @@ class Binary(Ranged):
         if n is None and shape is None:
             raise TypeError("n or shape must be given")
         n = None if n is None else as_count("n", n)
-        sizes = as_shape(n if shape is None else shape)
+        if shape is None:
+            shape = n
+        sizes = as_shape(shape)
         last = sizes[-1] if sizes else 1
         self.n = as_count("n", last) if n is None else n
         if last != self.n:
@@ -768,6 +800,7 @@ class Binary(Ranged):
 def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """A whole number from ``least`` to 2**62, or one of NumPy's or torch's, such as the ``n`` of a Gymnasium space."""
     try:
-        return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least, 2**62)
+        number = operator.index(value) if hasattr(value, "dtype") else value
+        return whole_number(name, number, least, 2**62)
     except (TypeError, RuntimeError) as error:  # an array of several numbers
         raise TypeError(f"{name} must be an integer, got {shown(value)}") from error

@@ -83,7 +83,11 @@ class NonTensor(TensorSpec):
             )
         if self._space is None or (wrapped and 0 in value.batch_size):
             return None
-        for item in _data(value) if wrapped else [value]:
+        if wrapped:
+            items = _data(value)
+        else:
+            items = [value]
+        for item in items:
             if not self._space.contains(item):
                 return f"a value of {self._space} was expected, got {item!r}"
         return None
@@ -93,7 +97,11 @@ class NonTensor(TensorSpec):
         """Draw from the space, or repeat the example; one draw for each element of the batch that has its own."""
         if self._space is None:
             return self._fill(shape, lambda: self.example_data)
-        seed = torch.randint(2**31, (), generator=generator, device=generator.device if generator else None)
+        if generator:
+            device = generator.device
+        else:
+            device = None
+        seed = torch.randint(2**31, (), generator=generator, device=device)
         self._space.seed(int(seed))
         return self._fill(shape, self._space.sample)
 

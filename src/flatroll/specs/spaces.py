@@ -42,7 +42,11 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     Categorical(shape=(), n=2, dtype=torch.int64)
     """
     batch = as_shape(batch_size, name="batch_size")
-    spec = _spec_of(space, None if device is None else torch_device("device", device))
+    if device is None:
+        place = None
+    else:
+        place = torch_device("device", device)
+    spec = _spec_of(space, place)
     if batch:
         return spec.expand(*batch, *spec.shape)
     return spec
@@ -120,7 +124,9 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if isinstance(spec, Bounded | Unbounded):
         low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
         below, above = spec.open_ends
-        return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
+        least = -np.inf if below else low
+        most = np.inf if above else high
+        return spaces.Box(least, most, tuple(spec.shape), dtype)
     if isinstance(spec, Categorical):
         if not spec.shape:
             # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
@@ -134,14 +140,19 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         return spec.space
     if isinstance(spec, Binary | Encoded):
         named = spec.ndim != 1 or getattr(spec, "by_shape", False)
-        return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
+        n = tuple(spec.shape) if named else spec.shape[0]
+        return spaces.MultiBinary(n)
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 
 def _as_bound(bound: np.ndarray[Any, Any], dtype: torch.dtype, device: Device) -> Any:
     """Return a bound as a tensor; a scalar if all entries are equal, to be expanded."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
-    return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)
+    if same:
+        values = bound.flat[0]
+    else:
+        values = bound
+    return torch.as_tensor(np.array(values), dtype=dtype, device=device)
 
 
 def make_composite_from_td(

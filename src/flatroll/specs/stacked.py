@@ -40,7 +40,8 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
         wider = specs[0].unsqueeze(at)
         return wider.expand(*wider.shape[:at], len(specs), *wider.shape[at + 1 :])
     composite = specs and isinstance(specs[0], Composite)
-    return (StackedComposite if composite else Stacked)(*specs, dim=dim)
+    kind = StackedComposite if composite else Stacked
+    return kind(*specs, dim=dim)
 
 
 class Parallel(TensorSpec):

@@ -337,7 +337,9 @@ class TensorSpec(ABC):
 
     def cuda(self, device: Device = None) -> Self:
         """The spec on a GPU."""
-        return self.to("cuda" if device is None else device)
+        if device is None:
+            device = "cuda"
+        return self.to(device)
 
     def clone(self) -> Self:
         """Return a copy with its own mask; parameters are shared."""
@@ -453,7 +455,11 @@ class TensorSpec(ABC):
             return None
         first = tuple((~allowed).nonzero()[0].tolist())
         if first:
-            where = f"at index {first[0] if len(first) == 1 else first} "
+            if len(first) == 1:
+                place = first[0]
+            else:
+                place = first
+            where = f"at index {place} "
         else:
             where = ""
         return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
@@ -691,4 +697,8 @@ def _short(value: Tensor) -> str:
     numbers = value.detach().reshape(-1)[:8].tolist()
     if value.numel() == 1:
         return str(numbers[0])
-    return f"[{', '.join(map(str, numbers))}{', ...' if value.numel() > 8 else ''}]"
+    if value.numel() > 8:
+        more = ", ..."
+    else:
+        more = ""
+    return f"[{', '.join(map(str, numbers))}{more}]"

@@ -255,6 +255,10 @@ def get_dataloader(
     whole_number("prefetch", prefetch, 0)
     torch_device("device", device)
     function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
+    if tokenizer is None:
+        options = {}
+    else:
+        options = {"tokenizer": tokenizer}
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,
@@ -262,7 +266,7 @@ def get_dataloader(
         root_dir=root_dir,
         from_disk=from_disk,
         num_workers=num_workers,
-        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+        **options,
     )
     if len(data) < batch_size:
         raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")

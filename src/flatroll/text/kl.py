@@ -107,7 +107,11 @@ class ConstantKLController(KLControllerBase):
         coef = getattr(model, "kl_coef", None) if kl_coef is None else kl_coef
         if coef is None and (model is None or hasattr(model, "kl_coef")):
             raise ValueError("kl_coef is missing: pass a number, or a model that has one")
-        super().__init__(0.0 if coef is None else number("kl_coef", coef, least=0, below=math.inf), model)
+        if coef is None:
+            coefficient = 0.0
+        else:
+            coefficient = number("kl_coef", coef, least=0, below=math.inf)
+        super().__init__(coefficient, model)
 
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None

@@ -107,7 +107,9 @@ class RolloutFromModel:
             pad = _config_value(model, "pad_token_id")
         else:
             pad = pad_token_id
-        self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
+        if pad is None:
+            pad = 0
+        self.pad_token_id = _in_vocabulary(model, "pad_token_id", pad)
         self.generation_config = generation_config
         self.allow_off_policy = allow_off_policy
         if generation_config is not None and not hasattr(generation_config, "to_diff_dict"):

@@ -165,7 +165,11 @@ class CountSampler(RandomSampler):
         at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
         ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
         slots = self._slots[ranks]
-        return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+        if follow:
+            following = ring.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=version)
 
     @override
     def mark_update(self, ring: Ring, slots: Tensor) -> None:

@@ -122,9 +122,9 @@ class RandomProjectionHash(SipHash):
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
         super().__init__(as_tensor)
-        self.n_components = whole_number(
-            "n_components", 16 if n_components is None else n_components, 1, 2**31
-        )
+        if n_components is None:
+            n_components = 16
+        self.n_components = whole_number("n_components", n_components, 1, 2**31)
         if not isinstance(dtype_cast, torch.dtype) or not dtype_cast.is_floating_point:
             raise TypeError(f"dtype_cast must be a floating-point dtype, got {shown(dtype_cast)}")
         self.dtype_cast = dtype_cast

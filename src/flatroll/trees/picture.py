@@ -129,7 +129,11 @@ def _draw_boxes(ax: "Axes", shown: Shown) -> None:
 
 def _line(x: Floats, y: Floats, bend: float) -> Floats:
     """Points ``[K, 2]`` of a line between two, which leaves its straight way by ``bend`` to the right."""
-    way = np.linspace(0, 1, 13 if bend else 2)
+    if bend:
+        points = 13
+    else:
+        points = 2
+    way = np.linspace(0, 1, points)
     return np.stack([x[0] + way * (x[1] - x[0]) + 4 * bend * way * (1 - way), y[0] + way * (y[1] - y[0])], -1)
 
 

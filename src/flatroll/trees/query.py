@@ -92,9 +92,11 @@ class QueryModule(TensorDictModuleBase):
                 self.add_module(f"hash_module_{i}", module)
         self.hash_to_int = hash_to_int
         self.aggregator = aggregator if len(keys) > 1 else None
-        self._rows = RowNumbers(
-            keys if hash_module is None and self.aggregator is None else ["hash"] * len(keys)
-        )
+        if hash_module is None and self.aggregator is None:
+            hashed = keys
+        else:
+            hashed = ["hash"] * len(keys)
+        self._rows = RowNumbers(hashed)
 
     def __len__(self) -> int:
         """Number of distinct rows seen."""
@@ -129,7 +131,11 @@ class QueryModule(TensorDictModuleBase):
             written = tensordict.copy()
         else:
             written = tensordict
-        self.write(written, index, hashes if write_hash else None)
+        if write_hash:
+            kept = hashes
+        else:
+            kept = None
+        self.write(written, index, kept)
         return written
 
     def write(self, tensordict: TensorDictBase, index: Tensor, hashes: Tensor | None) -> None:
@@ -137,9 +143,11 @@ class QueryModule(TensorDictModuleBase):
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                set_entry(
-                    tensordict, key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:]))
-                )
+                if len(rows) == 1:
+                    shaped = column
+                else:
+                    shaped = column.reshape((*rows, *column.shape[1:]))
+                set_entry(tensordict, key, shaped)
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the columns ``[N, *F]`` that identify rows, in-keys or their hashes, over all batch dims."""

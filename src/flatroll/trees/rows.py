@@ -84,7 +84,11 @@ class RowNumbers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows, ordered by number."""
-        return {"words": None if self.index is None else self.index.words.clone(), "kinds": self.kinds}
+        if self.index is None:
+            words = None
+        else:
+            words = self.index.words.clone()
+        return {"words": words, "kinds": self.kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the numbers from :meth:`state_dict`."""
@@ -233,4 +237,8 @@ def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Te
         if isinstance(value, TensorDictBase):
             yield from _leaves(value, *parents, name)
         elif isinstance(value, Tensor):
-            yield (*parents, name) if parents else name, value
+            if parents:
+                path = (*parents, name)
+            else:
+                path = name
+            yield path, value

@@ -100,9 +100,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self._count = 0
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
+        if storage is None:
+            limit = None
+        else:
+            limit = storage.max_size
         limits = [
             max_size and whole_number("max_size", max_size),
-            None if storage is None else storage.max_size,
+            limit,
         ]
         self.max_size = min((limit for limit in limits if limit is not None), default=None)
 
@@ -141,11 +145,17 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             require(source, key)
         for key in out_keys or ():
             require(dest, key)
+        if storage_constructor is None:
+            storage = None
+        else:
+            storage = storage_constructor()
+        if out_keys is None:
+            out_keys = list(dest.keys(True, True))
         return cls(
             query_module=QueryModule(list(in_keys), hash_module=hash_module),
-            storage=None if storage_constructor is None else storage_constructor(),
+            storage=storage,
             collate_fn=collate_fn,
-            out_keys=list(dest.keys(True, True)) if out_keys is None else out_keys,
+            out_keys=out_keys,
             write_fn=write_fn,
             max_size=max_size,
         )
@@ -243,7 +253,11 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     "Nothing was written"
                 )
             self._write(at, new, count)
-            self._count = max(count, int(at.max()) + 1 if len(at) else 0)
+            if len(at):
+                reached = int(at.max()) + 1
+            else:
+                reached = 0
+            self._count = max(count, reached)
             self._stored_keys = list(new)
             done = True
         finally:
@@ -262,7 +276,11 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}
             before = torch.zeros_like(last)  # row of the previous turn at each position
-            for round_ in range(int(turn.max()) + 1 if len(at) else 0):
+            if len(at):
+                rounds = int(turn.max()) + 1
+            else:
+                rounds = 0
+            for round_ in range(rounds):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
                     previous = {key: column[before[at[rows]]] for key, column in new.items()}
@@ -314,7 +332,11 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             values = self.storage.get(torch.arange(len(self)))
         else:
             values = None
-        return {"values": None if values is None else dict(flat_columns(values))}
+        if values is None:
+            values = None
+        else:
+            values = dict(flat_columns(values))
+        return {"values": values}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self._count = 0

@@ -89,7 +89,11 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
     vertices = Vertices(graph)
     beginning = graph.leaving(root)
     chain = chain_from(beginning[0]) if compact and len(beginning) == 1 else []
-    vertices.new(chain, graph.target[chain[-1]] if chain else root)
+    if chain:
+        parent = graph.target[chain[-1]]
+    else:
+        parent = root
+    vertices.new(chain, parent)
     by_edge = {chain[0]: 0} if chain else {}
     queue = deque([(0, 0)])
     while queue:

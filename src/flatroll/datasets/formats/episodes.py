@@ -79,7 +79,11 @@ def naming(place: str | Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, ImportError):
         raise
     except UNREADABLE as error:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        if isinstance(error, KeyError) and error.args:
+            reason = error.args[0]
+        else:
+            reason = error
+        text = str(reason)
         known = isinstance(error, KeyError | TypeError | ValueError | UnpicklingError)
         if known and str(place) in text and len(text) <= _LONGEST:
             raise

@@ -163,7 +163,8 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}
-    for key, array in value.items() if isinstance(value, dict) else [("", None)]:
+    items = value.items() if isinstance(value, dict) else [("", None)]
+    for key, array in items:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
             raise pickle.UnpicklingError(
                 f"{name} must hold a dict of arrays of numbers, got {type(key)} of {type(array)}"

@@ -218,7 +218,11 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
             image = _image_axes(".".join(root), array, named.get(".".join(root)))
         column = name
         if key == (OBSERVATION,):
-            column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
+            if image is None:
+                kind = "state"
+            else:
+                kind = "image"
+            column = f"{OBSERVATION}.{kind}"
         elif key in observed:
             column = name if key[0] == OBSERVATION else f"{OBSERVATION}.{name}"
         later = key[0] == NEXT and key[1:] in observed
@@ -252,7 +256,11 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     if given is not None:
         checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
         if pictures:
-            channels = shape[-1 if given == "HWC" else 0]
+            if given == "HWC":
+                channel_axis = -1
+            else:
+                channel_axis = 0
+            channels = shape[channel_axis]
         else:
             channels = 0
         if channels not in MODES:
@@ -321,7 +329,11 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
 def _png(image: Array) -> bytes:
     pillow = optional_package("PIL.Image", "minari", "export of images")
     file = io.BytesIO()
-    pillow.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
+    if image.shape[-1] == 1:
+        pixels = image[..., 0]
+    else:
+        pixels = image
+    pillow.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()
 
 
@@ -447,11 +459,11 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
             known = re.fullmatch(_NUMBERS, about["dtype"])
             row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
     for number, table in _frames(root, files, row_bytes, max_bytes):
-        yield (
-            _read_foreign(table, features, number)
-            if fields is None
-            else _restore_episode(table, fields, last, number)
-        )
+        if fields is None:
+            episode = _read_foreign(table, features, number)
+        else:
+            episode = _restore_episode(table, fields, last, number)
+        yield episode
 
 
 def _read_json(path: Path) -> Any:
@@ -475,7 +487,11 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: feature {name!r} needs a dtype and a shape, got {str(about)[:200]}")
         if about["dtype"] == "image":
             names = about.get("names") or [""]
-            axis = str(names[0] if isinstance(names, list) else "")
+            if isinstance(names, list):
+                axis_name = names[0]
+            else:
+                axis_name = ""
+            axis = str(axis_name)
             if axis.startswith("channel"):  # [C, H, W], of older folders
                 shape = [*shape[1:], *shape[:1]]
                 features = {**features, name: {**about, "shape": shape}}
@@ -488,7 +504,11 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
 
 def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     """Return `write_lerobot`'s description of the entries after checking its form, since it is untrusted."""
-    for field in fields if isinstance(fields, list) else [None]:
+    if isinstance(fields, list):
+        listed = fields
+    else:
+        listed = [None]
+    for field in listed:
         if not (
             isinstance(field, dict)
             and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
@@ -786,7 +806,9 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
     else:
         over = terminated
     cut[-1] |= ~over[-1]
-    columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
+    if done is None:
+        done = never
+    columns |= {f"{NEXT}.done": done | over | cut}
     columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
     columns["is_init"] = is_init
     columns["collector.next_known"] = known

@@ -332,8 +332,12 @@ def read_minari_columns(
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
         if rename or leave_out:
+            if rename:
+                option = "rename"
+            else:
+                option = "leave_out"
             raise ValueError(
-                f"{'rename' if rename else 'leave_out'} is only for data sets from other sources: this one was "
+                f"{option} is only for data sets from other sources: this one was "
                 "written by export, which keeps the names of columns"
             )
         yield from (_restore_episode(episode, record, data) for episode in data.iterate_episodes())
@@ -544,7 +548,11 @@ class _Reader:
 
     def _check_names(self, roots: list[str]) -> None:
         """Raise ValueError if an entry of the observations cannot have its name."""
-        taken = RESERVED | ({"info"} if self._infos else set())
+        if self._infos:
+            infos = {"info"}
+        else:
+            infos = set()
+        taken = RESERVED | infos
         new = [self._rename.get(root, root) for root in roots]
         for root, name in zip(roots, new, strict=True):
             if name.partition(".")[0] in taken or new.count(name) > 1:

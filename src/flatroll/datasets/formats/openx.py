@@ -107,7 +107,11 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     if len(found) not in (0, len(steps) - 1):
         raise ValueError(f"episode {number} has {len(found)} rewards for {len(steps) - 1} actions")
     # Python numbers do not tell the file's dtype.
-    rewards = np.asarray(found, None if found and hasattr(found[0], "dtype") else np.float32)
+    if found and hasattr(found[0], "dtype"):
+        dtype = None
+    else:
+        dtype = np.float32
+    rewards = np.asarray(found, dtype)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
             "an episode has a reward only at its last step, where RLDS has no action, so that reward is "
@@ -319,8 +323,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     def next_sample(self, batch_size: int | None) -> Made:
         if self.stream is None:
             return super().next_sample(batch_size)
+        if batch_size is None:
+            batch_size = self.batch_size
         return (
-            self._finish(self.stream.sample(self.batch_size if batch_size is None else batch_size)),
+            self._finish(self.stream.sample(batch_size)),
             {},
             False,
         )

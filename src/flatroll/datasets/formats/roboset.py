@@ -83,11 +83,15 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
     ends = np.flatnonzero(over | cut) + 1
     for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         rows = slice(start, end)
+        if rewards is None:
+            some_rewards = None
+        else:
+            some_rewards = rewards[rows]
         yield episode_of(
             number + count,
             {key: values[rows] for key, values in states.items()},
             {key: values[rows] for key, values in others.items()},
-            None if rewards is None else rewards[rows],
+            some_rewards,
             (over & ~cut)[rows],
             cut[rows],
         )

@@ -53,7 +53,11 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     whole_number("max_bytes", max_bytes)
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
         with damage_in(path):
-            for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):
+            if path.suffix == ".npz":
+                read = _npz
+            else:
+                read = _hdf5
+            for steps in read(path, max_bytes):
                 if len(steps["action"]) > 1:
                     yield _episode(steps, number)
                     number += 1
@@ -87,7 +91,11 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     """The episodes of columns ``[N, ...]``."""
     pixels = next((name for name in _PIXELS if name in steps), None)
     if pixels is None or "action" not in steps:
-        raise KeyError(f"{path} has no {'action' if pixels else 'image'!r}; it has {sorted(steps)}")
+        if pixels:
+            missing = "action"
+        else:
+            missing = "image"
+        raise KeyError(f"{path} has no {missing!r}; it has {sorted(steps)}")
     lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path} must have one row for each step, got lengths {lengths}")
@@ -137,9 +145,11 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
             others[name] = column[1:]
         elif name not in (*_OWN, "action", "pixels"):
             states["state", *name.split("/")] = column
-    return episode_of(
-        number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
-    )
+    if "reward" in steps:
+        rewards = steps["reward"][1:]
+    else:
+        rewards = None
+    return episode_of(number, states, others, rewards, terminated, truncated)
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):

@@ -432,10 +432,14 @@ class TrajectoryReplayBuffer:
     def get_stats(self) -> dict[str, int | float]:
         """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
         stats = self.buffer.stats()
+        if self._cache is None:
+            cached = 0
+        else:
+            cached = len(self._cache)
         return {
             "num_trajectories": self.size,
             "total_samples": self.total_samples,
-            "cache_size": 0 if self._cache is None else len(self._cache),
+            "cache_size": cached,
             "rows_unflushed": stats["rows_unflushed"],
             "bytes": stats["bytes"],
         }

@@ -64,7 +64,11 @@ class RlinfFolder:
         ]
         missing = next((name for name in self._names if name not in names), None)
         if missing is not None:
-            other = Path(missing).with_suffix(".pt" if pickled else ".pkl").name
+            if pickled:
+                ending = ".pt"
+            else:
+                ending = ".pkl"
+            other = Path(missing).with_suffix(ending).name
             instead = ""
             if other in names:
                 if pickled:

@@ -162,7 +162,11 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
             lanes = 1  # its last rows are missing
         records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
     check_numbers(records)
-    return (starts[0] if starts else len(lane)), records
+    if starts:
+        begun = starts[0]
+    else:
+        begun = len(lane)
+    return begun, records
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
@@ -299,11 +303,16 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
         if isinstance(value, Mapping):
             _collect(value, key, into)
         elif is_dense(value):
-            into[key if path else key[0]] = value
+            place = key if path else key[0]
+            into[place] = value
         else:
+            if isinstance(value, Tensor):
+                what = "another tensor"
+            else:
+                what = type(value).__name__
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{'another tensor' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
+                f"{what}. Nothing was stored"
             )
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")

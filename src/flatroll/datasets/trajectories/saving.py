@@ -105,7 +105,8 @@ class RankSave:
         for rank in range(self.ranks):
             folder = rank_folder(self.path, rank, self.ranks)
             kept = self._number(rank)
-            for number in Folder(folder).versions() if folder.is_dir() else ():
+            versions = Folder(folder).versions() if folder.is_dir() else ()
+            for number in versions:
                 if number > kept:
                     files.remove(folder / manifest_name(number))
 

@@ -106,7 +106,11 @@ class OwnFolder:
         self.counter = 0
         state: State | None = None
         if version is not None or self.folder.versions():
-            loaded = self.folder.load(None if version is None else version.number)
+            if version is None:
+                number = None
+            else:
+                number = version.number
+            loaded = self.folder.load(number)
             self.version = loaded.version
             if version not in (None, self.version):
                 raise DamagedFileError(
@@ -318,7 +322,8 @@ class SavedTrajectories:
             stop = min(self.chosen.stop - before, len(source.records))
             first_record = first
             shift = max(0, free - min((record.number for record in source.records), default=0))
-            for rows in source.read(first, stop) if first < stop else ():
+            pieces = source.read(first, stop) if first < stop else ()
+            for rows in pieces:
                 begun = int((rows[PLACE] == 0).sum())
                 # Looked up only now: a source may complete its records while it reads.
                 records = [
@@ -326,7 +331,11 @@ class SavedTrajectories:
                     for record in source.records[first_record : first_record + begun]
                 ]
                 check_numbers(records)  # the shift may have made the numbers too large
-                yield (shift_numbers(rows, shift) if shift else rows), records
+                if shift:
+                    shifted = shift_numbers(rows, shift)
+                else:
+                    shifted = rows
+                yield shifted, records
                 first_record += begun
             before += len(source.records)
             free = max([free, source.counter + shift])

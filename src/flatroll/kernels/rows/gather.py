@@ -308,7 +308,9 @@ class HostColumns(Generic[K]):
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._join(names) if plain else None
-        self._names = (*names, *({} if next_keys is None else next_keys).values())
+        if next_keys is None:
+            next_keys = {}
+        self._names = (*names, *next_keys.values())
         self._both: HostBlock | None = None
         if next_keys:
             self._both = HostBlock(list(self.columns.values()), [names.index(key) for key in next_keys])
@@ -323,7 +325,8 @@ class HostColumns(Generic[K]):
 
         Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
-        names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
+        chosen = self.columns if keys is None else [key for key in keys if key in self.columns]
+        names = tuple(chosen)
         if names in self._joint:
             block = self._joint[names]
         else:

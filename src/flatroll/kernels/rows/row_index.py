@@ -145,7 +145,8 @@ class HashedRows(Numbering):
         keys = np.empty((room, self._keys.shape[1]), np.int64)
         hashes = np.empty(room, np.uint64)
         keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
-        table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
+        dtype = np.int32 if room < 2**31 else np.int64
+        table = np.zeros(2 * room, dtype)
         self._rebuild(table, hashes, self.count)
         self._keys = keys
         self._hashes = hashes
@@ -167,7 +168,11 @@ class SortedRows(Numbering):
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
         if floats:  # host rows come unpacked, for a kernel that normalises 0.0 and NaN
-            words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
+            if floats == 4:
+                floating = torch.float32
+            else:
+                floating = torch.float64
+            words = pack_rows([words.view(floating)])
         hashes = hash_words(words)
         ids = self._find(words, hashes)
         return self._insert(words, ids) if extend else ids, hashes

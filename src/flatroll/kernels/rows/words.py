@@ -49,7 +49,9 @@ def view_rows(columns: Sequence[Tensor]) -> tuple[Tensor, int]:
         size = column.element_size()
         width = column.shape[1] * size if column.ndim == 2 else 0
         if width and width % 8 == 0 and column.data_ptr() % 8 == 0:
-            return (column.detach() if column.requires_grad else column).view(torch.int64), size
+            if column.requires_grad:
+                column = column.detach()
+            return column.view(torch.int64), size
     return pack_rows(columns), 0
 
 

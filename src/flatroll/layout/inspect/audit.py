@@ -55,10 +55,22 @@ class Findings(list[Finding]):
         for _, group in groupby(self, lambda one: (one.rule, one.severity, _MORE.sub("", one.text))):
             same = list(group)
             more = _MORE.search(same[-1].text)
-            count = len(same) + (int(more[1]) if more else 0)
-            rows = ", ".join(str(one.row) for one in same[:3]) + (", ..." if count > 3 else "")
+            if more:
+                others = int(more[1])
+            else:
+                others = 0
+            count = len(same) + others
+            if count > 3:
+                tail = ", ..."
+            else:
+                tail = ""
+            rows = ", ".join(str(one.row) for one in same[:3]) + tail
             line = str(Finding(same[0].row, same[0].rule, _MORE.sub("", same[0].text), same[0].severity))
-            lines.append(line if count == 1 else f"{count} rows: {rows} {line[line.index('[') :]}")
+            if count == 1:
+                one = line
+            else:
+                one = f"{count} rows: {rows} {line[line.index('[') :]}"
+            lines.append(one)
         return "\n".join(lines)
 
 

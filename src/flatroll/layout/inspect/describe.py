@@ -94,9 +94,13 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     hidden = int(lost.sum())
     cut_off = int((lost & kinds["truncated"]).sum())
     unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"
+    if hidden:
+        notes = [unknown]
+    else:
+        notes = []
     return [
         f"{k:,} run{'s' * (k != 1)}: {shown}",
-        *([unknown] if hidden else []),
+        *notes,
         f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
     ]
 

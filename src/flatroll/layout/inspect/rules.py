@@ -225,7 +225,8 @@ def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
     next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
         more = 1 if rows.steps is None else rows.steps
-        text = f"('next', 'step_count') is not step_count + {1 if rows.steps is None else STEPS_TO_NEXT_OBS}"
+        steps = 1 if rows.steps is None else STEPS_TO_NEXT_OBS
+        text = f"('next', 'step_count') is not step_count + {steps}"
         yield rows.breach("next_step_count", next_step != rows.step + more, text)
 
 
@@ -278,11 +279,12 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     if rows.step is not None:
         again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
-    if rows.in_slices:
-        text += " (or two slices sampled with truncated_key=None)"
-    yield rows.breach(
-        "silent_reset", again, text, shift=1, severity="suspicious" if rows.in_slices else "error"
-    )
+    if not rows.in_slices:
+        yield rows.breach("silent_reset", again, text, shift=1, severity="error")
+        return
+
+    text += " (or two slices sampled with truncated_key=None)"
+    yield rows.breach("silent_reset", again, text, shift=1, severity="suspicious")
 
 
 def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -382,7 +384,10 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     if rows.is_init is not None:
         ended &= rows.is_init[1:]
     # A slice may be followed by the slice that continues it: its first observation is then correctly the next one.
-    ended &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
+    if rows.step is not None:
+        ended &= rows.step[1:] == 0
+    elif rows.ids is not None:
+        ended &= rows.ids[1:] != rows.ids[:-1]
     # ... with the next observation of row i, which is another than that of row i
     fresh = ended.clone()
     moves = torch.zeros_like(fresh)

@@ -120,7 +120,11 @@ def plan_drawing(
     if not title:
         count = len(runs.first)
         title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
-        title += f", the first {max_runs:,} shown" if max_runs < count else ""
+        if max_runs < count:
+            limit = f", the first {max_runs:,} shown"
+        else:
+            limit = ""
+        title += limit
     return shown, lay_out(shown), rows, title
 
 
@@ -325,7 +329,11 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     right = placed.at(every, runs.length - 1)
     for kind, (name, style) in enumerate(MARKS):
         starts = kind in (BEGINS, RESUMES)
-        chosen = (runs.begin if starts else runs.end) == kind
+        if starts:
+            kinds = runs.begin
+        else:
+            kinds = runs.end
+        chosen = kinds == kind
         if not chosen.any():
             continue
         x, lane = left if starts else right
@@ -334,9 +342,17 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
         if kind == BEGINS:
             inward = 0.0
         else:
-            inward = (0.5 if starts else -0.5) * (side + 2.0)
+            if starts:
+                side_shift = 0.5
+            else:
+                side_shift = -0.5
+            inward = side_shift * (side + 2.0)
         moved = ax.transData + ScaledTranslation(inward / 72, 0, ax.figure.dpi_scale_trans)
-        edge = x[chosen] + (-0.5 if starts else 0.5)
+        if starts:
+            edge_shift = -0.5
+        else:
+            edge_shift = 0.5
+        edge = x[chosen] + edge_shift
         label = f"{name} ({chosen.sum():,})"
         ax.scatter(edge, lane[chosen], s=side**2, label=label, zorder=3, transform=moved, **style)
     legend = ax.legend(

@@ -163,7 +163,11 @@ class _Picture:
             if count:
                 label = f"{name} ({count:,})"
                 shift = 3 if kind in (BEGINS, RESUMES) else 10
-                lines.append(self._mark_path(kind, f"M{x + shift:g} {27 if kind == BEGINS else 32}", 10))
+                if kind == BEGINS:
+                    height = 27
+                else:
+                    height = 32
+                lines.append(self._mark_path(kind, f"M{x + shift:g} {height}", 10))
                 lines.append(f'<text x="{x + 15:g}" y="36">{label}</text>')
                 x += 32 + 6.2 * len(label)
         return lines
@@ -259,12 +263,24 @@ class _Picture:
         lines = []
         for kind in range(len(MARKS)):
             starts = kind in (BEGINS, RESUMES)
-            chosen = (runs.begin if starts else runs.end) == kind
+            if starts:
+                kinds = runs.begin
+            else:
+                kinds = runs.end
+            chosen = kinds == kind
             if chosen.any():
                 at, lane = left if starts else right
-                x = self.x(at[chosen] + (-0.5 if starts else 0.5))
+                if starts:
+                    x_shift = -0.5
+                else:
+                    x_shift = 0.5
+                x = self.x(at[chosen] + x_shift)
                 # the line of a beginning goes down from the upper edge of the ribbon
-                y = self.y(lane[chosen]) - (self.thick / 2 if kind == BEGINS else 0)
+                if kind == BEGINS:
+                    y_shift = self.thick / 2
+                else:
+                    y_shift = 0
+                y = self.y(lane[chosen]) - y_shift
                 points = (f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
                 lines.append(self._mark_path(kind, points, self.thick))
         return lines

@@ -131,7 +131,11 @@ class CollectorActor:
         versions = self._versions
         assert versions is not None
         if weights is not None or version != versions[-1]:
-            collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
+            if weights is None:
+                named = None
+            else:
+                named = unflatten_weights(*weights)
+            collector.update_policy_weights_(named)
             versions.append(version)
         if limit != collector.total_frames:
             collector.total_frames = limit
@@ -157,7 +161,11 @@ class CollectorActor:
     def step_seconds(self) -> float:
         """Return the seconds since the current step, or the window if it has no step yet, began; 0 if idle."""
         beat = float(self._signals.beat[0])
-        return max(0.0, monotonic() - (self._began if beat == inf else beat))
+        if beat == inf:
+            last = self._began
+        else:
+            last = beat
+        return max(0.0, monotonic() - last)
 
     def close(self) -> None:
         """Close the env."""
@@ -170,7 +178,11 @@ def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer,
     batches = [TensorDict(dict(table), [len(next(iter(table.values())))]) for table in tables]
     packed: list[Packed] = [pack_batches(batch) for batch in batches]
     nbytes = sum(each.nbytes for each in packed)
-    return Answer(note, nbytes, bool(packed)), (*packed, None)[:2] if packed else None
+    if packed:
+        rows_and_final = (*packed, None)[:2]
+    else:
+        rows_and_final = None
+    return Answer(note, nbytes, bool(packed)), rows_and_final
 
 
 class GivenWeights:
@@ -318,7 +330,11 @@ class Actors:
         while not (wake is not None and wake.is_set()):
             left = max(0.0, ends - monotonic())
             seconds = left if wake is None else min(left, _LOOK)
-            ready = self.calls.wait(list(heads), None if seconds == inf else seconds)
+            if seconds == inf:
+                timeout = None
+            else:
+                timeout = seconds
+            ready = self.calls.wait(list(heads), timeout)
             for head in ready:
                 heads[head].is_ready = True
             if ready or wake is None or monotonic() >= ends:
@@ -416,7 +432,11 @@ class Actor:
         actors = self._actors
         answer = self._get(self.head)
         if isinstance(answer, Failure):
-            answer.throw(self.name + (", while its collector was made" if self._starting is not None else ""))
+            if self._starting is not None:
+                phase = ", while its collector was made"
+            else:
+                phase = ""
+            answer.throw(self.name + phase)
         if self._starting is not None:
             actors.check_store(answer.row_bytes * self._job.frames_per_batch, self._job.sync)
             self._starting = None

@@ -148,4 +148,8 @@ def seeds_of(seed: int | None) -> np.random.SeedSequence:
     """Return the seed sequence; worker i uses child i, each replacement the next one."""
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
         raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
-    return np.random.SeedSequence(None if seed is None else index(seed))
+    if seed is None:
+        entropy = None
+    else:
+        entropy = index(seed)
+    return np.random.SeedSequence(entropy)

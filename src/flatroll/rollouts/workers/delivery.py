@@ -110,7 +110,11 @@ class Delivery:
         """Return the batch, or None if the buffer takes it."""
         if self._buffer is None:
             return batch
-        self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
+        if self.final is None:
+            options = {}
+        else:
+            options = {"final": self.final}
+        self._buffer.extend(batch, **options)
         self.final = None
         return None
 

@@ -213,7 +213,11 @@ class InTurn(Gatherer):
             if not going and not self._turns:
                 return []
             if going:
-                events = self.team.events(going, wake, 0 if self._turns else None)
+                if self._turns:
+                    timeout = 0
+                else:
+                    timeout = None
+                events = self.team.events(going, wake, timeout)
             else:
                 events = []
             for event in events:

@@ -204,7 +204,11 @@ class MultiCollector(Facts):
         ]
         self._transport = transport or Processes(count, nursery, start_method, num_threads)
         try:
-            self._transport.share(policy.state_dict() if isinstance(policy, nn.Module) else {})
+            if isinstance(policy, nn.Module):
+                weights = policy.state_dict()
+            else:
+                weights = {}
+            self._transport.share(weights)
         except BaseException:
             self._transport.close()
             raise
@@ -233,11 +237,15 @@ class MultiCollector(Facts):
         self, writer: int, seeds: np.random.SeedSequence, frames: int, interrupts: Interrupts
     ) -> Team:
         modes = self._modes
+        if self._with_ids:
+            writers = self._writers
+        else:
+            writers = 0
         return Team(
             self._transport,
             self._jobs,
             first_writer=writer,
-            writers=self._writers if self._with_ids else 0,
+            writers=writers,
             seeds=seeds,
             random_frames=self._random_frames,
             frames=frames,
@@ -255,12 +263,16 @@ class MultiCollector(Facts):
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
         wait = not self._jobs[0].options.get("no_cuda_sync", False)
+        if self._update:
+            publish = self._publisher()
+        else:
+            publish = None
         self._supply = Supply(
             gatherer,
             Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),
             self._transport,
             interrupts,
-            publish=self._publisher() if self._update else None,
+            publish=publish,
             buffer=self._buffer,
             whole=self._whole,
             progress=self._progress,
@@ -355,14 +367,18 @@ class MultiCollector(Facts):
             raise TypeError(
                 f"the policy, {type(self.policy).__name__}, is not an nn.Module: it has no weights to update"
             )
-        self._publish(self.policy if policy_or_weights is None else policy_or_weights)
+        if policy_or_weights is None:
+            policy_or_weights = self.policy
+        self._publish(policy_or_weights)
 
     def _publish(self, given: Any) -> None:
         """Publish weights as the next version; without weights only increment the version."""
         with self._supply.lock:
-            self._transport.publish(
-                state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {}
-            )
+            if isinstance(given, nn.Module | Mapping | TensorDictBase):
+                weights = state_of(given)
+            else:
+                weights = {}
+            self._transport.publish(weights)
 
     def start(self) -> None:
         """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
@@ -429,6 +445,10 @@ class MultiCollector(Facts):
         new trajectories begin.
         """
         with self._supply.lock:
+            if isinstance(self.policy, nn.Module):
+                policy = self._published()
+            else:
+                policy = None
             return {
                 "frames": self.frames,
                 "next_writer": self._supply.gatherer.team.next_writer,
@@ -436,7 +456,7 @@ class MultiCollector(Facts):
                     "entropy": self._seed_sequence.entropy,
                     "n_children_spawned": self._seed_sequence.n_children_spawned,
                 },
-                "policy": self._published() if isinstance(self.policy, nn.Module) else None,
+                "policy": policy,
                 "policy_version": self.policy_version,
             }
 
@@ -527,7 +547,11 @@ class MultiCollector(Facts):
         }
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
-        return facts | ({"state": "closed"} if self._supply.closed else {})
+        if self._supply.closed:
+            state = {"state": "closed"}
+        else:
+            state = {}
+        return facts | state
 
     def __enter__(self) -> "MultiCollector":
         return self

@@ -144,7 +144,10 @@ class Processes:
             each.is_ready = True
         if unread:
             return
-        self._watch({*links} if wake is None else {*links, wake})
+        watched: set[Process | Wake] = {*links}
+        if wake is not None:
+            watched.add(wake)
+        self._watch(watched)
         for key, _ in self._selector.select(timeout):
             link: Process | None = key.data
             if link is None:
@@ -236,7 +239,11 @@ class Process:
 
     def quiet(self, since: float, limit: float) -> float:
         beat = float(self.signals.beat[0])
-        return monotonic() - (since if beat == inf else beat)
+        if beat == inf:
+            last = since
+        else:
+            last = beat
+        return monotonic() - last
 
     def not_ready(self, limit: float) -> str:
         return f"{self} did not make its env within {limit:g} s: it was killed"

@@ -146,14 +146,22 @@ class RayCollector(MultiCollector):
             )
         self._made_there = policy_factory is not None
         own: dict[str, Any] = {"num_threads": num_threads}
+        if sync:
+            in_flight = 1
+        else:
+            in_flight = max_in_flight
+        if workers == 1 or step_timeout is None:
+            options = own
+        else:
+            options = {**own, "step_timeout": step_timeout}
         self._actors = transport = Actors(
             RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
             if calls is None
             else calls,
             configs,
-            in_flight=1 if sync else max_in_flight,
+            in_flight=in_flight,
             workers=workers,
-            own=own if workers == 1 or step_timeout is None else {**own, "step_timeout": step_timeout},
+            own=options,
             by_reference=not sync
             and hasattr(replay_buffer, "extend_reference")
             and storing_device is device is None,

@@ -125,7 +125,11 @@ class Supply:
             self._filled = []
             if self._bar is not None:
                 mask = self._batch.get(MASK, None)
-                self._bar.show(self._batch.reshape(-1) if mask is None else self._batch[mask], before, began)
+                if mask is None:
+                    rows = self._batch.reshape(-1)
+                else:
+                    rows = self._batch[mask]
+                self._bar.show(rows, before, began)
         assert self._batch is not None
         made = self.delivery.hand_over(self._batch)
         self._batch = None

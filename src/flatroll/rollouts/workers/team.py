@@ -211,7 +211,9 @@ class Team:
         """
         waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
-            self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
+            seconds = self._time_left(waiting) if timeout is None else timeout
+            self._listen(waiting, seconds, wake)
+
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
                 events = self.arrived
                 self.arrived = []
@@ -290,7 +292,11 @@ class Team:
                 note = content if kind == END else content.note
                 fresh = note.frames - member.frames
                 member.frames = note.frames
-                self.arrived.append(Event(member, note, None if kind == END else content, fresh))
+                if kind == END:
+                    payload = None
+                else:
+                    payload = content
+                self.arrived.append(Event(member, note, payload, fresh))
         return heard
 
     def _handle_failure(self, member: Member, error: Exception) -> Event:
@@ -319,10 +325,14 @@ class Team:
             successor = None
         else:
             successor = self.members[at] = self._start(member.place)
+        if successor is None:
+            fate = "dropped"
+        else:
+            fate = "replaced"
         _LOG.warning(
             "%s failed and is %s: %s: %s",
             member.link.name,
-            "dropped" if successor is None else "replaced",
+            fate,
             type(error).__name__,
             str(error),  # logging the error object would keep the worker's memory alive
         )

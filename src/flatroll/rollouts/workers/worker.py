@@ -54,6 +54,10 @@ class WindowMaker:
         self._watch = Watch(signals, weights, first_version, policy, looks=not job.sync, timed=job.timed)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned already
+            if self._counted.postproc is None:
+                postproc = None
+            else:
+                postproc = self._counted
             self.collector = Collector(
                 job.create_env_fn,
                 policy,
@@ -63,7 +67,7 @@ class WindowMaker:
                 trajs_per_batch=job.trajs_per_batch,
                 init_random_frames=job.init_random_frames,
                 interruptor=self._watch,
-                postproc=None if self._counted.postproc is None else self._counted,
+                postproc=postproc,
                 **options,
             )
         self._watch.attach(self.collector)
@@ -79,7 +83,11 @@ class WindowMaker:
         leaves: Any = collector.spec.items(True, True)
         row_bytes = sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
         scaled = scales_by_running_statistics(env)
-        return Ready(None if returns is None else next_key(returns.key), row_bytes, scaled)
+        if returns is None:
+            key = None
+        else:
+            key = next_key(returns.key)
+        return Ready(key, row_bytes, scaled)
 
     def ask(self, rows: int, limit: int) -> None:
         """Set the window size to ``rows`` and the total limit to ``limit`` rows (-1: no limit)."""
@@ -100,7 +108,11 @@ class WindowMaker:
         if batch is None:
             return note, []
         before = self._counted.before
-        note = note._replace(rows=len(batch) if before is None else before, shape=tuple(batch.shape))
+        if before is None:
+            rows = len(batch)
+        else:
+            rows = before
+        note = note._replace(rows=rows, shape=tuple(batch.shape))
         return note, [columns_of(table) for table in (batch, collector.final) if table is not None]
 
 
