@@ -176,7 +176,10 @@ class RayReplayBufferEnsemble(Facts):
             mask = buffer_ids == shard
             if bool(mask.any()):
                 own = None if generation is None else generation[mask]
-                of_rows = priorities[mask] if priorities.ndim else priorities
+                if priorities.ndim:
+                    of_rows = priorities[mask]
+                else:
+                    of_rows = priorities
                 references[shard] = self.shards[shard].begin("update_priority", index[mask], of_rows, own)
         for shard, found in references.items():
             self._settle(shard, partial(self.shards[shard].result, found))

@@ -313,7 +313,10 @@ class ReplayBuffer(Facts):
             if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
-            subject = "trajectories" if needs_index else "policy versions"
+            if needs_index:
+                subject = "trajectories"
+            else:
+                subject = "policy versions"
             raise TypeError(
                 f"{needs_index or 'max_policy_lag'} follows {subject}, "
                 f"which needs tensordict batches, got {type(data).__name__}"
@@ -526,7 +529,10 @@ class ReplayBuffer(Facts):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values if structure is None else structure.build(values, shape)
+        if structure is None:
+            data = values
+        else:
+            data = structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
         elif listed:
@@ -588,7 +594,10 @@ class ReplayBuffer(Facts):
         ends = torch.ones(len(rows), dtype=torch.bool)
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # True where the next row was not written directly after
-        data = values if listed else self.storage.build(values, rows.shape)
+        if listed:
+            data = values
+        else:
+            data = self.storage.build(values, rows.shape)
         for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
         if listed:

@@ -222,7 +222,10 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
     (None, tensor([0., 8., 9.]))
     """
-    gone = int((slots < 0).sum()) if len(slots) and int(slots[0]) < 0 else 0
+    if len(slots) and int(slots[0]) < 0:
+        gone = int((slots < 0).sum())
+    else:
+        gone = 0
     at = slots[gone:]
     new = given[gone:]
     if not len(at):

@@ -89,7 +89,8 @@ class FrameColumn(Column):
         self.shape = torch.Size(shape)
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
-        make = partial(_in_memory, device=device) if make is None else make
+        if make is None:
+            make = partial(_in_memory, device=device)
         # One frame per row, plus 2 % for the first frames of episodes. The pool grows when needed.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self.main = self
@@ -98,7 +99,10 @@ class FrameColumn(Column):
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate even without a hint.
-        slot_before = (slot - 1) % len(self.refs) if self.main is self else None
+        if self.main is self:
+            slot_before = (slot - 1) % len(self.refs)
+        else:
+            slot_before = None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override

@@ -62,7 +62,10 @@ class BoundaryKeys:
     @classmethod
     def from_plain(cls, plain: Any) -> "BoundaryKeys":
         """Invert :meth:`to_plain`; ValueError if ``plain`` is not valid."""
-        more = plain.get("more_done") if isinstance(plain, dict) else None
+        if isinstance(plain, dict):
+            more = plain.get("more_done")
+        else:
+            more = None
         if not isinstance(more, list) or plain.keys() != {*_NAMES, "more_done", "in_order"}:
             raise damaged("its markers have other names")
         for key in (*more, *(plain[name] for name in _NAMES)):
@@ -125,7 +128,11 @@ class Fragments(NamedTuple):
                     done = done.view(-1) | further.view(-1)
         ids = _read_marker(batch, keys.traj, False)
         step = _read_marker(batch, keys.step_count, False)
-        marker = ids if ids is not None else (done if done is not None else init)
+        marker = ids
+        if marker is None:
+            marker = done
+        if marker is None:
+            marker = init
         if marker is None:
             if isinstance(batch, TensorDictBase):
                 present = batch.keys(True, True)

@@ -489,7 +489,10 @@ class TrajectoryIndex(Ring):
             choose: maps positions of S rows in their trajectories and the trajectories' lengths, both int64 ``[S]``,
                 to ascending indices in S and the chosen positions, both int64 ``[M]``.
         """
-        heads = draw.slots if draw.firsts is None else draw.slots[draw.firsts]
+        if draw.firsts is None:
+            heads = draw.slots
+        else:
+            heads = draw.slots[draw.firsts]
         at, count, chains = self.extents(heads)
         which, positions = choose(at, count)
         slots = self.rows_at(chains[which], positions)

@@ -125,7 +125,10 @@ class StepPositions:
         from flatroll.kernels.slices.step_spans import step_spans  # numba
 
         oldest = self.oldest() if self.ring is ring else None
-        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        if isinstance(ring, TrajectoryIndex):
+            index = ring.tables
+        else:
+            index = _NO_INDEX
         asked = np.ascontiguousarray(places.numpy())
         spans = np.empty((2, len(places)), np.int64)
         if oldest is None:
@@ -166,7 +169,10 @@ class StepCopies:
         self.rows = -1
         if not storage.copies_bytes or storage.by_reference:
             return
-        next_keys = {} if storage.pool is None else storage.pool.next_keys
+        if storage.pool is None:
+            next_keys = {}
+        else:
+            next_keys = storage.pool.next_keys
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
         # The next value of an entry is usually that of a nearby row, so copy that entry, too.
         if names is None:

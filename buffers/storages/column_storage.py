@@ -239,7 +239,10 @@ class ColumnStorage(Storage):
         if not usual:
             check_kinds(columns, known.memory)
         # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
-        skip = 0 if whole or count <= self.max_size else count - self.capacity
+        if whole or count <= self.max_size:
+            skip = 0
+        else:
+            skip = count - self.capacity
         late = None
         if final is not None:
             late = self._check_final(
@@ -269,7 +272,10 @@ class ColumnStorage(Storage):
             marked = columns
         else:
             marked = self._marker_columns(columns, keys, count)
-        fragments = None if keys is None else Fragments.read(marked, keys)
+        if keys is None:
+            fragments = None
+        else:
+            fragments = Fragments.read(marked, keys)
         if keys is not None and fragments is not None and keys.in_order:
             compared = known.compared
             if compared is None or compared.not_compared != len(self.not_compared):
@@ -530,7 +536,10 @@ class ColumnStorage(Storage):
             if columns:
                 return columns
         # First the columns that one call copies, then the others one by one.
-        columns = {} if known.host is None else known.host.take(slots, keys)
+        if known.host is None:
+            columns = {}
+        else:
+            columns = known.host.take(slots, keys)
         wanted = self.columns if keys is None else self.columns.keys() & keys
         if len(columns) < len(wanted):
             slots = slots.to(self.device)

@@ -185,7 +185,10 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
             continue
         key = next(key for key in said if bool(differing[key][i]))
         row = int(at[i]) + skip
-        where = "" if source is None else f", but that of row {source + skip}"
+        if source is None:
+            where = ""
+        else:
+            where = f", but that of row {source + skip}"
         raise ValueError(
             f"row {row + 1} of the batch does not follow row {row} in its trajectory: the {next_key(key)!r} of row "
             f"{row} is not the {key!r} of row {row + 1}{where}. Extend with rows as they were collected, before you "

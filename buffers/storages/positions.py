@@ -76,7 +76,10 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
         parted = [as_numbers("index", part) for part in places]
     else:
         parted = []
-    places = torch.stack(parted, -1) if parted else as_numbers("index", places)
+    if parted:
+        places = torch.stack(parted, -1)
+    else:
+        places = as_numbers("index", places)
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # already slots
     slots = places[..., 0]
@@ -145,7 +148,10 @@ def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
     """
     if slots.ndim == 0:
         return map_rows(data, lambda leaf: leaf[0])
-    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
+    if rows == slots.numel():
+        shape = slots.shape
+    else:
+        shape = torch.Size([-1, *lanes])
     if len(shape) == 1:
         return data
     return map_rows(data, lambda leaf: leaf.unflatten(0, shape))

@@ -88,7 +88,10 @@ class ToTensorImage(_ImageTransform):
         self.from_int = from_int
         self.unsqueeze = unsqueeze
         self.shape_tolerant = shape_tolerant
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype is None:
+            self.dtype = torch.get_default_dtype()
+        else:
+            self.dtype = dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 

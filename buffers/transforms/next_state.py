@@ -103,7 +103,10 @@ class NextStateReconstructor(Transform):
             ends[-1:] = True
         elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
-            ends = marked if ends is None else marked | ends.to(marked.device)
+            if ends is None:
+                ends = marked
+            else:
+                ends = marked | ends.to(marked.device)
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
             ends = ends.clone()

@@ -355,7 +355,8 @@ class LossModule(TensorDictModuleBase):
         value: Tensor | None = get_entry(inputs.batch, self.key(name))
         if value is None:
             default = self.default_keys.get(name, name)
-            default = under_next(default) if name in _UNDER_NEXT else default
+            if name in _UNDER_NEXT:
+                default = under_next(default)
             raise self.missing(inputs, self.key(name), default)
         return value
 

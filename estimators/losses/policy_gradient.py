@@ -140,7 +140,8 @@ def check_networks(
         if by_name is not None and by_short is not None:
             raise TypeError(f"pass {name}= or {short}=, not both: they are two names of one argument")
     actor_network = actor if actor_network is None else actor_network
-    critic_network = critic if critic_network is None else critic_network
+    if critic_network is None:
+        critic_network = critic
     if actor_network is None:
         raise TypeError(f"{type(loss).__name__} needs an actor_network")
     require_actor(actor_network)
@@ -354,7 +355,8 @@ class PolicyGradientLoss(LossModule):
         if isinstance(entropy_coeff, Mapping):
             self.entropy_coeff = entropy_coefficients(entropy_coeff)
         else:
-            entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
+            if entropy_coeff is None:
+                entropy_coeff = 0.01
             self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
         self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
@@ -495,7 +497,10 @@ class PolicyGradientLoss(LossModule):
             advantage = standardized(advantage, inputs.mask)
         with set_recurrent_mode(True, burn_in=self.burn_in):
             # the critic may read the actor's outputs
-            critic = None if self.critic_coeff is None else self.critic_network
+            if self.critic_coeff is None:
+                critic = None
+            else:
+                critic = self.critic_network
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)

@@ -385,8 +385,12 @@ class SACLoss(SoftActorCritic):
         with torch.no_grad():
             delayed = self.target_actor_network
             critics = self.target_qvalue_network
-            critics = self.qvalue_network if critics is None else critics
-            with_action = work if delayed is None else shallow_copy(work)
+            if critics is None:
+                critics = self.qvalue_network
+            if delayed is None:
+                with_action = work
+            else:
+                with_action = shallow_copy(work)
             if delayed is not None:
                 dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)

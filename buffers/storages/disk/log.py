@@ -252,7 +252,10 @@ class RowLog:
             ) as other:
                 self.saved[path] = other
                 other.adopt(segments)
-                layout = {} if self.layout is None else self.layout.to_json()
+                if self.layout is None:
+                    layout = {}
+                else:
+                    layout = self.layout.to_json()
                 other.publish({**layout, **notes}, head=head, extra=_FACTS)
 
     @contextmanager

@@ -324,8 +324,11 @@ class DiskStorage(ColumnStorage):
 
     def _form(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Form:
         """The form that the options give an entry."""
-        kind = FrameForm if key in self.frame_stack else (ZstdForm if key in self.codec else Form)
-        return kind(dtype, shape)
+        if key in self.frame_stack:
+            return FrameForm(dtype, shape)
+        if key in self.codec:
+            return ZstdForm(dtype, shape)
+        return Form(dtype, shape)
 
     def _column(self, key: NestedKey, form: Form) -> DiskColumn:
         return DiskColumn(weakref.WeakMethod(self._take), key, form)

@@ -213,7 +213,10 @@ def _by_key(
         if array.dtype.kind not in "biufc":
             raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
         if name not in names:
-            parts = tuple(name.split(".")) if isinstance(name, str) else name
+            if isinstance(name, str):
+                parts = tuple(name.split("."))
+            else:
+                parts = name
             names[name] = plain_key(parts)
         found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     return found

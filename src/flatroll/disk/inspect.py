@@ -264,7 +264,10 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
             lines.append(_version_line(manifest))
             stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
-            facts = manifest.extra if isinstance(manifest.extra, dict) else {}
+            if isinstance(manifest.extra, dict):
+                facts = manifest.extra
+            else:
+                facts = {}
             if facts.get("kind") in ("run", "buffer", "ensemble"):
                 extra = read_tree(loaded, manifest.end - manifest.head)["others"].get("extra")
                 if isinstance(extra, dict) and extra:

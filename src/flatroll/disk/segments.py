@@ -172,7 +172,10 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         if not isinstance(rows, Tensor):
             raise TypeError(f"column {name!r} must be a tensor or Ragged, got {type(column).__name__}")
         if isinstance(column, Ragged):
-            values = column.values.shape[0] if column.values.dim() else -1
+            if column.values.dim():
+                values = column.values.shape[0]
+            else:
+                values = -1
             if rows.dtype != torch.int64 or rows.dim() != 1 or values < 0:
                 raise ValueError(f"ragged column {name!r} must have values [M, ...] and lengths int64 [N]")
             if bool((rows < 0).any()) or int(rows.sum()) != values:

@@ -407,7 +407,10 @@ class _Unpacker:
 
     def _memory(self, name: Any, size: int) -> Array:
         """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
-        stored = self._tensors.get(name) if isinstance(name, str) else None
+        if isinstance(name, str):
+            stored = self._tensors.get(name)
+        else:
+            stored = None
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
             raise damaged(f"its tree refers to the tensor {str(name)[:40]!r}, which is missing")
         memory: Array = stored.view(torch.uint8).numpy() if stored.numel() else np.zeros(0, np.uint8)

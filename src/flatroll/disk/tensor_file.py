@@ -268,7 +268,10 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
     Raises:
         DamagedFileError: its bytes are not those that were written.
     """
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if out is None else out
+    if out is None:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    else:
+        tensor = out
     view = bytes_of(tensor)
 
     def pieces() -> Iterator[memoryview]:

@@ -407,7 +407,10 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
             f"flag must be bool, with the first dims of the column {tuple(column.shape)} on {column.device}, got "
             f"{flag.dtype} {tuple(flag.shape)} on {flag.device}"
         )
-    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
+    if column.numel():
+        arrays = _readable_arrays((column,), (flag,))
+    else:
+        arrays = None
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
@@ -530,7 +533,10 @@ def _residual_loop(
         ahead = next_value[i]
         discount = gamma[i]
         trace = decay[i]
-        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+        if terminated[i] | (discount == zero):
+            bootstrap = zero
+        else:
+            bootstrap = ahead
         residual = reward[i] + discount * bootstrap - value[i]
         inside = residual + trace * y
         y = residual if ends[i] | (trace == zero) else inside
@@ -590,13 +596,19 @@ def _vtrace_loop(
         ahead = next_value[i]
         discount = gamma[i]
         weight = rho[i]
-        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+        if terminated[i] | (discount == zero):
+            bootstrap = zero
+        else:
+            bootstrap = ahead
         error = weight * (reward[i] + discount * bootstrap - value[i])
         residual = zero if weight == zero else error
         trace = discount * c[i]
         inside = residual + trace * y
         y = residual if ends[i] | (trace == zero) else inside
-        next_target = bootstrap if ends[i] | (discount == zero) else behind
+        if ends[i] | (discount == zero):
+            next_target = bootstrap
+        else:
+            next_target = behind
         corrected = weight * (reward[i] + discount * next_target - value[i])
         advantage[i] = zero if weight == zero else corrected
         behind = y + value[i]

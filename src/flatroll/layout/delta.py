@@ -213,7 +213,10 @@ class RestoreNextObservation:
         if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:
             return td  # a MultiStepTransform has restored the observations
         if missing or not present:
-            wanted = ("next", "delta", *missing[0]) if missing else DELTA
+            if missing:
+                wanted = ("next", "delta", *missing[0])
+            else:
+                wanted = DELTA
             raise KeyError(
                 f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
                 f"remove this transform. Deltas present: {', '.join(map(repr, present)) or 'none'}"

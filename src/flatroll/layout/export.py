@@ -379,7 +379,10 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
             values = chunks.combine_chunks()
         column = _arrow_column(pyarrow, field.name, values)
         record = (field.metadata or {}).get(_RECORD.encode())
-        shape = None if record is None else _noted_shape(field.name, record)
+        if record is None:
+            shape = None
+        else:
+            shape = _noted_shape(field.name, record)
         entries[field.name] = _reshape(field.name, column, shape, separator)
     return _assemble(entries.items(), separator)
 

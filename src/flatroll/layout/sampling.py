@@ -84,7 +84,10 @@ def draw(
         return *dist.from_base(base), base
     root = _root(dist)
     if root is not None:
-        base = root.rsample(shape) if reparametrize else root.sample(shape)
+        if reparametrize:
+            base = root.rsample(shape)
+        else:
+            base = root.sample(shape)
         return *_apply_transforms(dist, base), base
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
         # As sample() does, at half the cost of sample() and log_prob().
@@ -98,7 +101,10 @@ def draw(
     if together is not None:
         sample, log_prob = together(shape)
     else:  # the distribution may recognise its own sample and reuse what it computed
-        sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
+        if reparametrize:
+            sample = dist.rsample(shape)
+        else:
+            sample = dist.sample(shape)
         log_prob = dist.log_prob(sample)
     return sample, log_prob, None
 
@@ -116,7 +122,10 @@ def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
     if action.is_cpu and not torch.compiler.is_compiling() and bool(close.all()):
         return log_prob
     inverted = _inverse(dist, action)
-    same = close if close.shape == base.shape else close.all(-1, keepdim=True)
+    if close.shape == base.shape:
+        same = close
+    else:
+        same = close.all(-1, keepdim=True)
     return _apply_transforms(dist, torch.where(same, base, inverted))[1]
 
 

@@ -335,7 +335,10 @@ class Flat2TED(Conversion):
         shifted, moved = self._kinds(data, entries, rows)
         if not is_full:
             shape = torch.Size([min(shift, slots), *shape[1:]])
-        target = TensorDict({}, shape) if out is None else _memory(out, shape)
+        if out is None:
+            target = TensorDict({}, shape)
+        else:
+            target = _memory(out, shape)
 
         def put(key: Names, column: Tensor) -> None:
             if len(column) != rows:
@@ -427,7 +430,10 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
         return value
 
     shape = kept(SHAPE)
-    sizes = torch.Size([shape]) if isinstance(shape, int) else torch.Size([int(size) for size in shape])
+    if isinstance(shape, int):
+        sizes = torch.Size([shape])
+    else:
+        sizes = torch.Size([int(size) for size in shape])
     shift = kept(shift_key)
     is_full = bool(kept(is_full_key))
     if not 0 <= int(shift) <= sizes[0]:

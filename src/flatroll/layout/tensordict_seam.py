@@ -395,7 +395,10 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
     out_keys: list[Any] = network.out_keys
     if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # an entry of the batch with this name is not the network's
-    outputs = _call_function(network, batch) if len(out_keys) == 1 else None
+    if len(out_keys) == 1:
+        outputs = _call_function(network, batch)
+    else:
+        outputs = None
     if outputs is not None:
         value = outputs[out_keys[0]]
         if isinstance(value, Tensor):
@@ -412,12 +415,18 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
     inputs = []
     for key in cast(list[Any], network.in_keys):
         is_root = type(batch) is TensorDict and type(key) is str
-        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
+        if is_root:
+            column = batch._tensordict.get(key)
+        else:
+            column = batch.get(key, None)
         if not isinstance(column, Tensor):
             return None
         inputs.append(column)
     # looking up network.module would take longer than everything else here
-    function = own["module"] if "module" in own else own["_modules"]["module"]
+    if "module" in own:
+        function = own["module"]
+    else:
+        function = own["_modules"]["module"]
     try:
         out = function(*inputs)
     except Exception as error:

@@ -76,7 +76,10 @@ class ColumnKeys:
         # Observations whose next one is stored as a difference, and the differences' dtype.
         delta = find_wrapper(env, ObservationDelta)
         self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
-        self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
+        if delta is None:
+            self.delta_dtype = torch.float16
+        else:
+            self.delta_dtype = delta.delta_dtype
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # recurrent states of the policy, known once it is set
         self.strided = False  # whether only the rows marked by ("collector", "has_state") store them

@@ -399,7 +399,10 @@ class Collector(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
-        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
+        if self.total_frames >= 0:
+            total = f" of {self.total_frames:,}"
+        else:
+            total = ""
         policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
         facts = {
             "": f"{self._frames:,}{total} frames",

@@ -342,7 +342,10 @@ class _Play:
                     "that the env reports"
                 )
             infos[name] = torch.stack([self._infos[i].get(name, torch.zeros_like(like)) for i in order])
-        film = torch.from_numpy(np.stack(self._film)) if self._film else None
+        if self._film:
+            film = torch.from_numpy(np.stack(self._film))
+        else:
+            film = None
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
@@ -356,7 +359,10 @@ class _Play:
 @contextmanager
 def _freeze(env: object, policy: object) -> Iterator[None]:
     """Context manager: modules in eval mode, running statistics of wrappers frozen."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    if isinstance(policy, nn.Module):
+        modules = list(policy.modules())
+    else:
+        modules = []
     training = [module for module in modules if module.training]
     wrappers: list[Any] = [
         layer for layer in wrappers_within(env) if getattr(layer, "update_running_mean", False)
@@ -435,7 +441,10 @@ class Evaluator:
         self.options = options
         self.episodes = whole_number("episodes", episodes)
         self.every = whole_number("every", every)
-        self.stop_at = None if stop_at is None else number("stop_at", stop_at)
+        if stop_at is None:
+            self.stop_at = None
+        else:
+            self.stop_at = number("stop_at", stop_at)
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
         self.best_mean = -float("inf")

@@ -126,7 +126,10 @@ class RandomActions:
     def _draw(self, space: Any, spec: TensorSpec) -> Any:
         """Draw actions ``[_CHUNK, E, ...]`` for a chunk of steps, a tree nested as the space is."""
         if isinstance(spec, Composite):
-            names = range(len(space.spaces)) if spec.of_tuple else space.spaces
+            if spec.of_tuple:
+                names = range(len(space.spaces))
+            else:
+                names = space.spaces
             parts = {name: self._draw(space[name], spec[str(name)]) for name in names}
             if spec.of_tuple:
                 return tuple(parts.values())
@@ -163,7 +166,10 @@ class RandomActions:
             raise ValueError(f"{ACTION_MASK} must be one array for {space}, got a {type(mask).__name__}")
         allowed = to_torch(mask, self.generator.device)
         counts = option_counts(space)
-        form = None if counts is None else mask_form(counts, allowed.shape[1:])
+        if counts is None:
+            form = None
+        else:
+            form = mask_form(counts, allowed.shape[1:])
         if counts is None or form is None:
             self._refuse_or_warn(space, tuple(allowed.shape))
             return drawn

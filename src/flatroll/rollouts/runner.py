@@ -659,7 +659,10 @@ class InfoColumns:
         lost = self._lost_rows(info)
         for name in self._names:
             value = self.entry(info, name)
-            last = self.entry(final, name) if isinstance(final, dict) else None
+            if isinstance(final, dict):
+                last = self.entry(final, name)
+            else:
+                last = None
             from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
                 if value is None:

@@ -156,7 +156,10 @@ class Window:
 
     def _put_where(self, key: NestedKey, mask: Tensor, chosen: Tensor, other: Tensor) -> None:
         """Record rows of ``chosen`` where the mask is True, else of ``other``; no host sync."""
-        row = self._by_step[key][self.steps] if key in self._by_step else None
+        if key in self._by_step:
+            row = self._by_step[key][self.steps]
+        else:
+            row = None
         if (
             row is not None
             and chosen.shape == other.shape == row.shape

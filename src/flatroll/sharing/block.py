@@ -217,7 +217,10 @@ class Block:
                 end = -(-end // _ALIGNMENT) * _ALIGNMENT  # rounded up
             self._offsets.append(offsets)
         self._slot_bytes = end
-        self.memory = Memory(max(1, end * slots)) if memory is None else memory
+        if memory is None:
+            self.memory = Memory(max(1, end * slots))
+        else:
+            self.memory = memory
         if self.memory.size < end * slots:
             raise ValueError(
                 f"{slots} slots of {end} bytes do not fit into {self.memory.size} bytes of memory"

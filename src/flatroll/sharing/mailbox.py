@@ -117,7 +117,10 @@ class Outbox:
         known = () if self._block is None else self._block.tables
         laid_out = []
         for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
-            before = known[place] if place < len(known) else Table(0, {})
+            if place < len(known):
+                before = known[place]
+            else:
+                before = Table(0, {})
             if 0 < before.rows < count:
                 grown = count + count // 2
             else:

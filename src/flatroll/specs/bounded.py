@@ -354,7 +354,12 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
     # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
     large = isinstance(value, int) and value >= 2**63
-    wide = torch.uint64 if large else (torch.float64 if isinstance(value, float) else None)
+    if large:
+        wide = torch.uint64
+    elif isinstance(value, float):
+        wide = torch.float64
+    else:
+        wide = None
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")

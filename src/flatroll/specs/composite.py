@@ -376,7 +376,10 @@ class Composite(TensorSpec):
         """Return whether each entry is present and in the domain; other entries are ignored. Never raises."""
         if not _is_mapping(value):
             return False
-        entries = value if isinstance(value, dict) else dict(value.items())
+        if isinstance(value, dict):
+            entries = value
+        else:
+            entries = dict(value.items())
         return all(
             spec is None or (name in entries and spec.is_in(entries[name]))
             for name, spec in self._specs.items()

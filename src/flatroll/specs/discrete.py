@@ -435,7 +435,10 @@ class OneHot(Encoded):
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
         if not self.use_register:
             return super().encode(value, ignore_device=ignore_device)
-        key = value.item() if isinstance(value, Tensor | np.generic) else value
+        if isinstance(value, Tensor | np.generic):
+            key = value.item()
+        else:
+            key = value
         if key not in self._register:
             if len(self._register) == self.n:
                 raise OutsideSpecError(
@@ -499,7 +502,10 @@ class MultiCategorical(Numbered):
         start: Numbers = 0,
     ) -> None:
         flags(remove_singleton=remove_singleton)
-        device = None if device is None else torch_device("device", device)
+        if device is None:
+            device = None
+        else:
+            device = torch_device("device", device)
         counts = as_numbers("nvec", nvec, device)
         counts = counts.reshape(1) if counts.ndim == 0 else counts
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):

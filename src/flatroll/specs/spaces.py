@@ -130,7 +130,10 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if isinstance(spec, Categorical):
         if not spec.shape:
             # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
-            options = {} if dtype in (None, np.int64) else {"dtype": dtype}
+            if dtype in (None, np.int64):
+                options = {}
+            else:
+                options = {"dtype": dtype}
             return spaces.Discrete(spec.n, start=spec.start, **options)
         shape = tuple(spec.shape)
         return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))

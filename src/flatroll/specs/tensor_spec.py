@@ -54,7 +54,10 @@ def as_dtype(dtype: DType) -> torch.dtype:
     """Convert a torch dtype, a name or a NumPy dtype to a torch dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype, None)
+    else:
+        named = None
     if isinstance(named, torch.dtype):
         return named
     try:

@@ -104,7 +104,10 @@ class ConstantKLController(KLControllerBase):
     """
 
     def __init__(self, *, kl_coef: float | None = None, model: HasCoefficient | None = None) -> None:
-        coef = getattr(model, "kl_coef", None) if kl_coef is None else kl_coef
+        if kl_coef is None:
+            coef = getattr(model, "kl_coef", None)
+        else:
+            coef = kl_coef
         if coef is None and (model is None or hasattr(model, "kl_coef")):
             raise ValueError("kl_coef is missing: pass a number, or a model that has one")
         if coef is None:
@@ -190,7 +193,10 @@ class AdaptiveKLController(KLControllerBase):
         kl = kl if isinstance(kl, float) else float(number("kl", kl))
         if not math.isfinite(kl):
             raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not finite")
-        n_steps = 1 if n_steps is None else number("n_steps", n_steps, above=0)
+        if n_steps is None:
+            n_steps = 1
+        else:
+            n_steps = number("n_steps", n_steps, above=0)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)
         self.coef = min(max(self.coef * factor, sys.float_info.min), sys.float_info.max)

@@ -159,7 +159,10 @@ class GrowingColumns:
         """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does; the errors are :meth:`check`'s."""
         before = self._count
         rows = self._count + new
-        source = None if self._host is None else self._host.find(columns, new)
+        if self._host is None:
+            source = None
+        else:
+            source = self._host.find(columns, new)
         if source is None:
             self.check(columns)
         if not new:

@@ -88,7 +88,10 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
 
     vertices = Vertices(graph)
     beginning = graph.leaving(root)
-    chain = chain_from(beginning[0]) if compact and len(beginning) == 1 else []
+    if compact and len(beginning) == 1:
+        chain = chain_from(beginning[0])
+    else:
+        chain = []
     if chain:
         parent = graph.target[chain[-1]]
     else:
@@ -235,7 +238,10 @@ class Tree:
                 edge = leaving[0]
             else:
                 edge = graph.target.index(self._vertices.states[0])
-            read = list(keys) if leaving else [next_key(key) for key in keys]
+            if leaving:
+                read = list(keys)
+            else:
+                read = [next_key(key) for key in keys]
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
         return nest(columns)
 

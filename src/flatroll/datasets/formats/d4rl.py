@@ -96,7 +96,10 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
             if name not in _OWN
         }
         states = {"observation": columns["observations"][rows]}
-        reward = columns["rewards"][rows] if "rewards" in columns else None
+        if "rewards" in columns:
+            reward = columns["rewards"][rows]
+        else:
+            reward = None
         episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:

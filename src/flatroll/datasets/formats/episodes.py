@@ -88,7 +88,10 @@ def naming(place: str | Path) -> Iterator[None]:
         if known and str(place) in text and len(text) <= _LONGEST:
             raise
         kinds = [kind for kind in (KeyError, TypeError, UnpicklingError) if isinstance(error, kind)]
-        short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        if len(text) <= _LONGEST:
+            short = text
+        else:
+            short = f"{text[:_LONGEST]}..."
         text = f"{place} cannot be read, or is damaged: {short or type(error).__name__}"
         raise (*kinds, ValueError)[0](text) from None
 
@@ -140,7 +143,10 @@ def episode_columns(
     columns[as_tuple(TRAJ_IDS)] = np.full(length, number)
     if reward is not None:
         paid = np.asarray(reward)
-        floating = paid if paid.dtype.kind == "f" else paid.astype(np.float32)
+        if paid.dtype.kind == "f":
+            floating = paid
+        else:
+            floating = paid.astype(np.float32)
         columns[REWARD] = floating.reshape(length, 1)
     columns[TERMINATED] = over
     columns[TRUNCATED] = cut

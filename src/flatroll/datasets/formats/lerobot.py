@@ -224,7 +224,10 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
                 kind = "image"
             column = f"{OBSERVATION}.{kind}"
         elif key in observed:
-            column = name if key[0] == OBSERVATION else f"{OBSERVATION}.{name}"
+            if key[0] == OBSERVATION:
+                column = name
+            else:
+                column = f"{OBSERVATION}.{name}"
         later = key[0] == NEXT and key[1:] in observed
         fields.append(
             {
@@ -377,9 +380,13 @@ def _info(
         shape = field["shape"] or [1]
         names = None
         if field["image"] is not None:
-            shape = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            if field["image"] != "HWC":
+                shape = [*shape[1:], shape[0]]
             names = ["height", "width", "channels"]
-        dtype = "image" if field["image"] is not None else field["dtype"]
+        if field["image"] is not None:
+            dtype = "image"
+        else:
+            dtype = field["dtype"]
         features[field["column"]] = {"dtype": dtype, "shape": shape, "names": names}
     for name in OWN:
         dtype = "float32" if name == "timestamp" else "int64"
@@ -431,7 +438,10 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 
 def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     info = _read_json(root / "meta/info.json")
-    version = info.get("codebase_version") if isinstance(info, dict) else None
+    if isinstance(info, dict):
+        version = info.get("codebase_version")
+    else:
+        version = None
     if not str(version).startswith("v3"):
         raise ValueError(f"{root} is LeRobot {version}, not v3: convert it with LeRobot first")
     features = _check_features(info.get("features"), root / "meta/info.json")
@@ -686,7 +696,10 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
         height, width, channels = about["shape"]
         images = []
         for cell in column.to_pylist():
-            content = cell.get("bytes") if isinstance(cell, dict) else cell
+            if isinstance(cell, dict):
+                content = cell.get("bytes")
+            else:
+                content = cell
             if not isinstance(content, bytes):
                 raise ValueError(f"{name} has an image stored outside the file: let LeRobot embed images")
             try:
@@ -762,7 +775,10 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
             continue
         shape = field["shape"]
         if field["image"] is not None:
-            seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            if field["image"] == "HWC":
+                seen = shape
+            else:
+                seen = [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
             if field["image"] != "HWC":

@@ -419,7 +419,10 @@ def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDat
     leaves = dict(_observation_leaves(episode)) | dict(named_leaves(episode.actions, (ACTION,), _FOLDERS))
     for name, dtype, shape in record:
         # Older folders have dotted names.
-        key = tuple(name.split(".")) if isinstance(name, str) else tuple(name)
+        if isinstance(name, str):
+            key = tuple(name.split("."))
+        else:
+            key = tuple(name)
         if key in _SINGLE:
             array = getattr(episode, _SINGLE[key])
         elif key in leaves:

@@ -337,7 +337,8 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             raise ValueError(
                 "streaming=True stores no rows, so a transform cannot read further rows: leave it out"
             )
-        data = data if self.collate_fn is None else self.collate_fn(data)
+        if self.collate_fn is not None:
+            data = self.collate_fn(data)
         for transform in self.transforms:
             data = apply(transform, data, partial(run_ends, data))
         if self.pin_memory and torch.cuda.is_available():

@@ -256,7 +256,10 @@ class TrajectoryReplayBuffer:
     def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
-            known = record if record.uuid else record._replace(uuid=uuid4().hex)
+            if record.uuid:
+                known = record
+            else:
+                known = record._replace(uuid=uuid4().hex)
             self._records.append((first, known))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
@@ -385,7 +388,10 @@ class TrajectoryReplayBuffer:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
             if record is None:
                 ids = self.trajectory_ids
-                there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
+                if ids:
+                    there = f"those from {ids[0]} to {ids[-1]}"
+                else:
+                    there = "none"
                 raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
             if self._cache is None:
                 kept = None

@@ -122,7 +122,10 @@ def _compare(
         agree[j] = 1
         for k in range(len(pairs)):
             size = pairs[k, 1]
-            later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
+            if before[j] >= 0:
+                later = pairs[k, 0]
+            else:
+                later = source[pairs[k, 3]]
             if not equal_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
                 agree[j] = -1 if k < compared else 0
                 break

@@ -35,7 +35,10 @@ class Finding:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        where = "batch" if self.row == WHOLE_BATCH else f"row {self.row}"
+        if self.row == WHOLE_BATCH:
+            where = "batch"
+        else:
+            where = f"row {self.row}"
         doubt = " (suspicious)" if self.severity == "suspicious" else ""
         return f"{where} [{self.rule}]{doubt} {self.text}"
 

@@ -199,7 +199,10 @@ class _Row:
                 if value.is_floating_point() and bool(value.isnan().any()):
                     return f"Its next observation is unknown: {next_key(key)!r} holds NaN here."
             copy = f", a copy of the {after}" if i != self.last else ""
-            own = "its own column" if len(keys) == 1 else "columns of its own,"
+            if len(keys) == 1:
+                own = "its own column"
+            else:
+                own = "columns of its own,"
             columns = ", ".join(repr(next_key(key)) for key in keys)
             return f"Its next observation is in {own} {columns}{copy}."
         deltas = batch.get(DELTA, None)

@@ -22,7 +22,10 @@ class Text(str):
 
     def __new__(cls, text: str, html: str | None = None) -> Self:
         made = super().__new__(cls, text)
-        made.html = html_lines(text.split("\n")) if html is None else html
+        if html is None:
+            made.html = html_lines(text.split("\n"))
+        else:
+            made.html = html
         return made
 
     def _repr_html_(self) -> str:

@@ -242,7 +242,10 @@ class Actors:
         self.writers_of_each = workers
         self.served = 0  # counts received messages
         self._with_signals = with_signals
-        group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
+        if with_signals:
+            group = {"concurrency_groups": {_ASIDE: 1}}
+        else:
+            group = {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
         # By id of the object sent, which the entry keeps alive: its reference.
@@ -309,7 +312,10 @@ class Actors:
         need = count * self.in_flight * window + weights
         room = self.calls.store_bytes()
         if need > room:
-            each = "" if in_step else f" x max_in_flight={self.in_flight}"
+            if in_step:
+                each = ""
+            else:
+                each = f" x max_in_flight={self.in_flight}"
             raise MemoryError(
                 f"{count} collectors{each} windows of {window:,} bytes and {weights:,} bytes of weights need "
                 f"{need:,} bytes of the object store, which has {room:,}: use a smaller frames_per_batch, "
@@ -413,7 +419,10 @@ class Actor:
 
     def _call(self) -> None:
         actors = self._actors
-        weights = None if self._version == actors.version else actors.weights
+        if self._version == actors.version:
+            weights = None
+        else:
+            weights = actors.weights
         self._version = actors.version
         self._windows += 1
         if not self.under_way:

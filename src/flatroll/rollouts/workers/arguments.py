@@ -107,7 +107,10 @@ def one_for_each(
 ) -> tuple[list[Any], list[Callable[[], Any] | None]]:
     """Return the env and policy function of each worker; ``name`` is the argument that sets their number."""
     functions = create_env_fn
-    count = None if num_workers is None else whole_number(name, num_workers)
+    if num_workers is None:
+        count = None
+    else:
+        count = whole_number(name, num_workers)
     if not isinstance(functions, (list, tuple)):
         functions = [functions] * (count or 1)
     if not functions:

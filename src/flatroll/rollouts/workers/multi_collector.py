@@ -154,7 +154,10 @@ class MultiCollector(Facts):
         random_frames = init_random_frames or 0
         counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
         counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
-        self._writers = 1 if transport is None else transport.writers_of_each
+        if transport is None:
+            self._writers = 1
+        else:
+            self._writers = transport.writers_of_each
         check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
         modes = Modes(
             sync=sync,
@@ -532,7 +535,10 @@ class MultiCollector(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
-        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
+        if self.total_frames >= 0:
+            total = f" of {self.total_frames:,}"
+        else:
+            total = ""
         if self.policy is None:
             policy = "random actions"
         else:

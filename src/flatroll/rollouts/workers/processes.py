@@ -47,7 +47,10 @@ def work(
         while True:
             began = monotonic()
             channel.feed()
-            request = channel.pop(_GO) if going else (_GO, channel.receive(_GO))
+            if going:
+                request = channel.pop(_GO)
+            else:
+                request = (_GO, channel.receive(_GO))
             waited += monotonic() - began
             if request is not None:
                 maker.ask(*request[1])

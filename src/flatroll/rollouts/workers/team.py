@@ -211,7 +211,10 @@ class Team:
         """
         waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
-            seconds = self._time_left(waiting) if timeout is None else timeout
+            if timeout is None:
+                seconds = self._time_left(waiting)
+            else:
+                seconds = timeout
             self._listen(waiting, seconds, wake)
 
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
