@@ -78,6 +78,7 @@ class BufferActor:
         if not len(buffer) or not has_priorities(sampler):
             return Weight(float(len(buffer)), 1.0, 0.0, unit)
         total, least = sampler.mass(buffer.ring)
+
         return Weight(total, least, sampler.beta, unit)
 
     def extend(self, rows: Any) -> Any:
@@ -149,23 +150,28 @@ class RayReplayBuffer(Facts):
     ) -> None:
         parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
+
         for name, part in parts.items():
             if not callable(part) or isinstance(part, Transform):  # a class is callable as well
                 raise TypeError(
                     f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
                     f"for a storage, got {type(part).__name__}"
                 )
+
         if prefetch:
             whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
+
         config = {"num_cpus": 0, **(remote_config or {})}
         if config.pop("max_restarts", 0):
             raise ValueError("remote_config must leave max_restarts at 0: a restarted buffer would be empty")
+
         self.batch_size = batch_size
         self.prefetch = prefetch
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
+
         try:
             put_named(self._calls, **parts, **options)  # one by one, so that an error names the argument
             self._actor = self._calls.make(BufferActor, config)
@@ -183,6 +189,7 @@ class RayReplayBuffer(Facts):
             raise WorkerDied(
                 f"the replay buffer's actor: {error}. Make a new buffer, and give it the last state_dict that was saved"
             ) from error
+
         if isinstance(answer, Failure):
             answer.throw("the replay buffer's actor")
         return unpack_batches(answer)
@@ -246,6 +253,7 @@ class RayReplayBuffer(Facts):
             while len(self._under_way) <= self.prefetch:
                 self._under_way.append(self.begin("sample", None, True))
             sample, info = self.result(self._under_way.popleft())
+
         if return_info:
             return (sample, info)
         return sample

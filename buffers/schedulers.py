@@ -37,10 +37,12 @@ class ParameterScheduler(ABC):
             number("max_value", max_value, above=-math.inf)
         if min_value is not None and max_value is not None and min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
+
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         self.param_name = expect("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
+
         self.min_value = -math.inf if min_value is None else min_value
         self.max_value = math.inf if max_value is None else max_value
         self.initial_value = float(number(param_name, getattr(self.obj, param_name)))

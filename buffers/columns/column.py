@@ -183,6 +183,7 @@ def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int
     expected = f"a dense tensor of {dtype} {['N', *shape]}"
     if not isinstance(values, Tensor):
         raise damaged(f"its {name} are {type(values).__name__}, expected {expected}")
+
     dense = values.layout is torch.strided and values.device.type != "meta"
     if not dense or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
         raise damaged(f"its {name} are {values.dtype} {list(values.shape)}, expected {expected}")
@@ -212,6 +213,7 @@ def scattered(
         else:
             place = given
         scatter(values, slots, place)
+
     return values
 
 
@@ -230,6 +232,7 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     new = given[gone:]
     if not len(at):
         return
+
     first = int(at[0])
     if int(at[-1]) - first == len(at) - 1:  # consecutive slots that do not wrap around
         values[first : first + len(at)] = new
@@ -263,11 +266,13 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
     plain = signed(column) if column.dtype in _UNSIGNED else column
     flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
     source = plain.view(-1) if flat else plain
+
     if huge and column.is_cpu:
         out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
         rows = torch.index_select(source, 0, slots, out=out)
     else:
         rows = source.index_select(0, slots)
+
     rows = rows.unsqueeze_(-1) if flat else rows
     if plain is column:
         return rows
@@ -279,6 +284,7 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     if column.dtype in _UNSIGNED:
         column = signed(column)
         values = signed(values)
+
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)

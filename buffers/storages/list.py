@@ -50,6 +50,7 @@ class ListStorage(Storage):
             )
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
+
         if whole:
             room = None
         else:
@@ -71,6 +72,7 @@ class ListStorage(Storage):
         numbers = slots.tolist()
         chosen = range(rows.count) if at is None else at.tolist()
         self._items.extend([None] * (max(numbers, default=-1) + 1 - len(self._items)))
+
         for slot, i in zip(numbers, chosen, strict=True):
             item = rows.items[i]
             # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.

@@ -75,17 +75,21 @@ class NextStateReconstructor(Transform):
             raise ValueError(
                 f"NextStateReconstructor takes flat batches [N], got {list(td.batch_size)}: flatten it first"
             )
+
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
+
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
                 raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: pass fill_value=0")
+
             # Row i gets the entry of row i + 1. The last row gets that of row 0, which is overwritten because
             # a run ends there.
             following = torch.roll(column, -1, 0)
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
             result.set(next_key(key), following)
+
         return result
 
     def _run_ends(self, td: TensorDictBase, ends: Tensor | None) -> Tensor:
@@ -107,6 +111,7 @@ class NextStateReconstructor(Transform):
                 ends = marked
             else:
                 ends = marked | ends.to(marked.device)
+
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
             ends = ends.clone()

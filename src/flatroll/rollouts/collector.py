@@ -183,14 +183,17 @@ class Collector(Facts):
             track_policy_version=track_policy_version,
             progress=progress,
         )
+
         hooks = {
             "postproc": postproc,
             "pre_collect_hook": pre_collect_hook,
             "post_collect_hook": post_collect_hook,
         }
+
         for name, hook in hooks.items():
             if hook is not None:
                 function(name, hook)
+
         if auto_register_policy_transforms is not None:
             flags(auto_register_policy_transforms=auto_register_policy_transforms)
         if seed is not None:
@@ -204,7 +207,9 @@ class Collector(Facts):
             state_stride=state_stride,
             splits=splits,
         )
+
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
+
         with ExitStack() as undo:
             envs, moves, self._made_env = make_envs(
                 create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
@@ -225,6 +230,7 @@ class Collector(Facts):
                 state_stride=state_stride,
             )
             undo.pop_all()
+
         self._runner = runner
         self._devices = devices
         self.env = runner.env
@@ -238,6 +244,7 @@ class Collector(Facts):
         if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
             wanted = "have a method extend, as a ReplayBuffer has"
             raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
+
         self._postproc = postproc
         self._buffer = replay_buffer
         self._interruptor = interruptor
@@ -247,6 +254,7 @@ class Collector(Facts):
         self._scaled = any(map(scales_by_running_statistics, runner.envs))
         if self._scaled and replay_buffer is not None:
             warn_of_scales(stacklevel=2)
+
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed = seed
@@ -403,12 +411,14 @@ class Collector(Facts):
             total = f" of {self.total_frames:,}"
         else:
             total = ""
+
         policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
         facts = {
             "": f"{self._frames:,}{total} frames",
             "env": self.env,
             "policy": policy or type(self.policy).__name__,
         }
+
         facts["frames_per_batch"] = f"{self.frames_per_batch:,}"
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
@@ -435,10 +445,12 @@ class Collector(Facts):
             newest = max(ids, key=lambda state: state["episode"])
         else:
             newest = None
+
         if isinstance(self.policy, nn.Module):
             policy = self.policy.state_dict()
         else:
             policy = None
+
         return {
             "frames": self._frames,
             "traj_ids": newest,
@@ -459,6 +471,7 @@ class Collector(Facts):
         if state["traj_ids"] is not None:
             for marker in self._id_markers():
                 marker.load_state_dict(state["traj_ids"])
+
         runner.random.load_state_dict(state["random"])
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
@@ -499,6 +512,7 @@ class Collector(Facts):
         joiner = self._joiner
         keys = self._runner.keys
         note = getattr(self._buffer, "note_waiting", None)
+
         reset_first = self._reset_each_iter
         while True:
             ends = 0 < total <= self._frames
@@ -512,11 +526,13 @@ class Collector(Facts):
                     return (joined, None)
                 if note is not None:
                     note(joiner.waiting)
+
             if ends:
                 return None
             batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
+
             # Windows of one batch continue: an episode longer than a window must be able to end.
             reset_first = False
             joiner.add(batch)
@@ -527,6 +543,7 @@ class Collector(Facts):
         if self._pre_hook is not None:
             self._pre_hook()
         began = perf_counter()
+
         runner = self._runner
         frames = self.frames_per_batch
         random_frames = self._random_frames
@@ -539,10 +556,13 @@ class Collector(Facts):
                     streams = map(find_stream, runner.envs)
                     if not any(stream is not None and stream.capabilities.seedable for stream in streams):
                         seed = None
+
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()
+
             may_be_random = self._frames < random_frames
+
             stop = self._interruptor
             while (missing := frames - runner.window.count()) > 0:
                 # The minimum number of vector steps; more may be needed if envs only reset in some rows.
@@ -553,10 +573,12 @@ class Collector(Facts):
                     # Counting rows may sync with the device: do it only while random rows are needed.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
+
             # Take the first rows in time order; the rest of the last vector step stays for the next batch.
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
+
         if self._progress:
             self._bar.show(batch, self._frames, began)
         self._frames += frames
@@ -569,12 +591,14 @@ class Collector(Facts):
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
         storing = self._devices.storing
         wait = not self._devices.blocking
+
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)
             if final is None:
                 final = None
             else:
                 final = final.to(storing, non_blocking=wait)
+
         self.final = final
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
@@ -584,15 +608,18 @@ class Collector(Facts):
             batch = self._postproc(batch)
             if batch is None:
                 raise TypeError("postproc returned None: it must return the batch")
+
         if self._post_hook is not None:
             self._post_hook(batch)
         if self._buffer is None:
             return batch
+
         if final is None:
             options = {}
         else:
             options = {"final": final}
         self._buffer.extend(batch, **options)
+
         return None
 
 
@@ -631,6 +658,7 @@ class TrajectoryJoiner:
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
+
         # Rows are sorted by id: find the last row of each trajectory (bool [N]) and its row count.
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
@@ -639,6 +667,7 @@ class TrajectoryJoiner:
         if not bool(complete.any()):
             self._open = rows
             return
+
         mask = complete.repeat_interleave(lengths)  # from one bool per trajectory to one per row
         self._open = rows[~mask]
         pieces: Any = rows[mask].split(lengths[complete].tolist())
@@ -650,10 +679,12 @@ class TrajectoryJoiner:
             least = 1
         else:
             least = self.per_batch
+
         if len(self._ready) < least:
             return None
         ready = self._ready[: self.per_batch]
         self._ready = self._ready[self.per_batch :]
+
         return cast(TensorDict, TensorDict.cat(ready))
 
     def drop_open_but(self, ids: Tensor) -> None:

@@ -80,6 +80,7 @@ class Channel:
             data = pickle.dumps((kind, content))  # a fifth of the cost of cloudpickle
             self._write(memoryview(_HEADER.pack(len(data), 0) + data), [])
             return
+
         written = _Message(_HEADER.size)
         pickler = MessagePickler(written)
         pickler.dump((kind, content))
@@ -97,6 +98,7 @@ class Channel:
         while data:
             if self._socket.fileno() < 0:
                 raise Closed("this channel is closed")
+
             try:
                 sent = (
                     socket.send_fds(self._socket, [data], descriptors)
@@ -133,10 +135,12 @@ class Channel:
         while (message := self.pop(*kinds)) is None:
             if self._ended:
                 raise Closed("the other end of the channel is closed")
+
             left = None if deadline is None else deadline - monotonic()
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
             self.feed()
+
         if len(kinds) == 1:
             return message[1]
         return message
@@ -167,6 +171,7 @@ class Channel:
                     size = _FEW
                 else:
                     size = _CHUNK
+
                 data, descriptors, flags, _ = socket.recv_fds(
                     self._socket, size, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
@@ -176,6 +181,7 @@ class Channel:
                 data = b""
                 descriptors = []
                 flags = 0
+
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             self._descriptors.extend(descriptors)
@@ -184,6 +190,7 @@ class Channel:
             if not data:
                 self._ended = True
                 return
+
             self._bytes += data
             self._take_messages()
             if once:
@@ -196,9 +203,11 @@ class Channel:
             end = _HEADER.size + size
             if len(self._bytes) < end:
                 return
+
             data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
             descriptors = [self._descriptors.popleft() for _ in range(count)]
+
             if count:
                 message = _Unpickler(io.BytesIO(data), descriptors).load()
             else:
@@ -308,11 +317,13 @@ class Door:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, _CLOSE_ON_EXEC)
         except OSError:
             return None
+
         for descriptor in descriptors:  # at most one: the buffer has no room for more
             os.set_inheritable(descriptor, False)
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
+
         return None
 
     def fileno(self) -> int:
@@ -365,6 +376,7 @@ class MessagePickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
         if type(obj) not in (Memory, Channel, Door):
             return None
+
         places = [place for place, known in enumerate(self.passed) if known is obj]
         if not places:
             self.passed.append(obj)

@@ -50,15 +50,19 @@ class Numbered(Ranged):
         if mask is None:
             self._parameters.pop("mask", None)
             return
+
         given = as_numbers("mask", mask, self.device)
         counts = self._counts()
         if given.dtype is not torch.bool:
             raise ValueError(f"the mask must be bool, got {given.dtype}")
+
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
+
         try:
             short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own mask
         except RuntimeError as error:
             raise ValueError(f"the mask must broadcast to shape {sizes}, got {tuple(given.shape)}") from error
+
         for k, part in enumerate(short.split_with_sizes(counts, -1)):
             if not bool(part.any(-1).all()):
                 where = f" (in part {k})" if len(counts) > 1 else ""
@@ -166,6 +170,7 @@ class Categorical(Numbered):
         mask = self.mask
         if mask is None:
             return self.nth(draw_categories(self.n, self._full_shape(shape), self.device, generator))
+
         if shape is None:
             shape = ()
         return self.nth(draw_masked(mask, as_shape(shape), generator))
@@ -209,6 +214,7 @@ class Categorical(Numbered):
                     "the mask differs within the batch: index the spec first, then list its values"
                 )
             counted = counted[rows[0]]
+
         return self.nth(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
@@ -309,6 +315,7 @@ class Encoded(TensorSpec):
         text = self._misfit(value)
         if text is not None or self.is_in(value):
             return text
+
         assert isinstance(value, Tensor)
         row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
         if row:
@@ -319,6 +326,7 @@ class Encoded(TensorSpec):
             where = f"at index {place} "
         else:
             where = ""
+
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
     @override
@@ -399,6 +407,7 @@ class OneHot(Encoded):
         sizes = as_shape(shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+
         super().__init__(sizes, Categories(n), device, dtype, "discrete")
         self.categories = Categorical(n, sizes[:-1], device, mask=mask)
         self.use_register = use_register
@@ -435,16 +444,19 @@ class OneHot(Encoded):
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
         if not self.use_register:
             return super().encode(value, ignore_device=ignore_device)
+
         if isinstance(value, Tensor | np.generic):
             key = value.item()
         else:
             key = value
+
         if key not in self._register:
             if len(self._register) == self.n:
                 raise OutsideSpecError(
                     f"{key!r} would be category {self.n}, but there are only {self.n} categories"
                 )
             self._register[key] = len(self._register)
+
         return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
 
     @override
@@ -510,6 +522,7 @@ class MultiCategorical(Numbered):
         counts = counts.reshape(1) if counts.ndim == 0 else counts
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
             raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
+
         counts = counts.long()
         if shape is None:
             shape = counts.shape
@@ -518,9 +531,11 @@ class MultiCategorical(Numbered):
             raise ValueError(
                 f"the last dim of the shape must be that of nvec, {counts.shape[-1]}, got shape {tuple(sizes)}"
             )
+
         super().__init__(sizes, None, device, dtype, "discrete")
         self.remove_singleton = remove_singleton
         full = (*self._frame.shape, sizes[-1])
+
         try:
             first = as_numbers("start", start, device).long().expand(full)
             self._parameters = {
@@ -531,6 +546,7 @@ class MultiCategorical(Numbered):
             raise ValueError(
                 f"nvec and start must broadcast to shape {tuple(sizes)}, got {tuple(counts.shape)} and {start!r}"
             ) from error
+
         self._check_dtype(self.dtype)
         self.update_mask(mask)
 
@@ -626,6 +642,7 @@ class MultiCategorical(Numbered):
         ]
         values = grid(parts).to(self.dtype)
         shape = self._full_shape(())
+
         return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
@@ -694,11 +711,13 @@ class MultiOneHot(Encoded):
         flags(use_register=use_register)
         if use_register:
             raise ValueError("use_register=True supports only one category per value: use OneHot")
+
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()
         if shape is None:
             shape = (total,)
+
         sizes = as_shape(shape)
         if not sizes or sizes[-1] != total:
             raise ValueError(f"the last dim of the shape must be sum(nvec)={total}, got shape {tuple(sizes)}")
@@ -763,6 +782,7 @@ class Binary(Ranged):
     ) -> None:
         if n is None and shape is None:
             raise TypeError("n or shape must be given")
+
         n = None if n is None else as_count("n", n)
         if shape is None:
             shape = n
@@ -771,6 +791,7 @@ class Binary(Ranged):
         self.n = as_count("n", last) if n is None else n
         if last != self.n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+
         self.value_dims = min(1, len(sizes))
         self.by_shape = False  # whether the Gymnasium space is given by shape instead of n
         super().__init__(sizes, Categories(2), device, dtype, "discrete")

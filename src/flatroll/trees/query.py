@@ -68,6 +68,7 @@ class QueryModule(TensorDictModuleBase):
         hash_key = cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
+
         self._read = keys
         self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
         self.index_key = index_key
@@ -79,17 +80,21 @@ class QueryModule(TensorDictModuleBase):
             raise ValueError(
                 f"hash_module must have one module for each of the {len(keys)} in_keys, got {len(hash_module)}"
             )
+
         for module in hash_module or ():
             function("hash_module", module, "a module or a function of rows")
         if hash_to_int is not None:
             function("hash_to_int", hash_to_int, "a function of hashes")
         if aggregator is not None:
             function("aggregator", aggregator, "a function of hashes")
+
         # Modules among them are registered, so that state_dict() includes them.
         self.hash_module = hash_module
+
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):
                 self.add_module(f"hash_module_{i}", module)
+
         self.hash_to_int = hash_to_int
         self.aggregator = aggregator if len(keys) > 1 else None
         if hash_module is None and self.aggregator is None:
@@ -131,11 +136,13 @@ class QueryModule(TensorDictModuleBase):
             written = tensordict.copy()
         else:
             written = tensordict
+
         if write_hash:
             kept = hashes
         else:
             kept = None
         self.write(written, index, kept)
+
         return written
 
     def write(self, tensordict: TensorDictBase, index: Tensor, hashes: Tensor | None) -> None:
@@ -156,11 +163,14 @@ class QueryModule(TensorDictModuleBase):
                 f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "
                 "pass e.g. TensorDict(observation=..., action=...)"
             )
+
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
+
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
                 raise missing_marker(key, tensordict.keys(True, True))
+
         if tensordict.batch_dims != 1:
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
         if self.hash_module is not None:
@@ -171,6 +181,7 @@ class QueryModule(TensorDictModuleBase):
                         f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
                         "SipHash and similar modules do so with as_tensor=True"
                     )
+
         if self.aggregator is None:
             return columns
         return [self.aggregator(torch.stack(columns, -1))]
@@ -183,10 +194,12 @@ class QueryModule(TensorDictModuleBase):
         hashed = self.hash_module is not None or self.aggregator is not None
         if self.hash_to_int is None and not (hashed and len(columns) == 1):
             return self._rows.number(columns, extend)
+
         if hashed and len(columns) == 1:
             hashes = columns[0]
         else:
             hashes = hash_words(pack_rows(columns))
+
         if self.hash_to_int is None:
             return self._rows.number(columns, extend)[0], hashes
         return self.hash_to_int(hashes, extend=extend), hashes

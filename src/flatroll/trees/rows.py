@@ -69,6 +69,7 @@ class RowNumbers:
                     f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
                     f"got {column.dtype} {tuple(column.shape[1:])}"
                 )
+
         words, floats = view_rows(columns)
         if self.index is None:
             self.index = RowIndex(words.shape[1], words.device)
@@ -131,6 +132,7 @@ class GrowingColumns:
         for key, stored in self._columns.items():
             if key not in columns:
                 raise KeyError(f"no entry {key!r}, which earlier rows have; got {sorted(map(str, columns))}")
+
             column = columns[key]
             if column.dtype != stored.dtype or column.shape[1:] != stored.shape[1:]:
                 raise TypeError(
@@ -145,11 +147,13 @@ class GrowingColumns:
         """
         if not at.shape[0]:
             return
+
         # If the positions are the next ones, in order, write a slice, which is much faster.
         rows = int(at.max()) + 1
         if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
             self.append(columns, len(at))
             return
+
         self._reserve(columns, rows)
         for key, stored in self._columns.items():
             stored.index_copy_(0, at, columns[key].detach())
@@ -163,10 +167,12 @@ class GrowingColumns:
             source = None
         else:
             source = self._host.find(columns, new)
+
         if source is None:
             self.check(columns)
         if not new:
             return
+
         self._reserve(columns, rows)
         if source is None or self._host is None or not self._host.write_found(before, source, new):
             for key, stored in self._columns.items():
@@ -183,6 +189,7 @@ class GrowingColumns:
                 larger[: self._count] = stored[: self._count]
                 self._columns[key] = larger
                 self._host = None
+
         if self._host is None and all(column.is_cpu for column in self._columns.values()):
             from flatroll.kernels.rows.gather import HostColumns  # numba
 

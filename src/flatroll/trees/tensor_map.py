@@ -89,6 +89,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(
                 "query_module must not have seen any rows, since the map would have no values for them"
             )
+
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,10 +101,12 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self._count = 0
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
+
         if storage is None:
             limit = None
         else:
             limit = storage.max_size
+
         limits = [
             max_size and whole_number("max_size", max_size),
             limit,
@@ -149,6 +152,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             storage = None
         else:
             storage = storage_constructor()
+
         if out_keys is None:
             out_keys = list(dest.keys(True, True))
         return cls(
@@ -208,6 +212,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         found = self._find(item)
         unknown = (found < 0) | (found >= len(self))
         values: TensorDictBase | None = None
+
         if bool(unknown.any()):
             row = int(unknown.nonzero()[0, 0])
             if default is None or (not len(self) and not isinstance(default, TensorDictBase)):
@@ -218,18 +223,22 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                 )
             if isinstance(default, TensorDictBase):
                 values = default.expand(item.batch_size).reshape(len(found)).clone()
+
         if values is None or not bool(unknown.all()):
             known = (~unknown).nonzero().squeeze(-1)
             stored = self.collate_fn(self.storage.get(found[known]))
             if len(known) == len(found):
                 return cast(TensorDictBase, stored.reshape(item.batch_size))
+
             if values is None:
                 values = cast(TensorDictBase, torch.full_like(stored[:1], cast(float, default))).expand(
                     len(found)
                 )
                 values = values.clone()
+
             values = values.select(*stored.keys(True, True))
             values[known] = stored
+
         return values.reshape(item.batch_size)
 
     def __setitem__(self, item: TensorDictBase, value: TensorDictBase) -> None:
@@ -240,11 +249,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(
                 f"keys and values must be of one batch size, got {list(item.batch_size)} and {list(value.batch_size)}"
             )
+
         keys = self.out_keys or list(value.keys(True, True))
         for key in keys:
             require(value, key)
         new = flat_columns(value, keys)
         at, hashes = query.number(columns)
+
         done = False
         try:
             if self.max_size is not None and len(query) > self.max_size:
@@ -252,6 +263,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     f"{len(query) - count} new keys do not fit: the map has {count} of at most {self.max_size}. "
                     "Nothing was written"
                 )
+
             self._write(at, new, count)
             if len(at):
                 reached = int(at.max()) + 1
@@ -263,6 +275,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         finally:
             if not done:
                 query.truncate(count)
+
         if not item.is_locked:
             query.write(item, at, hashes)
 
@@ -270,6 +283,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Write rows at positions; those from ``count`` on are new."""
         turn = occurrences(at)
         last = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64, device=at.device)
+
         # Where positions repeat, store the value of the row with the highest turn: the last one, or the
         # combination of all.
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
@@ -280,6 +294,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                 rounds = int(turn.max()) + 1
             else:
                 rounds = 0
+
             for round_ in range(rounds):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
@@ -291,7 +306,9 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     if bool(known.any()):
                         stored = self.collate_fn(self.storage.get(at[rows[known]]))
                         self._combine(new, rows[known], flat_columns(stored))
+
                 before[at[rows]] = rows
+
         rows = last[at] == torch.arange(len(at), device=at.device)
         rows = rows.nonzero().squeeze(-1)
         if len(rows):
@@ -312,11 +329,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Replace the given rows of ``new`` by the results of ``write_fn``."""
         if not len(rows):
             return
+
         assert self.write_fn is not None
         values = [nest({key: column[rows] for key, column in new.items()}, len(rows))]
         if old is not None:
             values.append(nest(old, len(rows)))
         made = flat_columns(self.write_fn(*values))
+
         for key in new:
             if key not in made:
                 raise KeyError(f"write_fn must return the entry {key!r}, got {sorted(map(str, made))}")
@@ -332,6 +351,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             values = self.storage.get(torch.arange(len(self)))
         else:
             values = None
+
         if values is None:
             values = None
         else:

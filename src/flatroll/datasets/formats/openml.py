@@ -51,6 +51,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     label = label[complete]
     if not len(features):
         raise ValueError("the table has no rows without missing values")
+
     numbers = []
     categories = []
     for name in features:
@@ -64,6 +65,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
             else:
                 column = codes[:, None].astype(np.float64)
             categories.append(column)
+
     if one_hot:
         coded = []
     else:
@@ -75,6 +77,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
         columns = []
     columns += categories if one_hot else []
     classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
+
     return TensorDict(
         {"X": torch.from_numpy(np.concatenate(columns, 1)), "y": torch.from_numpy(classes.astype(np.int64))},
         [len(classes)],

@@ -70,6 +70,7 @@ class Facts:
         else:
             own = []
         head = ": ".join([type(self).__name__, *own])
+
         return html_lines([head], "b") + html_table([(name.replace("_", " "), facts[name]) for name in facts])
 
 
@@ -91,4 +92,5 @@ def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers:
     else:
         first = []
     body = [*first, *(line(row, "td") for row in rows)]
+
     return "<table>" + "".join(f"<tr>{cells}</tr>" for cells in body) + "</table>"

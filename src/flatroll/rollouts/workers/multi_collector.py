@@ -154,10 +154,12 @@ class MultiCollector(Facts):
         random_frames = init_random_frames or 0
         counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
         counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
+
         if transport is None:
             self._writers = 1
         else:
             self._writers = transport.writers_of_each
+
         check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
         modes = Modes(
             sync=sync,
@@ -169,6 +171,7 @@ class MultiCollector(Facts):
             start_timeout=start_timeout,
             slots=slots,
         )
+
         check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
         made_there = transport is not None and transport.makes_policies
         policy = policy_here(policy, factories, update_at_each_batch, made_there)
@@ -182,11 +185,13 @@ class MultiCollector(Facts):
         self._update = update_at_each_batch
         self._whole = trajs is not None
         self._progress = progress
+
         storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
         if storing is None:
             self._storing = None
         else:
             self._storing = usable_device(name, storing)
+
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
         shared = {"policy_device": device} | options
@@ -205,7 +210,9 @@ class MultiCollector(Facts):
             )
             for place in range(count)
         ]
+
         self._transport = transport or Processes(count, nursery, start_method, num_threads)
+
         try:
             if isinstance(policy, nn.Module):
                 weights = policy.state_dict()
@@ -215,6 +222,7 @@ class MultiCollector(Facts):
         except BaseException:
             self._transport.close()
             raise
+
         self._begin(0, writer, seeds)
         if replay_buffer is not None and self._supply.gatherer.team.scaled:
             warn_of_scales(stacklevel=2)
@@ -225,6 +233,7 @@ class MultiCollector(Facts):
         team = None
         self._seed_sequence = seeds
         self._begun_at = frames
+
         try:
             # Allow Ctrl-C only while waiting: elsewhere a worker that was just started could be lost.
             with interrupts:
@@ -244,6 +253,7 @@ class MultiCollector(Facts):
             writers = self._writers
         else:
             writers = 0
+
         return Team(
             self._transport,
             self._jobs,
@@ -266,10 +276,12 @@ class MultiCollector(Facts):
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
         wait = not self._jobs[0].options.get("no_cuda_sync", False)
+
         if self._update:
             publish = self._publisher()
         else:
             publish = None
+
         self._supply = Supply(
             gatherer,
             Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),
@@ -280,6 +292,7 @@ class MultiCollector(Facts):
             whole=self._whole,
             progress=self._progress,
         )
+
         # Also runs when the collector is garbage-collected and when the interpreter exits.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
 
@@ -370,6 +383,7 @@ class MultiCollector(Facts):
             raise TypeError(
                 f"the policy, {type(self.policy).__name__}, is not an nn.Module: it has no weights to update"
             )
+
         if policy_or_weights is None:
             policy_or_weights = self.policy
         self._publish(policy_or_weights)
@@ -452,6 +466,7 @@ class MultiCollector(Facts):
                 policy = self._published()
             else:
                 policy = None
+
             return {
                 "frames": self.frames,
                 "next_writer": self._supply.gatherer.team.next_writer,
@@ -474,6 +489,7 @@ class MultiCollector(Facts):
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
             self._transport.publish(state["policy"])
+
         self._transport.version = state["policy_version"]
         writer = max(self._supply.gatherer.team.next_writer, state["next_writer"])
         self._begin(state["frames"], writer, np.random.SeedSequence(**state["seed"]))
@@ -539,10 +555,12 @@ class MultiCollector(Facts):
             total = f" of {self.total_frames:,}"
         else:
             total = ""
+
         if self.policy is None:
             policy = "random actions"
         else:
             policy = type(self.policy).__name__
+
         if self.policy is None and self._jobs[0].policy_factory is not None:
             policy = "of a policy_factory"
         facts: dict[str, Any] = {
@@ -551,6 +569,7 @@ class MultiCollector(Facts):
             "policy": policy,
             "frames_per_batch": f"{self.frames_per_batch:,}",
         }
+
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
         if self._supply.closed:
