@@ -215,10 +215,7 @@ class ColumnStorage(Storage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        if self.structure is None:
-            structure = Structure.of(batch)
-        else:
-            structure = self.structure
+        structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
         if not columns:
             raise ValueError("the batch has no entries to store")
@@ -231,32 +228,30 @@ class ColumnStorage(Storage):
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
         known = self.known
-        count = next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
+
+        # Most batches are copied by one call (`usual`) and need no further checks.
+        count = next(iter(columns.values())).shape[0]
         source = None
         later = None
-
         if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
             if source is not None and known.later is not None:
                 later = known.later.find(columns, count)
-        # Most batches are copied by one call and need no further checks.
         twice = 0 if later is None else len(later)
         usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
-        # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
-        if whole or count <= self.max_size:
-            skip = 0
-        else:
-            skip = count - self.capacity
+
+        # The first rows of a batch that is too long are left out. If lanes make the capacity smaller than max_size,
+        # count is a multiple of the lanes as well.
+        skip = 0 if whole or count <= self.max_size else count - self.capacity
 
         late = None
         if final is not None:
-            late = self._check_final(
-                read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
-            )
+            probed = keys or BoundaryKeys.probe(batch)
+            late = self._check_final(read_final(final), batch, columns, probed, skip)
 
         if skip:
             self.warn_left_out(skip)
@@ -265,43 +260,32 @@ class ColumnStorage(Storage):
 
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
-            if usual and self.pool is not None and source is not None and later is not None:
-                if self.lanes:
-                    marked = self._marker_columns(columns, keys, count)
-                else:
-                    marked = columns
+            if not (usual and self.pool is not None and source is not None and later is not None):
+                return self._prepare_compact(structure, columns, count, late, keys, skip)
 
-                pairs = source[known.now], later, self.pool.row_bytes
-                cut = Fragments.read(marked, keys, None, pairs)
-                tails = self.pool.tails(columns, None, cut.lasts)
-                if keys.in_order:
-                    check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
-                return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
-
-            return self._prepare_compact(structure, columns, count, late, keys, skip)
+            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+            pairs = source[known.now], later, self.pool.row_bytes
+            cut = Fragments.read(marked, keys, None, pairs)
+            tails = self.pool.tails(columns, None, cut.lasts)
+            if keys.in_order:
+                check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
+            return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
 
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        if keys is None or not self.lanes:
-            marked = columns
-        else:
-            marked = self._marker_columns(columns, keys, count)
 
-        if keys is None:
-            fragments = None
-        else:
+        fragments = None
+        if keys is not None:
+            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
             fragments = Fragments.read(marked, keys)
 
-        if keys is not None and fragments is not None and keys.in_order:
-            compared = known.compared
-            if compared is None or compared.not_compared != len(self.not_compared):
-                check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
-            else:
-                if usual:
-                    followed = source
+            if keys.in_order:
+                compared = known.compared
+                if compared is None or compared.not_compared != len(self.not_compared):
+                    check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
                 else:
-                    followed = None
-                check_followed(columns, fragments, compared, followed, skip)
+                    followed = source if usual else None
+                    check_followed(columns, fragments, compared, followed, skip)
 
         if not usual:
             self._check_columns(columns, structure)
@@ -344,10 +328,7 @@ class ColumnStorage(Storage):
         ``skip`` is the number of rows that were left out before them.
         """
         from_final: Columns = {} if final is None else final.next
-        if self.lanes:
-            marked = self._marker_columns(columns, keys, count)
-        else:
-            marked = columns
+        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
 
         for key, next_name in pool.next_keys.items():
@@ -372,14 +353,17 @@ class ColumnStorage(Storage):
         tails = pool.tails(columns, final, fragments.lasts)
         if keys.in_order:
             check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
+
         host = None if self.known is None else self.known.host
         source = None if host is None else host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
+
         if self.pool is None:
             pool.allocate(self.columns, self._own_keys)
             self.pool = pool
             self.known = None
+
         return Rows(count, stored, fragments, tails, source)
 
     def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
@@ -426,21 +410,15 @@ class ColumnStorage(Storage):
         if host is not None and rows.source is not None:
             if host.write_found(slot, rows.source, rows.count):
                 written = host.columns
-            else:
-                written = ()
         elif host is not None:
             written = host.write(slot, rows.columns, rows.count, host.rows)
-
         if len(written) == len(rows.columns):
             return
+
         # As many as fit before the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
-
         whole = fit == rows.count
-        if whole:
-            parts = [(0, fit, slot)]
-        else:
-            parts = [(0, fit, slot), (fit, rows.count, 0)]
+        parts = [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]
 
         for first, stop, to in parts:
             hint = after
@@ -450,10 +428,7 @@ class ColumnStorage(Storage):
 
             for key, values in rows.columns.items():
                 if key not in written:
-                    if whole:
-                        piece = values
-                    else:
-                        piece = values[first:stop]
+                    piece = values if whole else values[first:stop]
                     self.columns[key].write(to, piece, hint)
 
     @override
@@ -564,11 +539,11 @@ class ColumnStorage(Storage):
             )
 
         known = self.known
-        pool = None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
-        columns: Columns = {}
 
+        pool = None if follow is None else self.pool
+        columns: Columns = {}
         if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
             # The variable keeps the pool's memory alive: a thread that writes may replace it by a larger one.
             entries = pool.tensors
@@ -577,11 +552,7 @@ class ColumnStorage(Storage):
                 return columns
 
         # First the columns that one call copies, then the others one by one.
-        if known.host is None:
-            columns = {}
-        else:
-            columns = known.host.take(slots, keys)
-
+        columns = {} if known.host is None else known.host.take(slots, keys)
         wanted = self.columns if keys is None else self.columns.keys() & keys
         if len(columns) < len(wanted):
             slots = slots.to(self.device)
@@ -657,10 +628,12 @@ class ColumnStorage(Storage):
 
         if {key: (column.dtype, column.shape[1:]) for key, column in again.items()} != dict(state["like"]):
             raise damaged("its entries are not those of its kind of rows")
+
         columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
+
         saved = {key: (*kind, state["kinds"][key]) for key, kind in state["like"].items()}
         here = {key: (column.dtype, column.shape, _kind_of(column)) for key, column in columns.items()}
 
@@ -688,10 +661,7 @@ class ColumnStorage(Storage):
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
-            if own is None:
-                lanes_here = ""
-            else:
-                lanes_here = f" and lanes {list(own)}"
+            lanes_here = "" if own is None else f" and lanes {list(own)}"
 
             raise ValueError(
                 f"the state is of a storage with lanes {list(lanes)} after the time dim, this one has ndim={self.ndim}"
