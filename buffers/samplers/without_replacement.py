@@ -98,9 +98,7 @@ class PassSampler(Sampler):
         left = state["pass"]["left"]
         self._key = tuple(state["pass"]["key"])
 
-        if left is None:
-            left = None
-        else:
+        if left is not None:
             left = left.clone()
         self._left, self.ran_out = left, state["ran_out"]
 

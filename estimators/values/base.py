@@ -240,6 +240,7 @@ class ValueEstimator(TensorDictModuleBase):
 
         require_critic("value_network", value_network)
         self.value_network = value_network
+
         skip_existing = False if options.get("skip_existing") is None else options.get("skip_existing")
         flags(
             average_rewards=average_rewards,
@@ -250,7 +251,9 @@ class ValueEstimator(TensorDictModuleBase):
 
         keys = ("group_key", "advantage_key", "value_target_key", "value_key")
         need_keys(optional=True, **{name: options.get(name) for name in keys})
-        self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
+
+        self.chunks = chunks_from(options)
+        self.shifted, self.shifted_budget = stream_from(options)
         self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
         self.check_finite = options.get("check_finite", False)
@@ -271,11 +274,11 @@ class ValueEstimator(TensorDictModuleBase):
             )
 
         self.number("gamma", gamma, options.get("device"))
+
         self._warn_once = WarnOnce()
         self._warn_of_order = WarnOnce()
         self._calls = 0
         self.tensor_keys = KeyNames(self.default_keys)
-
         self.set_keys(
             advantage=options.get("advantage_key"),
             value_target=options.get("value_target_key"),
@@ -437,16 +440,14 @@ class ValueEstimator(TensorDictModuleBase):
         if last < 0:
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
 
-        time_dim = self.time_dim if time_dim is None else time_dim
         if time_dim is None:
-            if "time" in batch.names:
-                time_dim = batch.names.index("time")
-            else:
-                time_dim = last
-
+            time_dim = self.time_dim
+        if time_dim is None:
+            time_dim = batch.names.index("time") if "time" in batch.names else last
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
+
         series = batch
         chunks = self.chunks
         factors = {name: getattr(self, name) for name in self.factor_names}
@@ -455,15 +456,14 @@ class ValueEstimator(TensorDictModuleBase):
             shape = require(batch, self.places["reward"], REWARD).shape
             if shape == batch.batch_size:
                 shape = torch.Size([*shape, 1])
+
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
 
             chunks = chunks.transposed(last + 1, dim, last)
             series = batch.transpose(dim, last)
-            if next_value is None:
-                next_value = None
-            else:
+            if next_value is not None:
                 next_value = next_value.transpose(dim, last)
 
         grad = self.differentiable and torch.is_grad_enabled()
@@ -485,11 +485,13 @@ class ValueEstimator(TensorDictModuleBase):
                     raise
 
         if dim != last:
-            reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
-            if values.valid is None:
-                valid = None
-            else:
-                valid = values.valid.transpose(dim, last)
+            reward = reward.transpose(dim, last)
+            advantage = advantage.transpose(dim, last)
+            target = target.transpose(dim, last)
+
+            valid = values.valid
+            if valid is not None:
+                valid = valid.transpose(dim, last)
             values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
 
         if self.check_finite:
@@ -510,15 +512,17 @@ class ValueEstimator(TensorDictModuleBase):
         keys = self.places
         network = self.value_network
         dims = batch.batch_dims
+
         reward: Tensor = require(batch, keys["reward"], REWARD)
         if not reward.is_floating_point():
             key = keys["reward"]
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-
         if reward.shape == batch.batch_size:
             reward = reward.unsqueeze(-1)
         if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
+
+        # Where runs end, and which next observations are unknown.
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
@@ -526,23 +530,24 @@ class ValueEstimator(TensorDictModuleBase):
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
         if ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
             self._check_order(batch, at, factors)
-        if next_value is not None and next_value.shape == batch.batch_size:
-            next_value = next_value.unsqueeze(-1)
-        if next_value is not None and next_value.shape != reward.shape:
-            raise ValueError(
-                f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
-            )
 
+        # The values of the rows and of the next ones.
+        if next_value is not None:
+            if next_value.shape == batch.batch_size:
+                next_value = next_value.unsqueeze(-1)
+            if next_value.shape != reward.shape:
+                raise ValueError(
+                    f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
+                )
+
+        steps = get_entry(batch, keys["steps_to_next_obs"])
         if next_value is not None and not self.target_needs_value:
             values = Values(next_value, zeroed(next_value, at.terminated))
         else:
             if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # the network was replaced and may read other entries
-            if network is None:
-                reader = None
-            else:
-                reader = self._inputs
 
+            reader = None if network is None else self._inputs
             values_of = ValueInputs(
                 network=reader,
                 value_key=self.tensor_keys["value"],
@@ -554,51 +559,40 @@ class ValueEstimator(TensorDictModuleBase):
                 skip_existing=self.skip_existing,
                 final=final,
                 parameters=parameters,
-                n_step=get_entry(batch, keys["steps_to_next_obs"]) is not None,
+                n_step=steps is not None,
                 warn=self._warn_once,
             )
             values = state_values(values_of, next_value)
 
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
-            if values.value.shape == reward.shape:
-                column = values.next_value
-            else:
-                column = values.value
-
-            if network is None:
-                words = "the batch must hold"
-            else:
-                words = "value_network must write"
-
+            column = values.next_value if values.value.shape == reward.shape else values.value
+            writer = "the batch must hold" if network is None else "value_network must write"
             raise ValueError(
-                f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
+                f"{writer} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
 
-        # Excluded rows, standardised rewards, n-step discounts.
+        # The rows that count; a run stops before one that does not.
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
-        if valid is not None:  # runs stop before an excluded row
+        if valid is not None:
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
 
-        counted = valid  # the rows whose moments are computed; None for all
+        # The rows whose moments are computed; None for all.
+        counted = valid
         if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
             counted = mask_and(marker(batch, keys["mask"]), valid)
-        steps = get_entry(batch, keys["steps_to_next_obs"])
-        if steps is not None:  # the discount over all steps of an n-step row
+
+        # The discount over all steps of an n-step row: a reward over k rows is discounted k times.
+        if steps is not None:
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
             if gamma.ndim:
                 gamma = factor_over("gamma", gamma, reward.shape, dims)
-            # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
 
-        if self.average_rewards:
-            discounted = self._standardize(batch, reward, counted)
-        else:
-            discounted = reward
-
+        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -611,14 +605,15 @@ class ValueEstimator(TensorDictModuleBase):
             factors=factors,
             chunks=chunks,
         )
-
         advantage, target = self.estimate(inputs)
+
         if self.standardize:
             advantage = self._standardize(batch, advantage, counted)
         if valid is not None:  # an excluded row has advantage 0 and its own value as the target
             rows = broadcast_like(valid, reward)
             advantage = advantage.masked_fill(~rows, 0.0)
             target = torch.where(rows, target, values.value)
+
         return reward, advantage, target, Values(values.value, values.next_value, valid)
 
     def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:

@@ -404,9 +404,7 @@ class VTrace(ValueEstimator):
                 action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
 
                 base = get_entry(batch, base_sample_key(key))
-                if base is None:
-                    base = None
-                else:
+                if base is not None:
                     base = flat_rows(base, dims)[start:stop]
                 of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
 

@@ -192,9 +192,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
-            if size is None:
-                size = None
-            else:
+            if size is not None:
                 size = whole_number("batch_size", size) * longest
 
         self._longest = longest

@@ -55,9 +55,7 @@ class Moments(nn.Module):
 
         # Not 0-dim: torch.compile (2.13) takes a 0-dim tensor on the host for a number, and loses writes into it.
         stored = shape or (1,)
-        if device is None:
-            device = None
-        else:
+        if device is not None:
             device = torch_device("device", device)
         self.register_buffer("count", torch.zeros(1, dtype=torch.float64, device=device))
         self.register_buffer("mean", torch.zeros(stored, dtype=torch.float64, device=device))

@@ -594,9 +594,7 @@ class Collector(Facts):
 
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)
-            if final is None:
-                final = None
-            else:
+            if final is not None:
                 final = final.to(storing, non_blocking=wait)
 
         self.final = final

@@ -514,9 +514,7 @@ class MultiCategorical(Numbered):
         start: Numbers = 0,
     ) -> None:
         flags(remove_singleton=remove_singleton)
-        if device is None:
-            device = None
-        else:
+        if device is not None:
             device = torch_device("device", device)
         counts = as_numbers("nvec", nvec, device)
         counts = counts.reshape(1) if counts.ndim == 0 else counts

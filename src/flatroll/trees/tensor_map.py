@@ -352,9 +352,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         else:
             values = None
 
-        if values is None:
-            values = None
-        else:
+        if values is not None:
             values = dict(flat_columns(values))
         return {"values": values}
 

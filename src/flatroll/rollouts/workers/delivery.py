@@ -73,9 +73,7 @@ class Delivery:
 
         if self._storing is not None:
             batch = batch.to(self._storing, non_blocking=not self._wait)
-            if final is None:
-                final = None
-            else:
+            if final is not None:
                 final = final.to(self._storing, non_blocking=not self._wait)
 
         self.final = final
