@@ -101,24 +101,16 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     ...
     ValueError: level must be an integer from 1 to 22, got 30
     """
-    if (
-        isinstance(value, (int, np.integer))
-        and not isinstance(value, bool)
-        and least <= value
-        and value <= (2**63 - 1 if most is None else most)
-    ):
+    high = 2**63 - 1 if most is None else most
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= high:
         return int(value)
 
-    if most is None:
-        limits = f"of at least {least}"
-    else:
+    if most is not None:
         limits = f"from {least} to {most}"
-
-    if most is None and isinstance(value, int) and value >= 2**63:
-        size = ", of 64 bits"
+    elif isinstance(value, int) and value >= 2**63:
+        limits = f"of at least {least}, of 64 bits"
     else:
-        size = ""
-    limits += size
+        limits = f"of at least {least}"
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
@@ -167,19 +159,39 @@ def number(
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers, or an empty one
         raise TypeError(_text(name, "be a number", shown(value), hint)) from error
 
-    low = least if above is None else above
-    high = most if below is None else below
-    fits_low = low is None or (real >= low if above is None else real > low)
-    fits_high = high is None or (real <= high if below is None else real < high)
-    if fits_low and fits_high and real == real:
+    fits = real == real  # NaN never does
+    low = least
+    high = most
+    at_least = "at least"
+    at_most = "at most"
+    opening = "["
+    closing = "]"
+
+    if above is not None:
+        low = above
+        at_least = "above"
+        opening = "("
+        fits = fits and real > above
+    elif least is not None:
+        fits = fits and real >= least
+
+    if below is not None:
+        high = below
+        at_most = "below"
+        closing = ")"
+        fits = fits and real < below
+    elif most is not None:
+        fits = fits and real <= most
+
+    if fits:
         return value
 
     if low is not None and high is not None:
-        limits = f"lie in {'[' if above is None else '('}{low}, {high}{']' if below is None else ')'}"
+        limits = f"lie in {opening}{low}, {high}{closing}"
     elif low is not None:
-        limits = f"be {'at least' if above is None else 'above'} {low}"
+        limits = f"be {at_least} {low}"
     elif high is not None:
-        limits = f"be {'at most' if below is None else 'below'} {high}"
+        limits = f"be {at_most} {high}"
     else:
         limits = "be a number"
 

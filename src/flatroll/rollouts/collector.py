@@ -207,7 +207,6 @@ class Collector(Facts):
             state_stride=state_stride,
             splits=splits,
         )
-
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
 
         with ExitStack() as undo:
@@ -219,6 +218,7 @@ class Collector(Facts):
             given = device, env_device, policy_device, storing_device, no_cuda_sync
             devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
+
             wire = auto_register_policy_transforms is not False
             runner.start(
                 policy,
@@ -235,22 +235,24 @@ class Collector(Facts):
         self._devices = devices
         self.env = runner.env
         self.policy = policy
+
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self._random_frames = init_random_frames
         self._reset_each_iter = reset_at_each_iter
         self._set_truncated = set_truncated
         self._split_trajs = split_trajs
+
         if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
             wanted = "have a method extend, as a ReplayBuffer has"
             raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
-
-        self._postproc = postproc
         self._buffer = replay_buffer
         self._interruptor = interruptor
+        self._postproc = postproc
         self._pre_hook = pre_collect_hook
         self._post_hook = post_collect_hook
         self._compact = compact_obs or runner.asks_compact
+
         self._scaled = any(map(scales_by_running_statistics, runner.envs))
         if self._scaled and replay_buffer is not None:
             warn_of_scales(stacklevel=2)
@@ -261,6 +263,7 @@ class Collector(Facts):
         self._seeded_at = 0
         self._progress = progress
         self._closed = False
+
         note_spec = getattr(replay_buffer, "note_spec", None)
         if note_spec is not None:
             note_spec(self.spec)

@@ -152,13 +152,14 @@ class MultiCollector(Facts):
         count = len(functions)
         trajs = trajs_per_batch
         random_frames = init_random_frames or 0
-        counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
-        counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
+        self._writers = 1 if transport is None else transport.writers_of_each
 
-        if transport is None:
-            self._writers = 1
-        else:
-            self._writers = transport.writers_of_each
+        counts: dict[str, Any] = {
+            "frames_per_batch": frames_per_batch,
+            "total_frames": total_frames,
+            "trajs_per_batch": trajs,
+            "init_random_frames": random_frames,
+        }
 
         check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
         modes = Modes(
@@ -171,29 +172,27 @@ class MultiCollector(Facts):
             start_timeout=start_timeout,
             slots=slots,
         )
-
         check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
+
         made_there = transport is not None and transport.makes_policies
         policy = policy_here(policy, factories, update_at_each_batch, made_there)
         seeds = seeds_of(seed)
+
         self.num_workers = count
         self.frames_per_batch = frames_per_batch
-        self._total = total_frames
         self.policy = policy
+        self._total = total_frames
         self._modes = modes
         self._buffer = replay_buffer
         self._update = update_at_each_batch
         self._whole = trajs is not None
         self._progress = progress
-
-        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
-        if storing is None:
-            self._storing = None
-        else:
-            self._storing = usable_device(name, storing)
-
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
+
+        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
+        self._storing = None if storing is None else usable_device(name, storing)
+
         shared = {"policy_device": device} | options
         self._jobs = [
             Job(
@@ -212,12 +211,8 @@ class MultiCollector(Facts):
         ]
 
         self._transport = transport or Processes(count, nursery, start_method, num_threads)
-
         try:
-            if isinstance(policy, nn.Module):
-                weights = policy.state_dict()
-            else:
-                weights = {}
+            weights = policy.state_dict() if isinstance(policy, nn.Module) else {}
             self._transport.share(weights)
         except BaseException:
             self._transport.close()
@@ -249,11 +244,7 @@ class MultiCollector(Facts):
         self, writer: int, seeds: np.random.SeedSequence, frames: int, interrupts: Interrupts
     ) -> Team:
         modes = self._modes
-        if self._with_ids:
-            writers = self._writers
-        else:
-            writers = 0
-
+        writers = self._writers if self._with_ids else 0
         return Team(
             self._transport,
             self._jobs,
@@ -276,12 +267,7 @@ class MultiCollector(Facts):
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
         wait = not self._jobs[0].options.get("no_cuda_sync", False)
-
-        if self._update:
-            publish = self._publisher()
-        else:
-            publish = None
-
+        publish = self._publisher() if self._update else None
         self._supply = Supply(
             gatherer,
             Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),

@@ -150,28 +150,21 @@ class RayCollector(MultiCollector):
             )
 
         self._made_there = policy_factory is not None
-        own: dict[str, Any] = {"num_threads": num_threads}
-        if sync:
-            in_flight = 1
-        else:
-            in_flight = max_in_flight
 
-        if workers == 1 or step_timeout is None:
-            options = own
-        else:
-            options = {**own, "step_timeout": step_timeout}
+        if calls is None:
+            calls = RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
+        own: dict[str, Any] = {"num_threads": num_threads}
+        if workers > 1 and step_timeout is not None:
+            own["step_timeout"] = step_timeout
+        takes_references = hasattr(replay_buffer, "extend_reference")
 
         self._actors = transport = Actors(
-            RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
-            if calls is None
-            else calls,
+            calls,
             configs,
-            in_flight=in_flight,
+            in_flight=1 if sync else max_in_flight,
             workers=workers,
-            own=options,
-            by_reference=not sync
-            and hasattr(replay_buffer, "extend_reference")
-            and storing_device is device is None,
+            own=own,
+            by_reference=not sync and takes_references and storing_device is device is None,
             with_signals=step_timeout is not None or preemptive_threshold is not None,
         )
 
