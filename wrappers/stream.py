@@ -258,17 +258,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def _partial_reset_error(self, asked: str, limits: bool) -> ValueError:
         """Return the error for an env that cannot reset chosen rows."""
-        if limits and is_from("ale_py", self.source.env):
-            way_out = "set the limit in the env, max_num_frames_per_episode=..."
-        elif limits:
-            way_out = (
-                "make it with vectorization_mode='sync', or set the limit in the env (gymnasium, envpool: "
-                "max_episode_steps=...)"
-            )
-        else:
-            way_out = "make it with vectorization_mode='sync', or with autoreset_mode=SAME_STEP"
         name = type(self.source.env).__name__
-        return ValueError(f"{asked} needs an env that can reset chosen envs, and {name} cannot: {way_out}")
+        if limits and is_from("ale_py", self.source.env):
+            return ValueError(
+                f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
+                "max_num_frames_per_episode=..."
+            )
+
+        if limits:
+            way_out = "set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
+        else:
+            way_out = "with autoreset_mode=SAME_STEP"
+        return ValueError(
+            f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
+            f"vectorization_mode='sync', or {way_out}"
+        )
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
